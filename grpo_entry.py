@@ -1,7 +1,9 @@
-"""Where `grpo` and `grpo-run` start: it checks that `runners` is the package that belongs to grpo_fn.
+"""Where `grpo` and `grpo-run` start: it checks that `runners` is the package that belongs to
+grpo_fn.
 
-`runners` is a common name. Another package of that name may be found in place of ours, and a traceback does
-not say so. This module stands outside of the packages, because importing grpo_fn loads MLX.
+`runners` is a common name. Another package of that name may be found in place of ours, and a
+traceback does not say so. This module stands outside of the packages, because importing grpo_fn
+loads MLX.
 """
 
 import sys
@@ -35,14 +37,16 @@ def _check_runners() -> None:
 
 
 def runners_problem() -> str | None:
-    """Why `import runners` would not import our package, and what to do, in one line; None: it would."""
+    """Why `import runners` would not import our package, and what to do, in one line; None: it
+    would.
+    """
     spec = find_spec("runners")  # imports nothing
     origin = spec.origin if spec else None
     found = Path(origin).resolve() if origin else OURS / "__init__.py"
     if found != OURS / "__init__.py":
         place = found.parent if found.name == "__init__.py" else found
         return (
-            f"{place} hides grpo_fn's package runners, which is {OURS}: rename it, take {place.parent} off "
-            "PYTHONPATH, or install grpo_fn into an environment of its own"
+            f"{place} hides grpo_fn's package runners, which is {OURS}: rename it, take "
+            f"{place.parent} off PYTHONPATH, or install grpo_fn into an environment of its own"
         )
     return None

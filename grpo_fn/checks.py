@@ -27,7 +27,8 @@ def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
-    """Raise ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: any from 0 on).
+    """Raise ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: any
+    from 0 on).
 
     MLX silently reads past the end of an embedding table.
     """
@@ -35,7 +36,11 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) ->
         low, high = min(prompt, default=0), max(prompt, default=0)
         bad = low if low < 0 else high
         if bad < 0 or (vocabulary is not None and bad >= vocabulary):
-            bound = "" if vocabulary is None else f" < {vocabulary}, the rows of the model's token embedding"
+            bound = (
+                ""
+                if vocabulary is None
+                else f" < {vocabulary}, the rows of the model's token embedding"
+            )
             raise ValueError(f"prompt {number} has the token id {bad}: expected 0 <= id{bound}")
 
 
@@ -44,13 +49,16 @@ class TooLong(ValueError):
 
 
 def check_positions(what: str, needed: int, positions: int | None) -> None:
-    """Raise TooLong unless a model has learned as many positions as `what` needs (None: there is no limit).
+    """Raise TooLong unless a model has learned as many positions as `what` needs (None: there is no
+    limit).
 
-    A row's last token needs none if nothing is predicted from it. MLX silently reads past a table's end.
+    A row's last token needs none if nothing is predicted from it. MLX silently reads past a table's
+    end.
     """
     if positions is not None and needed > positions:
         raise TooLong(
-            f"{what}: expected at most {positions} positions, which the model has learned, found {needed}"
+            f"{what}: expected at most {positions} positions, which the model has learned, found "
+            f"{needed}"
         )
 
 

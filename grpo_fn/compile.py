@@ -1,8 +1,9 @@
 """`compiled`: mx.compile for functions of trees. All of this library compiles with it.
 
-`mx.compile` does not accept attrs values, and its cache ignores how trees nest: `f([a], b)` and `f([a, b])`
-share an entry, and the second call silently gets the first one's program. Here the key is the structure,
-shapes and dtypes of the arguments, and each key has its own function object, and so its own cache.
+`mx.compile` does not accept attrs values, and its cache ignores how trees nest: `f([a], b)` and
+`f([a, b])` share an entry, and the second call silently gets the first one's program. Here the key
+is the structure, shapes and dtypes of the arguments, and each key has its own function object, and
+so its own cache.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ _UNFUSED, _FUSED = 2, 3  # of MLX's modes
 
 
 def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
-    """The function that gives the tree with other arrays in place of its own, which are not kept."""
+    """The function that gives the tree with other arrays in place of its own, which are not
+    kept."""
     hole = type("Hole", (), {})  # marks the place of an array
     empty = map_arrays(lambda _: hole(), tree)
 
@@ -42,14 +44,16 @@ class Compiled:
         traces: how often the Python body has run under the compiler so far.
     """
 
-    def __init__(self, function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True
+    ) -> None:
         """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
 
-        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. If this MLX
-        has no such mode, the function is called as it is.
+        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. If
+        this MLX has no such mode, the function is called as it is.
 
-        A number, a string or None in the arguments is part of the structure: each new value is traced again.
-        Pass a number that changes from call to call as a 0-d array.
+        A number, a string or None in the arguments is part of the structure: each new value is
+        traced again. Pass a number that changes from call to call as a 0-d array.
         """
         self.traces = 0
         self._function = function
@@ -67,8 +71,8 @@ class Compiled:
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
         """The compiled program for arguments like these, and the arguments' arrays in its order.
 
-        For loops: inspecting large trees takes longer than launching a small program. If compiling is
-        disabled, the program calls the function as it is.
+        For loops: inspecting large trees takes longer than launching a small program. If compiling
+        is disabled, the program calls the function as it is.
         """
         check_process()
         leaves: list[mx.array] = []
@@ -116,21 +120,23 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
     """The same arrays, for recomputation in a backward pass, so that less memory is needed for it.
 
-    `mx.compile` would merge the two computations from one array and keep the result from the forward pass.
-    These arrays depend on the cotangent, so that nothing is merged.
+    `mx.compile` would merge the two computations from one array and keep the result from the
+    forward pass. These arrays depend on the cotangent, so that nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
 
 
 def round_up(size: int) -> int:
-    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; up to 16 all."""
+    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; up to 16
+    all."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """Traces inside the block keep their operations as they are. Disabled compiling stays disabled."""
+    """Traces inside the block keep their operations as they are. Disabled compiling stays
+    disabled."""
     setter = _mode_setter()
     if setter is None or not _compiles():
         yield

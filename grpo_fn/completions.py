@@ -1,23 +1,26 @@
 """Rollout: sampled completions with their log-probs, before they are scored."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from grpo_fn.checks import check_rank
 from grpo_fn.images import PromptImages
-from grpo_fn.trees import on_host
+from grpo_fn.trees import flat, on_host
 
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A row that has ended: a completion of a prompt. Of one that decodes: as far as it has come."""
+    """A row that has ended: a completion of a prompt. Of one that decodes: as far as it has
+    come."""
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
     entropy: list[float] | None  # at each token, nats, if asked for
-    finished: bool = False  # True if an end token or stop string ended it, False at the length limit
+    # True if an end token or stop string ended it, False at the length limit
+    finished: bool = False
     prompt_computed: int = 0  # tokens of its prompt that were computed, not found in kept caches
 
 
@@ -25,8 +28,9 @@ class Ended:
 class Rollout:
     """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
 
-    A completion may be a conversation: turns that the model sampled, and between them tokens that an
-    environment gave. It is one row of tokens, each turn's context an exact prefix of the next one's.
+    A completion may be a conversation: turns that the model sampled, and between them tokens that
+    an environment gave. It is one row of tokens, each turn's context an exact prefix of the next
+    one's.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
@@ -37,32 +41,39 @@ class Rollout:
     finished_b: mx.array  # True if an end token or stop string ended it, False at the length limit
     entropy_bt: mx.array | None = None  # of the sampler at each position, nats, if asked for
     vocabulary: int | None = None  # all token ids are below it (set by `generate`); None: not known
-    sampled_bt: mx.array | None = None  # True on tokens that the model sampled; None: on all of them
+    # True on tokens that the model sampled; None: on all of them
+    sampled_bt: mx.array | None = None
     images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
-    version_b: mx.array | None = None  # int32: the version of the weights that drew each row; None: not known
+    # int32: the version of the weights that drew each row; None: not known
+    version_b: mx.array | None = None
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, including the end token, on the host."""
-        lengths, rows = on_host(self.lengths_b), on_host(self.tokens_bt)
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
         """For each of these tokens whether the model sampled it, on the host."""
-        lengths, rows = on_host(self.lengths_b), on_host(_sampled(self))
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return self._cut(_sampled(self))
+
+    def _cut(self, values_bt: mx.array) -> list[list[Any]]:
+        rows = zip(on_host(values_bt), on_host(self.lengths_b), strict=True)
+        return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of the turn
-        before, -1 before the first."""
+        """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of
+        the turn before, -1 before the first."""
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
         return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
 
     def turn_states(self) -> mx.array:
-        """The state in which each turn starts, int32 [P,G,S]: turns of a group after the same given tokens
-        (the first turns: after none but the prompt) have the same number, others different ones; -1: none."""
+        """The state in which each turn starts, int32 [P,G,S]: turns of a group after the same given
+        tokens (the first turns: after none but the prompt) have the same number, others different
+        ones; -1: none."""
         turns: list[list[int]] = []
-        for row, (tokens, sampled) in enumerate(zip(self.completions(), self.sampled(), strict=True)):
+        for row, (tokens, sampled) in enumerate(
+            zip(self.completions(), self.sampled(), strict=True)
+        ):
             if row % self.num_generations == 0:
                 known: dict[tuple[int, ...], int] = {}
             given: list[int] = []
@@ -79,7 +90,8 @@ class Rollout:
 
 
 def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
-    """A number for each turn as one for each of its tokens: [P,G,S] -> [P,G,T], 0 on tokens before the first.
+    """A number for each turn as one for each of its tokens: [P,G,S] -> [P,G,T], 0 on tokens before
+    the first.
 
     Raises:
         ValueError: the shape does not have a column for each turn.
@@ -93,7 +105,9 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
     return mx.where(turn_bt >= 0, spread_bt, 0).reshape(*values_pgs.shape[:2], -1)
 
 
-def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollout:
+def given_rollout(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> Rollout:
     """Completions that nothing sampled, one of each prompt, for `make_sft_step`.
 
     Args:
@@ -106,8 +120,8 @@ def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequen
     lengths = [len(completion) for completion in completions]
     if not lengths or len(prompts) != len(lengths) or not all((*lengths, *map(len, prompts))):
         raise ValueError(
-            f"expected as many completions as prompts, none of them empty, found {len(prompts)} prompts and "
-            f"completions of {lengths} tokens"
+            f"expected as many completions as prompts, none of them empty, found {len(prompts)} "
+            f"prompts and completions of {lengths} tokens"
         )
     rows = [
         Ended(tokens=[*tokens], logp=[0.0] * len(tokens), entropy=None, finished=True)
@@ -163,7 +177,7 @@ _ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampl
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     """The rollout of some of the prompts, in the order given."""
     size = rollout.num_generations
-    index = mx.array([p * size + g for p in groups for g in range(size)], mx.int32)
+    index = mx.array(flat(range(p * size, (p + 1) * size) for p in groups), mx.int32)
     rows = {name: getattr(rollout, name) for name in _ROWS}
     return attrs.evolve(
         rollout,
@@ -196,16 +210,19 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             return None
         missing = [width - array.shape[1] if array.ndim == 2 else 0 for array in arrays]
         return mx.concatenate(
-            [mx.pad(a, [(0, 0), (0, more)]) if more else a for a, more in zip(arrays, missing, strict=True)]
+            [
+                mx.pad(a, [(0, 0), (0, more)]) if more else a
+                for a, more in zip(arrays, missing, strict=True)
+            ]
         )
 
-    images = tuple(each for part in parts for each in part.images or (None,) * len(part.prompts))
+    images = flat(part.images or (None,) * len(part.prompts) for part in parts)
     bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
     return attrs.evolve(
         parts[0],
-        prompts=tuple(prompt for part in parts for prompt in part.prompts),
+        prompts=tuple(flat(part.prompts for part in parts)),
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
-        images=None if all(part.images is None for part in parts) else images,
+        images=None if all(part.images is None for part in parts) else tuple(images),
         **{name: joined(name) for name in _ROWS},
     )
 

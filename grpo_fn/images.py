@@ -1,10 +1,13 @@
-"""Prompts with images: the features that replace their image tokens, and the positions of all tokens.
+"""Prompts with images: the features that replace their image tokens, and the positions of all
+tokens.
 
-A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary embedding
-of such a model sees three positions a token: time, row and column. In text all three are the same.
+A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary
+embedding of such a model sees three positions a token: time, row and column. In text all three are
+the same.
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import attrs
 import mlx.core as mx
@@ -20,7 +23,8 @@ class PromptImages:
 
     features_fd: mx.array  # [F,D]: embeddings of the image tokens, in their order
     places: tuple[int, ...]  # F: their places in the prompt, rising
-    positions: tuple[tuple[int, ...], ...]  # 3 × L: time, row and column of each token of the prompt
+    # 3 × L: time, row and column of each token of the prompt
+    positions: tuple[tuple[int, ...], ...]
 
     def __attrs_post_init__(self) -> None:
         if self.features_fd.ndim != 2 or self.features_fd.shape[0] != len(self.places):
@@ -30,12 +34,14 @@ class PromptImages:
             )
         if len(self.positions) != 3 or len(set(map(len, self.positions))) != 1:
             raise ValueError(
-                f"positions has rows of {[len(row) for row in self.positions]}: expected three of one length"
+                f"positions has rows of {[len(row) for row in self.positions]}: expected three of "
+                "one length"
             )
 
     @property
     def shift(self) -> int:
-        """The number added to positions after the prompt: an image takes fewer positions than tokens."""
+        """The number added to positions after the prompt: an image takes fewer positions than
+        tokens."""
         return 1 + max(map(max, self.positions)) - len(self.positions[0])
 
 
@@ -50,7 +56,10 @@ class ImageRows:
 
     def columns(self, start: int, stop: int) -> "ImageRows":
         """The tokens from `start` to before `stop` of each row."""
-        feature_rl, positions_r3l = self.feature_rl[:, start:stop], self.positions_r3l[:, :, start:stop]
+        feature_rl, positions_r3l = (
+            self.feature_rl[:, start:stop],
+            self.positions_r3l[:, :, start:stop],
+        )
         return attrs.evolve(self, feature_rl=feature_rl, positions_r3l=positions_r3l)
 
 
@@ -59,8 +68,8 @@ def image_rows(
 ) -> ImageRows:
     """Rows of `length` tokens that begin with these prompts, each `repeat` times in a row.
 
-    Tokens after a prompt are text. The number of features is rounded up, by at most an eighth, so that a
-    compiled step sees few shapes.
+    Tokens after a prompt are text. The number of features is rounded up, by at most an eighth, so
+    that a compiled step sees few shapes.
 
     Args:
         images: of each prompt; None: it has none.
@@ -74,15 +83,19 @@ def image_rows(
     found = [each for each in images if each is not None]
     if not found:
         raise ValueError("expected at least one prompt with images, found none")
-    feature_rl, positions_r3l, shifts, count = [], [], [], 0
+    feature_rl = []
+    positions_r3l = []
+    shifts = []
+    count = 0
     for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
-        feature, positions, shift = [-1] * length, [list(range(length))] * 3, 0
+        feature = [-1] * length
+        positions = [list(range(length))] * 3
+        shift = 0 if each is None else each.shift
         if each is not None:
-            shift = each.shift
             if len(each.positions[0]) != size or (each.places and each.places[-1] >= size):
                 raise ValueError(
-                    f"prompt {number} has {size} tokens: its images have {len(each.positions[0])} positions, "
-                    f"and the last image token at {each.places[-1:] or None}"
+                    f"prompt {number} has {size} tokens: its images have {len(each.positions[0])} "
+                    f"positions, and the last image token at {each.places[-1:] or None}"
                 )
             behind = [place + shift for place in range(size, length)]
             positions = [[*row, *behind] for row in each.positions]
@@ -106,13 +119,15 @@ def multimodal_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
 
-    In text all three increase together. The tokens of an image have the time, row and column of their cell,
-    counted from the end of the text before them; the text after them continues after the largest of these.
+    In text all three increase together. The tokens of an image have the time, row and column of
+    their cell, counted from the end of the text before them; the text after them continues after
+    the largest of these.
 
     Args:
         tokens: the prompt.
         image_token: the id that stands for a cell of an image.
-        grids: cells of each image: time, rows, columns. Their product is the image's number of tokens.
+        grids: cells of each image: time, rows, columns. Their product is the image's number of
+            tokens.
 
     Raises:
         ValueError: the prompt has not as many image tokens in a row as its grids say.
@@ -123,7 +138,9 @@ def multimodal_positions(
         try:
             start = tokens.index(image_token, place)
         except ValueError:
-            raise ValueError(f"the prompt has image tokens for fewer than {len(grids)} images") from None
+            raise ValueError(
+                f"the prompt has image tokens for fewer than {len(grids)} images"
+            ) from None
         times, rows, columns = grid
         end = start + times * rows * columns
         if list(tokens[start:end]) != [image_token] * (end - start):
@@ -131,7 +148,7 @@ def multimodal_positions(
         for positions in found:
             positions.extend(range(following, following + start - place))
         following += start - place
-        cells = [(t, r, c) for t in range(times) for r in range(rows) for c in range(columns)]
+        cells = list(product(range(times), range(rows), range(columns)))
         for axis, positions in enumerate(found):
             positions.extend(following + cell[axis] for cell in cells)
         following += max(grid)

@@ -1,4 +1,5 @@
-"""The kind of a model's layer, models with other layers or leaves, and functions with other globals."""
+"""The kind of a model's layer, models with other layers or leaves, and functions with other
+globals."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import Tree, map_arrays
 
-# Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX raises it
-# when memory has run out, which says nothing about the model.
+# Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX
+# raises it when memory has run out, which says nothing about the model.
 CANNOT_CALL = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 NamedLayers = list[tuple[str, Any]]  # layers with their paths in the model
@@ -23,8 +24,8 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 def computes_as(layer: Any) -> type:
     """The layer's class, or the class of mlx whose product it computes.
 
-    A subclass may compute anything. If it computes the same, it has `computes_as` in its body, which its
-    subclasses do not inherit.
+    A subclass may compute anything. If it computes the same, it has `computes_as` in its body,
+    which its subclasses do not inherit.
     """
     kind = type(layer)
     return vars(kind).get("computes_as", kind)
@@ -42,7 +43,8 @@ def is_packed(layer: Any) -> bool:
 
 @contextmanager
 def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
-    """The module with the new layers at their paths, until the end of the `with` block: then the old ones."""
+    """The module with the new layers at their paths, until the end of the `with` block: then the
+    old ones."""
     try:
         module.update_modules(tree_unflatten(new))
         yield module
@@ -52,10 +54,11 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 
 @contextmanager
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
-    """The module with the leaves of these trees in place of its own, until the end of the `with` block.
+    """The module with the leaves of these trees in place of its own, until the end of the `with`
+    block.
 
-    If two trees have the same leaf, the later one counts. The module's own leaves are always restored:
-    otherwise a traced call would leave dead tracers in it.
+    If two trees have the same leaf, the later one counts. The module's own leaves are always
+    restored: otherwise a traced call would leave dead tracers in it.
     """
     saved = module.parameters()
     try:
@@ -81,7 +84,8 @@ class CallReplaced:
 
 @contextmanager
 def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Until the end of the `with` block calls of the owners' parts of these names go to the functions."""
+    """Until the end of the `with` block calls of the owners' parts of these names go to the
+    functions."""
     saved = [(owner, name, owner[name], function) for owner, name, function in parts]
     try:
         for owner, name, part, function in saved:
@@ -94,7 +98,8 @@ def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iter
 
 @contextmanager
 def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Until the end of the `with` block the layers call `note(key, x)` with what they are called with."""
+    """Until the end of the `with` block the layers call `note(key, x)` with what they are called
+    with."""
     kinds = {key: type(layer) for key, layer in layers.items()}
 
     def noting(key: Any, kind: Any) -> Any:
@@ -114,7 +119,8 @@ def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> 
 
 
 def empty(module: nn.Module, tree: Tree) -> None:
-    """Replace the module's leaves of this tree by scalars, so that it holds none of their memory."""
+    """Replace the module's leaves of this tree by scalars, so that it holds none of their
+    memory."""
     module.update(map_arrays(lambda _: mx.zeros(()), tree))
 
 

@@ -1,7 +1,9 @@
-"""Whether a policy decodes what it learns: its numbers are compared on a few tokens, before anything trains.
+"""Whether a policy decodes what it learns: its numbers are compared on a few tokens, before
+anything trains.
 
-    rollout of a few tokens, as later             forward pass of each row alone; the learner's batches
-                  log-probs        ──── the same, or a slower path ────        log-probs
+    rollout of a few tokens,                       forward pass of each row alone;
+    as later                                       the learner's batches
+           log-probs  ──── the same, or a slower path ────  log-probs
 
 The structure of a model decides which fast paths are offered. Here its numbers decide.
 """
@@ -29,7 +31,8 @@ from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
 LONG, SHORT = 24, 9  # tokens of the two prompts, at most
 SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
 # The largest difference of a row's mean log-prob that rounding can explain, nats a token.
-EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits or with packed weights
+EXACT = 5e-3  # of models that compute in float32
+ROUNDED = 0.1  # in 16 bits or with packed weights
 
 # The fast paths in the order in which they are given up, with the words of the notice.
 DECODING_PATHS = {
@@ -60,7 +63,8 @@ def check_policy(
     share_prompts: bool = False,
     compile: bool = True,
 ) -> CheckedPolicy:
-    """The policy with the fastest path on which its sampler and its learner have the same log-probs.
+    """The policy with the fastest path on which its sampler and its learner have the same
+    log-probs.
 
     It takes a few tokens of two of the prompts: some seconds for a large model.
 
@@ -68,20 +72,21 @@ def check_policy(
         policy: the model.
         params: its parameters.
         prompts: token ids, at least one prompt.
-        learns: whether it trains, so that the learner's log-probs and gradient are checked as well, with
-            checkpointed blocks against plain ones; False for a sampler with its own weights.
+        learns: whether it trains, so that the learner's log-probs and gradient are checked as well,
+            with checkpointed blocks against plain ones; False for a sampler with its own weights.
         share_prompts: whether `split_batch` will share prompts.
         compile: whether the learner's steps will be compiled.
 
     Raises:
-        ValueError: log-probs differ even on the slowest path, they or the gradient are not finite, or the
-            model ends with an error.
+        ValueError: log-probs differ even on the slowest path, they or the gradient are not finite,
+            or the model ends with an error.
     """
     limit = EXACT if _is_exact(policy, params) else ROUNDED
     found, rollout = _check_decoding(policy, params, few_prompts(prompts, policy.positions), limit)
     if not learns:
         return found
-    given_up, notices = list(found.given_up), list(found.notices)
+    given_up = list(found.given_up)
+    notices = list(found.notices)
 
     def fault_of_learner(share: bool) -> str:
         return _fault_of(lambda: _learner_fault(found.policy, params, rollout, share, limit))
@@ -128,7 +133,8 @@ def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) 
 def completion_logprobs(
     policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]
 ) -> mx.array:
-    """log π [T] float32 of a completion's tokens at temperature 1, by the plainest forward pass: unpadded."""
+    """log π [T] float32 of a completion's tokens at temperature 1, by the plainest forward pass:
+    unpadded."""
     logits = policy.logits(params, mx.array([[*prompt, *completion[:-1]]], mx.int32))
     z_tv = logits[0, len(prompt) - 1 :].astype(mx.float32)
     logp_tv = z_tv - mx.logsumexp(z_tv, axis=-1, keepdims=True)
@@ -157,7 +163,9 @@ def _check_decoding(
         return _fault_of(difference), drawn[0] if drawn else None
 
     first, rollout = attempt(())
-    fault, given_up, notices = first, (), ()
+    fault = first
+    given_up = ()
+    notices = ()
     for path, words in DECODING_PATHS.items() if first else ():
         if not offers_path(without_paths(policy, given_up), path):
             continue
@@ -170,13 +178,19 @@ def _check_decoding(
             notices = (f"this model is decoded {words}: as the machine would decode it, {first}",)
             break
     if fault or rollout is None:
-        raise ValueError(f"sampling and training log-probs differ even on the slowest path: {fault}")
+        raise ValueError(
+            f"sampling and training log-probs differ even on the slowest path: {fault}"
+        )
     return CheckedPolicy(without_paths(policy, given_up), given_up, notices), rollout
 
 
-def _learner_fault(policy: Policy, params: Tree, rollout: Rollout, share: bool, limit: float) -> str:
-    """The fault of the learner's log-probs or gradient for the rollout, with or without shared prompts."""
-    logprobs, pieces = make_logprob_step(policy, compile=False), _pieces(rollout, share)
+def _learner_fault(
+    policy: Policy, params: Tree, rollout: Rollout, share: bool, limit: float
+) -> str:
+    """The fault of the learner's log-probs or gradient for the rollout, with or without shared
+    prompts."""
+    logprobs = make_logprob_step(policy, compile=False)
+    pieces = _pieces(rollout, share)
     for number, piece in enumerate(pieces):
         got_bt = logprobs(params, piece)
         for row, length in enumerate(on_host(piece.mask_bt.sum(axis=1))):
@@ -191,7 +205,9 @@ def _learner_fault(policy: Policy, params: Tree, rollout: Rollout, share: bool, 
         # Over caches no block is recomputed.
         plain = _gradient(without_paths(policy, ["plain_forward"]), params, pieces)
         size = mx.stack([mx.square(leaf).sum() for leaf in plain.values()]).sum()
-        apart = mx.stack([mx.square(gradient[name] - leaf).sum() for name, leaf in plain.items()]).sum()
+        apart = mx.stack(
+            [mx.square(gradient[name] - leaf).sum() for name, leaf in plain.items()]
+        ).sum()
         if not (apart <= (2 * limit) ** 2 * size).item():  # both may be 0
             off = float(mx.sqrt(apart / size))
             return f"checkpointed blocks give another gradient, off by {off:.2g} of its norm"
@@ -208,7 +224,9 @@ def _gradient(
     policy: Policy, params: Tree, pieces: list[Batch], *, compile: bool = False
 ) -> dict[str, mx.array]:
     spec = LossSpec(surrogate="none", aggregation="constant")
-    grad_step = make_grad_step(policy, spec, max_completion_length=SAMPLING.max_new_tokens, compile=compile)
+    grad_step = make_grad_step(
+        policy, spec, max_completion_length=SAMPLING.max_new_tokens, compile=compile
+    )
     state = init_state(params, adamw(1e-3), key=mx.random.key(0))
     return named_leaves(grad_step(state, pieces)[0].accum_grads)
 
@@ -220,7 +238,9 @@ def _fault_of(compare: Callable[[], object]) -> str:
         return found if isinstance(found, str) else ""
     except Exception as error:  # a model may fail in any way
         text = " ".join(str(error).split())
-        short = any(sign in text.lower() for sign in ("alloc", "out of memory", "insufficient memory"))
+        short = any(
+            sign in text.lower() for sign in ("alloc", "out of memory", "insufficient memory")
+        )
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and short):
             raise  # this says nothing about the model
         return f"it ends with {type(error).__name__}: {text[:300]}"

@@ -1,16 +1,17 @@
 """Random keys: one independent stream for each (seed, purpose, step, prompt, index).
 
-A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring seeds differ
-in a few bits, and so do the numbers that are folded into them. Each key is therefore hashed before a number
-is folded in, and once more afterwards: names that differ in any part give independent streams.
+A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring
+seeds differ in a few bits, and so do the numbers that are folded into them. Each key is therefore
+hashed before a number is folded in, and once more afterwards: names that differ in any part give
+independent streams.
 
 Use a key either to make further keys or to draw numbers, not for both.
 """
 
 import mlx.core as mx
 
-# The uses of a run's key: the first number folded into it. They begin at 2^31, so that a custom loop can fold
-# its step numbers (int32) into the same key.
+# The uses of a run's key: the first number folded into it. They begin at 2^31, so that a custom
+# loop can fold its step numbers (int32) into the same key.
 ROLLOUTS = 2**31  # of training; then the batch step and the round of dynamic sampling
 UPDATE_ROUNDING = 2**31 + 1  # of weights and moments to bfloat16; then the number of the update
 REFERENCE_ROUNDING = 2**31 + 2  # of the reference when it is mixed; then the number of the update
@@ -23,8 +24,9 @@ CURRICULUM = 2**31 + 7  # prompts drawn by their pass rates; then how many were 
 def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
     """A new PRNG key [2] from a key [2] and numbers, folded in one after another.
 
-    Any two different keys or lists of numbers give independent keys, also for `mx.random.key` of small seeds
-    and for small numbers. In `mx.random.split`, in contrast, the i-th key depends on the number of keys.
+    Any two different keys or lists of numbers give independent keys, also for `mx.random.key` of
+    small seeds and for small numbers. In `mx.random.split`, in contrast, the i-th key depends on
+    the number of keys.
 
     Args:
         key: uint32 [2].
@@ -47,7 +49,8 @@ def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array)
 
 
 def random_bits(keys_b2: mx.array, first: int | mx.array, count: int, words: int) -> mx.array:
-    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these keys.
+    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these
+    keys.
 
     `first`: the same of all rows, or int32 [B].
     """

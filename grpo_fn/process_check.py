@@ -1,7 +1,7 @@
 """Raises an error in a forked process, where MLX would hang.
 
-MLX computes in its own threads, on a GPU through a driver's context. A forked process has neither: its first
-computation would hang.
+MLX computes in its own threads, on a GPU through a driver's context. A forked process has neither:
+its first computation would hang.
 """
 
 import os
@@ -28,6 +28,6 @@ def fork_problem() -> str | None:
     if not _computing or _computing[0] == process:
         return None
     return (
-        f"process {process} was forked from process {_computing[0]} after MLX was used there, and MLX hangs "
-        'in such a process: start it with multiprocessing.get_context("spawn")'
+        f"process {process} was forked from process {_computing[0]} after MLX was used there, and "
+        'MLX hangs in such a process: start it with multiprocessing.get_context("spawn")'
     )

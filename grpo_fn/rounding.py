@@ -1,8 +1,9 @@
 """Stochastic rounding: weights of 16 bits that keep small updates on average.
 
-bfloat16 has 8 bits of precision, float16 has 11. Rounded to nearest, a weight of 1 never changes by steps of
-1e-6. Rounded up with a probability equal to the sum's position between its two neighbours, it changes by 1e-6
-on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
+bfloat16 has 8 bits of precision, float16 has 11. Rounded to nearest, a weight of 1 never changes by
+steps of 1e-6. Rounded up with a probability equal to the sum's position between its two neighbours,
+it changes by 1e-6 on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et
+al. 2020, arXiv 2010.06192).
 """
 
 import math
@@ -14,17 +15,19 @@ from grpo_fn.checks import check_dtype
 from grpo_fn.prng import fold_in_rows
 from grpo_fn.trees import Tree, arrays_of
 
-_LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000  # the bits, in float32, of bfloat16's largest number and of inf
+# the bits, in float32, of bfloat16's largest number and of inf
+_LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000
 _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in the lower half
 
 
 def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Each number as one of its two neighbours in 16 bits, drawn so that the number is their expectation.
+    """Each number as one of its two neighbours in 16 bits, drawn so that the number is their
+    expectation.
 
-    bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half, and a carry
-    rounds away from zero. Numbers that the dtype can represent do not change, including infinities and NaN.
-    Finite numbers beyond its largest have no second neighbour: they become the largest number, never
-    infinite.
+    bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half,
+    and a carry rounds away from zero. Numbers that the dtype can represent do not change, including
+    infinities and NaN. Finite numbers beyond its largest have no second neighbour: they become the
+    largest number, never infinite.
 
     Args:
         x: float32 of any shape.
@@ -49,10 +52,12 @@ def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) 
 
 
 def _as_float16(x: mx.array, key: mx.array) -> mx.array:
-    """Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of two, at least 2^−14."""
+    """Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of two, at least
+    2^−14."""
     exponent = mx.clip(x.view(mx.uint32) >> 23 & 255, 113, 142)  # e + 127
     gap = (exponent - 10 << 23).view(mx.float32)
-    share = (_random_16(x.shape, key) >> 3).astype(mx.float32) / 2**13  # all that float32 adds to 11 bits
+    # all that float32 adds to 11 bits
+    share = (_random_16(x.shape, key) >> 3).astype(mx.float32) / 2**13
     drawn = mx.clip(mx.floor(x / gap + share) * gap, -65504, 65504)
     return mx.where(mx.isfinite(x), drawn, x).astype(mx.float16)
 
@@ -65,7 +70,8 @@ def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
 
 
 def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
-    """`store(new, old)`: a new value in the old one's dtype, float32 in 16 bits by `stochastic_round`.
+    """`store(new, old)`: a new value in the old one's dtype, float32 in 16 bits by
+    `stochastic_round`.
 
     Each call draws with its own key; there is one key for each leaf of the tree.
     """

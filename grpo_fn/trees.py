@@ -3,8 +3,9 @@
 mlx's own tree functions stop at attrs objects, and `mx.eval` ignores them without an error.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -14,10 +15,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from grpo_fn.process_check import check_process
 
 Tree = Any
+T = TypeVar("T")
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
-    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they are."""
+    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they
+    are."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
@@ -26,8 +29,10 @@ def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.ar
         values = [map_arrays(function, value, kind=kind) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if attrs.has(type(tree)):
-        names = [field.name for field in attrs.fields(type(tree))]
-        changed = {name: map_arrays(function, getattr(tree, name), kind=kind) for name in names}
+        changed = {
+            name: map_arrays(function, getattr(tree, name), kind=kind)
+            for name in attrs.fields_dict(type(tree))
+        }
         return attrs.evolve(tree, **changed)
     return tree
 
@@ -40,7 +45,8 @@ def arrays_of(tree: Tree) -> Iterator[mx.array]:
 
 
 def named_leaves(tree: Tree) -> dict[str, mx.array]:
-    """A parameter tree's leaves under their dotted names, such as `model.layers.0.mlp.up_proj.weight`."""
+    """A parameter tree's leaves under their dotted names, such as
+    `model.layers.0.mlp.up_proj.weight`."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
@@ -56,13 +62,24 @@ def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.a
     return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
 
 
+def flat(lists: Iterable[Iterable[T]]) -> list[T]:
+    """The items of the lists, one list after another."""
+    return list(chain.from_iterable(lists))
+
+
+def group_numbers(sizes: Iterable[int]) -> list[int]:
+    """The group number of each member: groups of sizes 2 and 3 give 0, 0, 1, 1, 1."""
+    return flat([number] * size for number, size in enumerate(sizes))
+
+
 def on_host(array: mx.array) -> list[Any]:
     """An array's numbers as (nested) lists; waits for the device."""
     return cast(list[Any], array.tolist())
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree, different for any two structures; its arrays are added to `found`.
+    """A hashable description of the tree, different for any two structures; its arrays are added to
+    `found`.
 
     Values that are not arrays are part of the structure.
     """
@@ -74,8 +91,11 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
     if isinstance(tree, list | tuple):
         return (type(tree), tuple(structure_of(value, found) for value in tree))
     if attrs.has(type(tree)):
-        names = [field.name for field in attrs.fields(type(tree))]
-        return (type(tree), tuple((name, structure_of(getattr(tree, name), found)) for name in names))
+        names = attrs.fields_dict(type(tree))
+        return (
+            type(tree),
+            tuple((name, structure_of(getattr(tree, name), found)) for name in names),
+        )
     return ("value", type(tree), tree)
 
 
@@ -85,13 +105,13 @@ def materialize(*trees: Tree) -> None:
     `mx.eval` for values of this library: `mx.eval(state)` would do nothing, without an error.
     """
     check_process()
-    mx.eval([array for tree in trees for array in arrays_of(tree)])
+    mx.eval(list(arrays_of(trees)))
 
 
 def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
     """As `materialize`, at most so many bytes at a time: Metal's watchdog ends what takes long."""
     part: list[mx.array] = []
-    for array in (array for tree in trees for array in arrays_of(tree)):
+    for array in arrays_of(trees):
         if part and sum(each.nbytes for each in part) + array.nbytes > most:
             materialize(part)
             part = []
@@ -101,5 +121,4 @@ def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
 
 def nbytes(*trees: Tree) -> int:
     """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
-    distinct = {id(array): array.nbytes for tree in trees for array in arrays_of(tree)}
-    return sum(distinct.values())
+    return sum({id(array): array.nbytes for array in arrays_of(trees)}.values())

@@ -20,7 +20,7 @@ from runners.commands.base import HELP, LazyGroup, command, ends_with_a_line, fl
 from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_output, echo_text
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
@@ -44,7 +44,10 @@ COMMANDS = {
     "watch": "runners.commands.report:watch_command",
     "doctor": "runners.commands.doctor:doctor_command",
 }
-"""The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
+"""The commands of `grpo`: name → module:attribute.
+
+A module imports only click until its command runs.
+"""
 
 _LAST = "the last one"  # --resume without a value
 VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
@@ -54,7 +57,7 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     if key and not context.resilient_parsing:
         from runners.config.key_tables import explain
 
-        echo(ends_with_a_line(explain)(key))
+        echo_text(ends_with_a_line(explain)(key))
         context.exit()
 
 
@@ -111,7 +114,8 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
     CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work
     unchanged.
     """
-    overwrite, allowed, dry_run = (flags[name] for name in ("overwrite", "allow_config_change", "dry_run"))
+    overwrite = flags["overwrite"]
+    allowed = flags["allow_config_change"]
     if resume is not None and overwrite:
         raise click.UsageError("--resume and --overwrite exclude each other: resume the run, or start over.")
     if resume is None and allowed:
@@ -120,27 +124,40 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
 
     named = [resume] if resume and resume != _LAST else []
     origin = Path(named[0]).expanduser() if named else resume is not None
-    how = {"resume": origin, "allow_config_change": allowed, "overwrite": overwrite}
     let_launcher_sleep()
     place = read_rank_place()
     leads = place is None or place.rank == 0
-    if dry_run:
+    if flags["dry_run"]:
         if leads:
             from runners.config.loading import write_resolved
 
             resolved = open_config(config, overrides)[0]
-            echo(resolved.to_toml())
+            echo_output(resolved.to_toml(), nl=True)
             echo(f"written to {write_resolved(resolved)}", err=True)
         return
     command = _command()
     try:
-        with StopSignals(to_stderr if leads else lambda text: None) as signals, ExitStack() as stack:
+        with (
+            StopSignals(to_stderr if leads else lambda text: None) as signals,
+            ExitStack() as stack,
+        ):
             if place:
                 stack.callback(signals.ignore_launcher)
-            _run(config, overrides, place, signals, how)
+            _run(
+                config,
+                overrides,
+                place,
+                signals,
+                resume=origin,
+                allow_config_change=allowed,
+                overwrite=overwrite,
+            )
     except Stopped as stopped:
-        same = ["--overwrite"] * overwrite + ["--resume"] * (resume is not None) + named
-        same += ["--allow-config-change"] * allowed
+        same = ["--overwrite"] if overwrite else []
+        if resume is not None:
+            same += ["--resume", *named]
+        if allowed:
+            same.append("--allow-config-change")
         words = [command, *map(shlex.quote, ["--resume"] if stopped.begun else same)]
         stopped.advice = stopped.advice or f"to continue: {' '.join(words)}"
         raise
@@ -188,18 +205,28 @@ def main() -> None:
 
 def _command() -> str:
     """Returns this run's command as it was called, without its other options."""
-    context, called = click.get_current_context(), sys.argv[0]
+    context = click.get_current_context()
+    called = sys.argv[0]
     program = context.command_path
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
         program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
     if "MLX_RANK" in os.environ:
         program = f"mlx.launch ... {program}"
-    settings = [word for override in context.params["overrides"] for word in ("--set", override)]
-    return f"{program} {shlex.join([context.params['config'], *settings])}"
+    words = [context.params["config"]]
+    for override in context.params["overrides"]:
+        words += ["--set", override]
+    return f"{program} {shlex.join(words)}"
 
 
 def _run(
-    name: str, overrides: Sequence[str], place: RankPlace | None, signals: StopSignals, how: dict[str, Any]
+    name: str,
+    overrides: Sequence[str],
+    place: RankPlace | None,
+    signals: StopSignals,
+    *,
+    resume: Path | bool,
+    allow_config_change: bool,
+    overwrite: bool,
 ) -> None:
     from runners.config.loading import load_config
     from runners.machine import startup
@@ -220,13 +247,22 @@ def _run(
     from runners.ranks.ranks import Ranks
     from runners.training.train import run_training
 
-    wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
-    ranks = Ranks(place, signals=signals, **wait)
+    if isinstance(found, UserError):
+        ranks = Ranks(place, signals=signals)
+    else:
+        ranks = Ranks(place, signals=signals, timeout=found.system.collective_timeout)
     with ranks.ending_together():
         if isinstance(found, UserError):
             raise found
         echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
-        run_training(found, ranks=ranks, signals=signals, **how)
+        run_training(
+            found,
+            resume=resume,
+            allow_config_change=allow_config_change,
+            overwrite=overwrite,
+            ranks=ranks,
+            signals=signals,
+        )
 
 
 if __name__ == "__main__":

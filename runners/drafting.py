@@ -1,11 +1,13 @@
-"""`grpo init`: what a model and a data set are, and the config that a person would write for them."""
+"""`grpo init`: what a model and a data set are, and the config that a person would write
+for them.
+"""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ import attrs
 import mlx.core as mx
 
 from runners.answers.values import parse_number, value_text
+from runners.config.loading import known_values
 from runners.config.names import EXAMPLE_REWARD
+from runners.config.reading import Settings
 from runners.config.sections import DataConfig
 from runners.data.datasets import hub_rows
 from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.errors import UserError, did_you_mean, gigabytes, listed, spell
+from runners.errors import ConfigError, UserError, did_you_mean, gigabytes, listed
 from runners.files.tensor_files import weight_files
+from runners.files.toml_files import toml_text
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
@@ -31,7 +36,7 @@ LOOKED = 500
 """Rows that are looked at, from the first."""
 REWARD = (
     '''\
-"""The reward of {config}; higher is better. `grpo init` wrote this rule as an example: write yours."""
+"""The reward of a run; higher is better. `grpo init` wrote this rule as an example: write yours."""
 
 
 '''
@@ -39,13 +44,26 @@ REWARD = (
 )
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "input", "text", "sentence")
 _ANSWERS = (
-    *("tests", "test_list", "answer", "final_answer", "solution", "label", "target", "gold", "ground_truth"),
+    *(
+        "tests",
+        "test_list",
+        "answer",
+        "final_answer",
+        "solution",
+        "label",
+        "target",
+        "gold",
+        "ground_truth",
+    ),
     *("reference_answer", "output", "response", "completion", "chosen", "expected"),
 )
 _ENOUGH = 0.95  # of the answers have to have a form
 _MOST_LABELS = 20
 _SHORT = 40  # characters of an answer that can be compared as a whole
 _LABELS = "a few labels"
+_HEADING = (
+    "Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."
+)
 _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _TOKENS = {"letter": 256, "exact": 64, "none": 256}  # of a completion; else 512
 _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else an empty line
@@ -67,29 +85,41 @@ class DataSurvey:
 
 
 def survey_model(name: str) -> tuple[str, int, bool]:
-    """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the bytes that
-    training all weights takes (0: they are packed); whether it has a chat template, which a base model lacks.
+    """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the
+    bytes that training all weights takes (0: they are packed); whether it has a chat template,
+    which a base model lacks.
 
     Of weights only shapes are read. Raises UserError as a run does for a model that cannot be used.
     """
     folder = resolve_model(name, "MODEL")
-    packed, count = read_config(folder).get("quantization"), 0
+    packed = read_config(folder).get("quantization")
+    count = 0
     for file in weight_files(folder):
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
-    words = f"{packed.get('bits', '?')} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
+    words = (
+        f"{packed.get('bits', '?')} bits a weight"
+        if packed
+        else f"{count / 1e6:,.3g} million parameters"
+    )
     templated = has_template(load_tokenizer(folder))
-    return words if templated else f"{words}, no chat template", 0 if packed else _BYTES * count, templated
+    return (
+        words if templated else f"{words}, no chat template",
+        0 if packed else _BYTES * count,
+        templated,
+    )
 
 
 def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey:
     """Looks at the first rows of a file, a folder, a data set of the Hub, or a shipped one.
 
-    `question` and `answer` name the columns; empty: they are found by their names and values. Raises
-    UserError if there are no rows, and for a column that is missing or does not hold questions or answers.
+    `question` and `answer` name the columns; empty: they are found by their names and values.
+    Raises UserError if there are no rows, and for a column that is missing or does not hold
+    questions or answers.
     """
     eval_split, train = _rows(source)
-    if not (rows := [row for row in train[:LOOKED] if not row.fault]):
+    rows = [row for row in train[:LOOKED] if not row.fault]
+    if not rows:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
@@ -117,14 +147,20 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     coded = _named(having(_has_tests, others), known)
     compared = _named(having(lambda value: not isinstance(value, list | dict), others), known)
     if answer and not (coded or compared):
-        raise UserError(f"--answer {answer}: expected an answer in each row, found others in {source}")
+        raise UserError(
+            f"--answer {answer}: expected an answer in each row, found others in {source}"
+        )
     answer = coded or compared
     found = columns[answer] if answer else []
-    values = [str(gold_answer(value)) if isinstance(value, bool) else value_text(value) for value in found]
+    values = [
+        str(gold_answer(value)) if isinstance(value, bool) else value_text(value) for value in found
+    ]
     form, why = ("code", "tests of a program") if coded else _form(values)
     labels = ", ".join(sorted(set(values))) if why == _LABELS else ""
     talk = talks[0] if talks else ""
-    return DataSurvey(eval_split, question, talk, completion, answer, form, why, labels, tuple(columns))
+    return DataSurvey(
+        eval_split, question, talk, completion, answer, form, why, labels, tuple(columns)
+    )
 
 
 def _is_talk(value: Any) -> bool:
@@ -142,7 +178,7 @@ def _rows(source: str) -> tuple[str, Sequence[Row]]:
     def read(split: str) -> Sequence[Row]:
         if not place.exists() and not source.startswith((".", "/", "~")):
             return hub_rows(DataConfig(source=source), split, "data.split")
-        return [row for path in find_split(place, split, "data.split") for row in read_file(path)]
+        return [*chain.from_iterable(map(read_file, find_split(place, split, "data.split")))]
 
     rows = read("train")
     for split in ("test", "valid", "validation"):
@@ -161,7 +197,9 @@ def _has_tests(value: Any) -> bool:
 
 
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
-    """The column whose name comes first among known ones, whatever its capital letters; empty: none."""
+    """The column whose name comes first among known ones, whatever its capital letters; empty:
+    none.
+    """
     spelled = {column.lower(): column for column in columns}
     return next((spelled[name.lower()] for name in known if name.lower() in spelled), "")
 
@@ -191,21 +229,42 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
 
 
 def draft(
-    model: str, data: str, about: tuple[str, int, bool], found: DataSurvey, *, reward: str, memory: int
+    model: str,
+    data: str,
+    about: tuple[str, int, bool],
+    found: DataSurvey,
+    *,
+    reward: str,
+    memory: int,
 ) -> str:
-    """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the defaults, and
-    why. `reward` is the file of the user's reward, where no answer is compared; `memory` bytes for a run."""
+    """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the
+    defaults, and why. `reward` is the file of the user's reward, where no answer is compared;
+    `memory` bytes for a run.
+    """
     words, needed, templated = about
-    form, why, adapters, shipped = found.form, found.why, "", model in MODELS
+    form = found.form
+    why = found.why
+    adapters = ""
+    shipped = model in MODELS
     if not needed:
         adapters = "weights of few bits stay as they are, adapters learn"
     elif 2 * needed > memory:
         adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
-    rate, rated = (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
+    rate = 1e-6
+    rated = ""
+    if adapters:
+        rate = 1e-5
+        rated = "adapters take ten times the rate of full weights"
     if shipped and form not in ("none", "code"):
-        form, why, rate, rated = "xml", "the shipped model answers in tags", 3e-4, "it is small"
-    tokens = 40 if shipped else 16 if found.labels else _TOKENS.get(form, 512)
-    base, continued = not templated, not (templated or found.prompt)
+        form = "xml"
+        why = "the shipped model answers in tags"
+        rate = 3e-4
+        rated = "it is small"
+    tokens = 16 if found.labels else _TOKENS.get(form, 512)
+    if shipped:
+        tokens = 40
+    base = not templated
+    continued = not (templated or found.prompt)
     system = nudge = None
     if shipped:
         system = ""
@@ -220,7 +279,12 @@ def draft(
         ("model", "path", model, words),
         ("model", "tune", "lora" if adapters else None, adapters),
         ("data", "source", data, ""),
-        ("data", "eval_split", found.eval_split, "the last tenth" if found.eval_split == "train" else ""),
+        (
+            "data",
+            "eval_split",
+            found.eval_split,
+            "the last tenth" if found.eval_split == "train" else "",
+        ),
         ("data", "prompt", found.prompt, "messages"),
         ("data", "completion", found.completion, "the last turn, for grpo sft"),
         ("data", "question", found.question or None, ""),
@@ -246,14 +310,24 @@ def draft(
         ("eval", "samples", 100, "held-out problems"),
     ]
     usual = attrs.asdict(DataConfig())
-    kept = [row for row in rows if row[2] is not None and (row[0] != "data" or row[2] != usual[row[1]])]
-    text = "# Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults.\n"
-    for section, group in itertools.groupby(kept, key=lambda row: row[0]):
-        lines = [f"{key} = {spell(value)}{note and '  # '}{note}\n" for _, key, value, note in group]
-        text += "".join([f"\n[{section}]\n", *lines])
-    return text
+    tables: dict[str, dict[str, Any]] = {}
+    notes: dict[tuple[str, str], str] = {}
+    for section, key, value, note in rows:
+        if value is None or (section == "data" and value == usual[key]):
+            continue
+        tables.setdefault(section, {})[key] = value
+        notes[section, key] = note
+    checked = Settings(label="grpo init", folder=Path())
+    for section, table in tables.items():
+        known_values((section,), table, checked)
+    if checked.problems:  # a name or a text of the model or the data that no config may have
+        raise ConfigError(checked.problems)
+    return toml_text(tables, notes, _HEADING)
 
 
 def _name(model: str, data: str) -> str:
     parts = [Path(text).stem if Path(text).is_file() else Path(text).name for text in (model, data)]
-    return re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower()).strip(".-") or "grpo"
+    return (
+        re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower())[:100].strip(".-")
+        or "grpo"
+    )

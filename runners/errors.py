@@ -10,21 +10,32 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import attrs
 
 # Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
 _OUT_OF_MEMORY = re.compile(
-    r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]|(insufficient|out of) memory|bad_alloc"
+    r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]"
+    r"|(insufficient|out of) memory|bad_alloc"
 )
 # What MLX, its compiler and Python's threads quote of the system.
 _OF_THE_SYSTEM = (
-    *map(os.strerror, (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+    *map(
+        os.strerror,
+        (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+    ),
     "can't start new thread",
     "filesystem error",
 )
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
+# in a variable's name
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)
+# Characters that JSON and TOML allow in a text, and that a terminal or an editor obeys: delete, C1,
+# ends of lines, and what turns the direction of writing.
+OBEYED = (
+    *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
+)  # fmt: skip
+ESCAPED = {code: f"\\u{code:04x}" for code in OBEYED}
+"""How JSON and TOML escape them: the text means the same."""
 _LINE = 2000  # characters
 _LISTED = 40  # names of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with
@@ -33,7 +44,8 @@ _SHOWN = 80  # characters of a found value that fit into a one-line message
 
 
 class UserError(Exception):
-    """Something outside the program has to change: bad data, a bad model folder, a bad reward, a full disk.
+    """Something outside the program has to change: bad data, a bad model folder, a bad reward, a
+    full disk.
 
     The message is one line that names the thing, what was found and what is expected.
     """
@@ -42,10 +54,13 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A config that cannot be used. `problems` holds one line for each fault, in the order of the file."""
+    """A config that cannot be used.
+
+    `problems` holds one line for each fault, in the order of the file.
+    """
 
     def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(_printable(problem) for problem in problems)
+        self.problems = tuple(printable(problem) for problem in problems)
         super().__init__("\n".join(self.problems))
 
 
@@ -57,7 +72,10 @@ class RewardError(UserError):
 
 @attrs.frozen
 class Failure:
-    """Says, in place of a reward, why there is none. The scorer counts it as a fault of the reward."""
+    """Says, in place of a reward, why there is none.
+
+    The scorer counts it as a fault of the reward.
+    """
 
     reason: str  # equal ones are reported in one line
     found: str = ""  # the text of one completion in which it was found
@@ -76,11 +94,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_fault(error: BaseException) -> str | None:
-    """What the system has refused, such as a file, space or a thread; None for any other exception."""
+    """What the system has refused, such as a file, space or a thread; None for any other
+    exception.
+    """
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
-    return next((line[-_QUOTED:] for line in lines for sign in _OF_THE_SYSTEM if sign in line), None)
+    quoted = (line for line in lines if any(sign in line for sign in _OF_THE_SYSTEM))
+    line = next(quoted, None)
+    return None if line is None else line[-_QUOTED:]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -109,14 +131,6 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def spell_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of values as a TOML file spells them, a blank line after each."""
-    lines: list[str] = []
-    for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {spell(value)}" for key, value in table.items()), ""]
-    return "\n".join(lines)
-
-
 def spell(value: object, depth: int = 20) -> str:
     """A value as TOML spells it, inline; what is nested deeper than `depth` becomes an ellipsis."""
     if isinstance(value, bool):
@@ -128,7 +142,11 @@ def spell(value: object, depth: int = 20) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(spell(item, depth - 1) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(k)} = {spell(item, depth - 1)}" for k, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_key(k)} = {spell(item, depth - 1)}" for k, item in value.items())
+            + "}"
+        )
     if isinstance(value, int) and value.bit_length() > 4 * _SHOWN:
         # Python refuses to spell integers of more than 4,300 digits.
         return f"an integer of {value.bit_length()} bits"
@@ -140,19 +158,20 @@ def _key(name: str) -> str:
 
 
 def one_line(text: str, environ: Mapping[str, str]) -> str:
-    """A message for a terminal or a log: one printable line of bounded length, without secrets of `environ`.
+    """A message for a terminal or a log: one printable line of bounded length, without secrets of
+    `environ`.
 
     Messages may quote untrusted text, and exceptions of other people's code may contain anything.
     """
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
             text = text.replace(value, f"${name}")
-    text = _printable(text[: _LINE + 1])
+    text = printable(text[: _LINE + 1])
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
-def _printable(line: str) -> str:
-    """`line` with line breaks and terminal escapes spelled out: a quoted TOML key may contain them."""
+def printable(line: str) -> str:
+    """`line` with line breaks, terminal escapes and halves of surrogate pairs spelled out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -176,8 +195,8 @@ def first_lines(message: str) -> str:
 
 
 def error_line(error: BaseException, path: object = None) -> str:
-    """An exception in one line of bounded length. It starts with the line number in the file at `path`, if
-    the exception passed through that file."""
+    """An exception in one line of bounded length. It starts with the line number in the file at
+    `path`, if the exception passed through that file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f"line {lines[-1]}: " if lines else ""

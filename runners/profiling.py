@@ -72,19 +72,22 @@ class Stepping:
 def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None) -> dict[str, Any]:
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step is the rollouts of an update and all updates that use them. `report` shows the progress. Returns
-    medians and what follows from them, as JSON has them: seconds, bytes and counts.
+    A step is the rollouts of an update and all updates that use them. `report` shows the progress.
+    Returns medians and what follows from them, as JSON has them: seconds, bytes and counts.
 
     Raises UserError as a run does.
     """
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
-    machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
+    machine = startup.prepare(config.system.memory_limit_gb, config)
+    start = time.monotonic()
+    whole = config
     together = config.optim.gradient_accumulation_steps
     config = config.having("optim", max_steps=(steps + 1) * together)
     shown = Diary(report or Report())
     built = SetUp(config, machine, shown.note, advance=shown.advanced, note=shown.note).build()
     stepping = Stepping(built, shown)
-    run, loading = stepping.run, time.monotonic() - start
+    run = stepping.run
+    loading = time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     for number in range(steps + 1):
@@ -92,14 +95,17 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
         shown.note(text)
         shown.status(text)
         rows.append(stepping.step())
-    first, step = rows[0]["step_time"], statistics.median(row["step_time"] for row in rows[1:])
+    first = rows[0]["step_time"]
+    step = statistics.median(row["step_time"] for row in rows[1:])
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
     seconds = {part: median[f"time/{part}"] for part in PARTS}
     slowest = max(seconds, key=seconds.__getitem__)
-    length, every = RunLength.of(whole, len(run.data.train)), whole.eval.every
+    length = RunLength.of(whole, len(run.data.train))
+    every = whole.eval.every
     run_steps = math.ceil(length.batch_steps / together)
     evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
-    problems, rollout = len(run.data.evaluation), whole.rollout
+    problems = len(run.data.evaluation)
+    rollout = whole.rollout
     # If a completion takes as long as in a rollout, or longer where it may be.
     longer = (whole.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
     rows_a_step = whole.optim.batch_size * together * rollout.num_generations
@@ -133,7 +139,8 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
 
 def bench_table(found: Mapping[str, Any]) -> str:
     """The parts with their shares, and advice."""
-    step, parts = max(found["step_seconds"], 1e-9), found["part_seconds"].items()
+    step = max(found["step_seconds"], 1e-9)
+    parts = found["part_seconds"].items()
     rows = [
         ("part", "seconds", "share"),
         *((part, f"{each:.3f}", f"{100 * each / step:.0f} %") for part, each in parts),
@@ -144,11 +151,13 @@ def bench_table(found: Mapping[str, Any]) -> str:
     lines = {
         "measured": f"the median of {found['steps']} steps; the first one took "
         f"{found['first_step_seconds']:.1f} s",
-        "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: {found['tokens_per_second']:,.0f} "
-        f"a second of the rollout, {found['tokens_per_second_of_steps']:,.0f} of the whole step",
+        "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: "
+        f"{found['tokens_per_second']:,.0f} a second of the rollout, "
+        f"{found['tokens_per_second_of_steps']:,.0f} of the whole step",
         "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
-        f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
+        f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems "
+        f"{evaluating}",
         "most time": f"{found['limited_by']}: {found['advice']}",
     }
     if found["formats"]:

@@ -18,5 +18,12 @@ from grpo_fn.algorithm.experts import expert_shares, load_balancing_loss
 from grpo_fn.algorithm.kl import ESTIMATORS, kl_estimate
 from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
-from grpo_fn.algorithm.spec import AGGREGATIONS, CHOICES, LossSpec, check_max_length, divided, divisor
+from grpo_fn.algorithm.spec import (
+    AGGREGATIONS,
+    CHOICES,
+    LossSpec,
+    check_max_length,
+    divided,
+    divisor,
+)
 from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate

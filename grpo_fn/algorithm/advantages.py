@@ -1,4 +1,5 @@
-"""From rewards to advantages: reward functions combined, baselines, scaling, credit for steps (turns)."""
+"""From rewards to advantages: reward functions combined, baselines, scaling, credit for steps
+(turns)."""
 
 import mlx.core as mx
 
@@ -19,13 +20,14 @@ def combine_rewards(
     """R_i = Σ_k w_k r_k(i) over the reward functions that gave completion i a number.
 
     Args:
-        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15: that function gave no
-            reward.
+        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15: that function
+            gave no reward.
         weights_k: [K].
-        aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv 2601.05242):
-            each function is first normalised within its group, z = (r − mean)/(std + 1e-4),
-            Bessel-corrected.
-        group_size: G, completions per prompt (B = P·G, row p·G + g); needed by `normalize_then_sum`.
+        aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv
+            2601.05242): each function is first normalised within its group, z = (r − mean)/(std +
+            1e-4), Bessel-corrected.
+        group_size: G, completions per prompt (B = P·G, row p·G + g); needed by
+            `normalize_then_sum`.
 
     Returns:
         rewards_b float32; NaN where no function gave a reward.
@@ -43,8 +45,8 @@ def combine_rewards(
         functions, size = rewards_kb.shape
         if group_size is None or group_size < 2 or size % group_size:
             raise ValueError(
-                f"aggregate = 'normalize_then_sum' normalises within groups: expected group_size >= 2 that "
-                f"divides {size} completions, found {group_size}"
+                "aggregate = 'normalize_then_sum' normalises within groups: expected group_size "
+                f">= 2 that divides {size} completions, found {group_size}"
             )
         shape_rows = (functions * size // group_size, group_size)
         values_kb = _standardised(values_kb.reshape(shape_rows), given_kb.reshape(shape_rows))
@@ -63,20 +65,22 @@ def group_advantages(
     """Advantages of P groups of G completions.
 
     Args:
-        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, all of which are compared;
-            NaN, infinite or beyond ±1e15: no reward.
-        baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean` (GDPO's
-            second normalisation), or `turn`, which is `group_mean` here: see `turn_advantages`.
-        scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
-            Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the deviation of a group
-            without variance is 0.
-        valid_pg: False for completions (or steps) to leave out; those without a reward are always left out.
+        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, all of which are
+            compared; NaN, infinite or beyond ±1e15: no reward.
+        baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean`
+            (GDPO's second normalisation), or `turn`, which is `group_mean` here: see
+            `turn_advantages`.
+        scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr.
+            GRPO); Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the
+            deviation of a group without variance is 0.
+        valid_pg: False for completions (or steps) to leave out; those without a reward are always
+            left out.
 
     Returns:
-        adv_pg float32, of the rewards' shape. A completion that is left out has 0 and does not count in its
-        group's statistics. With a group baseline, a group has exactly 0 if its rewards are all equal or fewer
-        than two. With `batch_mean` such a group has R − mean of the batch; only a batch of equal rewards has
-        exactly 0.
+        adv_pg float32, of the rewards' shape. A completion that is left out has 0 and does not
+        count in its group's statistics. With a group baseline, a group has exactly 0 if its rewards
+        are all equal or fewer than two. With `batch_mean` such a group has R − mean of the batch;
+        only a batch of equal rewards has exactly 0.
 
     Raises:
         ValueError: a name or shape is wrong, or G < 2 with a group baseline.
@@ -87,7 +91,9 @@ def group_advantages(
     size = rewards_pg.shape[1]
     of_batch = BASELINES[baseline].of_batch
     if size < 2 and not of_batch:
-        raise ValueError(f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}")
+        raise ValueError(
+            f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}"
+        )
     rewards_pg = rewards_pg.astype(mx.float32)
     given_pg = _given(rewards_pg)
     if valid_pg is not None:
@@ -98,7 +104,7 @@ def group_advantages(
     base_pg = BASELINES[baseline].function(rewards_pg, given_pg)
     adv_pg = (rewards_pg - base_pg) / SCALES[scale](rewards_pg, given_pg)
     compared = as_one_group(rewards_pg, given_pg) if of_batch else (rewards_pg, given_pg)
-    return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
+    return mx.where(given_pg & _varies(compared[0], compared[1]), adv_pg, 0.0)
 
 
 def turn_advantages(
@@ -111,25 +117,27 @@ def turn_advantages(
 ) -> mx.array:
     """Advantages of the S steps of P·G completions, from a reward at the end of each step.
 
-    With a baseline of rewards (DeepSeekMath's process supervision, arXiv 2402.03300, section 4.1.3):
+    With a baseline of rewards (DeepSeekMath's process supervision, arXiv 2402.03300, section
+    4.1.3):
 
-        A_s = Σ_{k ≥ s} γ^(k−s)·z_k        z = the rewards of all steps, normalised by `group_advantages`
+        A_s = Σ_{k ≥ s} γ^(k−s)·z_k        z = the rewards of all steps, normalised by
+                                           `group_advantages`
 
-    so that one reward for each completion, at its last step, gives `group_advantages` of these to the bit at
-    γ = 1. With `turn` (GiGPO, arXiv 2505.10978, section 4; its ω = 1):
+    so that one reward for each completion, at its last step, gives `group_advantages` of these to
+    the bit at γ = 1. With `turn` (GiGPO, arXiv 2505.10978, section 4; its ω = 1):
 
         A_s = A^E + A^S_s                  A^E = the group's advantages of Σ_k r_k
         A^S_s = (R_s − mean)/scale         over the group's steps that start in the same state
         R_s = Σ_{k ≥ s} γ^(k−s)·r_k
 
     Args:
-        rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such step. A
-            completion without any is left out.
+        rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such
+            step. A completion without any is left out.
         baseline: see `group_advantages`.
         scale: the same; with `turn`: `group` (of the state's steps), or `none`.
         discount: γ, 0 to 1.
-        states_pgs: for `turn`: the number of the state in which each step starts, integers [P,G,S], compared
-            within the group; -1: no such step.
+        states_pgs: for `turn`: the number of the state in which each step starts, integers [P,G,S],
+            compared within the group; -1: no such step.
 
     Returns:
         adv_pgs float32; with `turn` 0 where there is no step.
@@ -142,29 +150,38 @@ def turn_advantages(
     if not rewards_pgs.size:
         return rewards_pgs.astype(mx.float32)
     if not BASELINES[baseline].by_state:
-        return discounted_returns(group_advantages(rewards_pgs, baseline=baseline, scale=scale), discount)
+        return discounted_returns(
+            group_advantages(rewards_pgs, baseline=baseline, scale=scale), discount
+        )
     if states_pgs is None:
-        raise ValueError(f"baseline = {baseline!r} compares steps that start in one state: needs states_pgs")
+        raise ValueError(
+            f"baseline = {baseline!r} compares steps that start in one state: needs states_pgs"
+        )
     if scale == "batch":
-        raise ValueError(f"scale = 'batch' with baseline = {baseline!r}: expected 'group' or 'none'")
+        raise ValueError(
+            f"scale = 'batch' with baseline = {baseline!r}: expected 'group' or 'none'"
+        )
     check_shape("states_pgs", states_pgs, tuple(rewards_pgs.shape))
     groups, size, steps = rewards_pgs.shape
     none_pg1 = mx.logical_not(_given(rewards_pgs).any(axis=2, keepdims=True))
     returns_pgs = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, discount))
     episode_pg1 = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, 1.0)[..., :1])
-    # a row for each step: the returns of those that start in its state, with its own on the diagonal
+    # a row for each step: the returns of those that start in its state, with its own on the
+    # diagonal
     states_pn = states_pgs.reshape(groups, size * steps)
     same_pnn = states_pn[:, :, None] == states_pn[:, None, :]
     mates_pnn = mx.where(same_pnn, returns_pgs.reshape(groups, 1, -1), mx.nan)
-    of_state_pnn = group_advantages(mates_pnn.reshape(-1, size * steps), scale=scale).reshape(same_pnn.shape)
+    of_state_pnn = group_advantages(mates_pnn.reshape(-1, size * steps), scale=scale).reshape(
+        same_pnn.shape
+    )
     of_state_pgs = mx.diagonal(of_state_pnn, axis1=1, axis2=2).reshape(rewards_pgs.shape)
     adv_pgs = group_advantages(episode_pg1[..., 0], scale=scale)[..., None] + of_state_pgs
     return mx.where(states_pgs >= 0, adv_pgs, 0.0)
 
 
 def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
-    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinity and what is beyond ±1e15 count
-    as 0.
+    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinity and what is beyond
+    ±1e15 count as 0.
 
     Raises:
         ValueError: γ is not within 0 … 1.
@@ -181,11 +198,14 @@ def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
     return mx.stack(found[:0:-1], axis=-1)
 
 
-def overlong_penalty(lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0) -> mx.array:
-    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
+def overlong_penalty(
+    lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0
+) -> mx.array:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32
+    [B].
 
-    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times `factor`. Beyond
-    that it stays constant.
+    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times
+    `factor`. Beyond that it stays constant.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -198,7 +218,8 @@ def overlong_penalty(lengths_b: mx.array, max_length: int, buffer: int, factor: 
 
 
 def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
-    """Whether a group's rewards differ, bool [P]: with a group's baseline only these can be learned from.
+    """Whether a group's rewards differ, bool [P]: with a group's baseline only these can be learned
+    from.
 
     Args:
         rewards_pg: [P,G]; NaN, infinite or beyond ±1e15: no reward.
@@ -214,8 +235,8 @@ def _given(rewards: mx.array) -> mx.array:
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact; a variance would have rounding
-    errors."""
+    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact; a variance would have
+    rounding errors."""
     axes = tuple(range(1, values_pg.ndim))
     if not values_pg.size:
         return mx.zeros((values_pg.shape[0], *(1 for _ in axes)), mx.bool_)

@@ -1,8 +1,8 @@
 """Baselines and scales of the advantages: A = (R − baseline) / scale.
 
-Each takes rewards [P,G], 0 where none was given, and `given` [P,G], True where one was, and returns an array
-that broadcasts to [P,G]; or both as [P,G,S], of the S steps of each completion. To add one: write the
-function, and give it a line in BASELINES or SCALES.
+Each takes rewards [P,G], 0 where none was given, and `given` [P,G], True where one was, and returns
+an array that broadcasts to [P,G]; or both as [P,G,S], of the S steps of each completion. To add
+one: write the function, and give it a line in BASELINES or SCALES.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the batch (GDPO's second normalisation), but exactly 0 within the rounding of its sum.
+    """The mean of the batch (GDPO's second normalisation), but exactly 0 within the rounding of its
+    sum.
 
     GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
     """
@@ -39,7 +40,8 @@ def group_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """The standard deviation of the batch + 1e-4."""
-    return group_scale(*as_one_group(rewards_pg, given_pg))
+    rewards_1n, given_1n = as_one_group(rewards_pg, given_pg)
+    return group_scale(rewards_1n, given_1n)
 
 
 def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
@@ -55,8 +57,8 @@ def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that a reward at only one step
-    of each gives the bits that it gives without steps."""
+    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that a reward at
+    only one step of each gives the bits that it gives without steps."""
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)
 
@@ -67,8 +69,8 @@ def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Bessel-corrected standard deviation of each group's given values, [P,1] or [P,1,1]; 0 for fewer than
-    two."""
+    """Bessel-corrected standard deviation of each group's given values, [P,1] or [P,1,1]; 0 for
+    fewer than two."""
     centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
     return mx.sqrt(total(mx.square(centred_pg)) / mx.maximum(total(given_pg) - 1, 1))
 
@@ -77,8 +79,10 @@ class Baseline(NamedTuple):
     """A baseline and its properties."""
 
     function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
-    of_batch: bool = False  # whether it compares a completion with the batch, not with its group alone
-    by_state: bool = False  # whether `turn_advantages` also compares the steps that start in one state
+    # whether it compares a completion with the batch, not with its group alone
+    of_batch: bool = False
+    # whether `turn_advantages` also compares the steps that start in one state
+    by_state: bool = False
 
 
 BASELINES: dict[str, Baseline] = {

@@ -1,4 +1,5 @@
-"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts are combined."""
+"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts are
+combined."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,20 +17,25 @@ class LossStats(NamedTuple):
     """Diagnostics of one loss: 0-d float32 each, 0 where no token counts."""
 
     loss: mx.array  # the loss: Σ / denominator
-    denominator: mx.array  # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
+    # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
+    denominator: mx.array
     num_tokens: mx.array  # counted tokens that the learner saw: the weight of the means below
     num_sequences: mx.array  # rows with a counted token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
     entropy: mx.array  # mean entropy of π_θ, nats
-    teacher_kl: mx.array  # mean KL(π_θ ‖ teacher), nats: exact, or estimated from the sampled tokens
-    num_ratios: mx.array  # the total of the next three shares: tokens, or sequences at level `sequence`
-    clip_low: mx.array  # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
+    # mean KL(π_θ ‖ teacher), nats: exact, or estimated from the sampled tokens
+    teacher_kl: mx.array
+    # the total of the next three shares: tokens, or sequences at level `sequence`
+    num_ratios: mx.array
+    # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
+    clip_low: mx.array
     clip_high: mx.array  # share with r > 1+ε_high and A > 0; the same
     clip_region: mx.array  # the two together
     ratio_mean: mx.array  # r = π_θ/π_old of the spec's level
     ratio_min: mx.array
     ratio_max: mx.array
-    logp_diff_mean: mx.array  # |log π_old − log μ|, nats: sampler against learner, before any masking
+    # |log π_old − log μ|, nats: sampler against learner, before any masking
+    logp_diff_mean: mx.array
     logp_diff_max: mx.array
     is_ratio_mean: mx.array  # π_old/μ at each token, before any masking
     is_ratio_min: mx.array
@@ -74,9 +80,10 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias correction
-    and the correction's weights; no gradient flows."""
-    mask_bt, by_sequence = x.mask_bt, spec.level == "sequence"  # which has one ratio a row
+    """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
+    correction and the correction's weights; no gradient flows."""
+    mask_bt = x.mask_bt
+    by_sequence = spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0
     length_b = mask_bt.sum(axis=1)
     seen = length_b.sum()
@@ -110,7 +117,8 @@ def loss_stats(
         num_sequences=rows,
         kl=mean(kl_bt),
         entropy=mean(x.entropy_bt),
-        # Not the mean of zeros: MLX cannot compile a function with two outputs that are the same expression.
+        # Not the mean of zeros: MLX cannot compile a function with two outputs that are the same
+        # expression.
         teacher_kl=0 * seen if x.teacher_kl_bt is None else mean(x.teacher_kl_bt),
         num_ratios=num_ratios,
         clip_low=share(low_bt),
@@ -129,36 +137,39 @@ def loss_stats(
         sampling_kl_k3=mean(mx.exp(d_bt) - d_bt - 1),
         masked_fraction=mean(weight_bt == 0),
     )
-    return LossStats(*(mx.stop_gradient(value) for value in stats))
+    return LossStats._make(mx.stop_gradient(value) for value in stats)
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
     """The stats of a batch without rows for the learner: its denominator, all else 0."""
-    zero = mx.array(0.0)
-    return LossStats(*(denominator if name == "denominator" else zero for name in LossStats._fields))
+    zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
+    return zeros._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
     """Combine the stats of a batch's parts into those of the whole."""
     if len(parts) == 1:
         return parts[0]
-    columns = {name: mx.stack([getattr(part, name) for part in parts]) for name in LossStats._fields}
+    columns = {
+        name: mx.stack([getattr(part, name) for part in parts]) for name in LossStats._fields
+    }
     tokens, denominator = columns["num_tokens"], columns["denominator"]
     present = tokens > 0
-    merged = {}
+    merged = []  # in the order of the fields
     for name, column in columns.items():
         if name in _SUMMED:
-            merged[name] = column.sum()
+            merged.append(column.sum())
         elif name == "loss":
-            merged[name] = divided((column * divisor(denominator)).sum(), denominator.sum())
+            total = (column * divisor(denominator)).sum()
+            merged.append(divided(total, denominator.sum()))
         elif name.endswith(("_min", "_max")):
             least = name.endswith("_min")
             worst = mx.where(present, column, mx.inf if least else -mx.inf)
             extreme = worst.min() if least else worst.max()
-            merged[name] = mx.where(present.any(), extreme, 0.0)
+            merged.append(mx.where(present.any(), extreme, 0.0))
         elif name.startswith("clip_"):
             ratios = columns["num_ratios"]
-            merged[name] = (column * ratios).sum() / mx.maximum(ratios.sum(), 1)
+            merged.append((column * ratios).sum() / mx.maximum(ratios.sum(), 1))
         else:
-            merged[name] = (column * tokens).sum() / mx.maximum(tokens.sum(), 1)
-    return LossStats(**merged)
+            merged.append((column * tokens).sum() / mx.maximum(tokens.sum(), 1))
+    return LossStats._make(merged)

@@ -1,10 +1,11 @@
-"""Experts' load: the share of the tokens that each expert gets, and the loss that keeps the shares even.
+"""Experts' load: the share of the tokens that each expert gets, and the loss that keeps the shares
+even.
 
-    loss = E · Σ_e f_e · P_e        f_e = share of the choices that fell on expert e     (a constant)
+    loss = E · Σ_e f_e · P_e        f_e = share of the choices that fell on expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
 
-Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices a token in place of one. Even shares give 1, all
-tokens on the same k experts up to E/k.
+Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices a token in place of one. Even shares
+give 1, all tokens on the same k experts up to E/k.
 """
 
 import mlx.core as mx
@@ -13,7 +14,8 @@ from grpo_fn.checks import check_rank, check_shape
 
 
 def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """f_e: the share of the counted tokens' choices that fell on each expert, [E], float32; no gradient.
+    """f_e: the share of the counted tokens' choices that fell on each expert, [E], float32; no
+    gradient.
 
     Args:
         logits_ne: a router's logits [N,E]; the largest are the chosen ones.
@@ -27,7 +29,9 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
     tokens, experts = logits_ne.shape
     check_shape("mask_n", mask_n, (tokens,))
     if not 1 <= experts_per_token <= experts:
-        raise ValueError(f"experts_per_token = {experts_per_token}: expected 1 to {experts}, the experts")
+        raise ValueError(
+            f"experts_per_token = {experts_per_token}: expected 1 to {experts}, the experts"
+        )
     order_ne = mx.argpartition(-mx.stop_gradient(logits_ne), kth=experts_per_token - 1, axis=-1)
     weight_nk = mx.broadcast_to(mask_n.astype(mx.float32)[:, None], (tokens, experts_per_token))
     counts_e = mx.zeros((experts,)).at[order_ne[:, :experts_per_token]].add(weight_nk)
@@ -35,7 +39,8 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
 
 
 def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted tokens.
+    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted
+    tokens.
 
     Differentiable in the logits only through P. Arguments and errors as in `expert_shares`.
     """

@@ -1,11 +1,12 @@
 """Per-token estimators of KL(π_θ ‖ π_ref) from the log-probabilities of sampled tokens.
 
-Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token that
-π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and sign.
+Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token
+that π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and
+sign.
 
-Far from equality k2 and k3 continue as straight lines. A bound would have no gradient where the KL is
-largest; without any limit, one token could outweigh a whole batch. To add an estimator: write a function of
-y, and give it a line in ESTIMATORS.
+Far from equality k2 and k3 continue as straight lines. A bound would have no gradient where the KL
+is largest; without any limit, one token could outweigh a whole batch. To add an estimator: write a
+function of y, and give it a line in ESTIMATORS.
 """
 
 import math

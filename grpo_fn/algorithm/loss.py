@@ -2,9 +2,9 @@
 
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
-Everything is float32 and every input is replaced by zero at masked positions before any arithmetic, so
-that values there (also NaN and inf) reach neither the value nor the gradient. A counted log-prob of −∞ is
-−10,000, without a gradient: the differences of two such are 0, not NaN.
+Everything is float32 and every input is replaced by zero at masked positions before any arithmetic,
+so that values there (also NaN and inf) reach neither the value nor the gradient. A counted log-prob
+of −∞ is −10,000, without a gradient: the differences of two such are 0, not NaN.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,8 @@ LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two numbers for a batch from which some rows were left out."""
+    """The arrays of `policy_loss`, and two numbers for a batch from which some rows were left
+    out."""
 
     logp_bt: mx.array
     adv_b: mx.array  # [B] or [B,T]
@@ -55,21 +56,23 @@ def policy_loss(
     """The loss of a batch of completions, to be minimised.
 
     Args:
-        logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats; differentiable.
-        adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and [B,T] the
-            policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the sequence's ratio, with
-            the gradient of the token's.
+        logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats;
+            differentiable.
+        adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and
+            [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the
+            sequence's ratio, with the gradient of the token's.
         mask_bt: 1 (or True) on tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; left out, π_old is π_θ itself and `sg(logp_bt)` is used.
-        rollout_logp_bt: log μ from the sampler, [B,T]; needed by a correction, otherwise only logged.
+        rollout_logp_bt: log μ from the sampler, [B,T]; needed by a correction, otherwise only
+            logged.
         ref_logp_bt: log π_ref, [B,T]; needed if `spec.beta` > 0.
         max_completion_length: L_max, tokens; needed by the aggregation `constant`.
         entropy_bt: entropy of π_θ at each position, [B,T], nats; needed if `spec.entropy_coef` > 0.
-        keep_bt: 0/1, [B,T]: tokens whose policy term counts (top-entropy masking); KL and denominators
-            use all tokens.
-        teacher_kl_bt: KL(π_θ ‖ teacher) at each position, [B,T], nats: `reverse_kl`, differentiable, or an
-            estimate that is only logged.
+        keep_bt: 0/1, [B,T]: tokens whose policy term counts (top-entropy masking); KL and
+            denominators use all tokens.
+        teacher_kl_bt: KL(π_θ ‖ teacher) at each position, [B,T], nats: `reverse_kl`,
+            differentiable, or an estimate that is only logged.
         teacher_coef: its coefficient in the loss.
 
     Returns:
@@ -79,14 +82,25 @@ def policy_loss(
         ValueError: a shape is wrong, or the spec needs an array that was left out.
     """
     arrays = LossArrays(
-        logp_bt, adv_b, mask_bt, old_logp_bt, rollout_logp_bt, ref_logp_bt, entropy_bt, keep_bt, teacher_kl_bt
+        logp_bt,
+        adv_b,
+        mask_bt,
+        old_logp_bt,
+        rollout_logp_bt,
+        ref_logp_bt,
+        entropy_bt,
+        keep_bt,
+        teacher_kl_bt,
     )
     total, stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)
     return divided(total, stats.denominator), stats
 
 
 def loss_sum(
-    arrays: LossArrays, spec: LossSpec, max_completion_length: int | None = None, teacher_coef: float = 0.0
+    arrays: LossArrays,
+    spec: LossSpec,
+    max_completion_length: int | None = None,
+    teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
     """`policy_loss` before its division: the sum, with the denominator in the stats.
 
@@ -101,7 +115,8 @@ def loss_sum(
         return mx.array(0.0), empty_stats(denominator)
 
     ratio_bt = policy_ratio(x.logp_bt, x.old_logp_bt, mask_bt, spec.level)  # r = π_θ/π_old
-    mismatch = rollout_mismatch(x.old_logp_bt, x.rollout_logp_bt, mask_bt, spec.sequence_ratio)  # π_old/μ
+    # π_old/μ
+    mismatch = rollout_mismatch(x.old_logp_bt, x.rollout_logp_bt, mask_bt, spec.sequence_ratio)
     correction, surrogate = CORRECTIONS[spec.correction], SURROGATES[spec.surrogate]
     q_b1 = mismatch.sequence_ratio_b1
     weight_bt = correction.function(mismatch.ratio_bt, q_b1, **spec.values(correction.fields))
@@ -112,7 +127,9 @@ def loss_sum(
     if spec.level == "sequence" and arrays.adv_b.ndim == 2:
         own_bt = mx.exp(x.logp_bt - mx.stop_gradient(x.logp_bt))
         policy_ratio_bt = mx.stop_gradient(ratio_bt) * own_bt
-    term_bt = weight_bt * surrogate.function(policy_ratio_bt, adv, x.logp_bt, **spec.values(surrogate.fields))
+    term_bt = weight_bt * surrogate.function(
+        policy_ratio_bt, adv, x.logp_bt, **spec.values(surrogate.fields)
+    )
     if x.keep_bt is not None:
         term_bt = mx.where(x.keep_bt, term_bt, 0.0)
 
@@ -143,12 +160,12 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
     def held(array: mx.array | None, default: mx.array) -> mx.array:
         return mx.stop_gradient(default if array is None else clean(array))
 
-    adv, present = arrays.adv_b, counted_bt
-    if adv.ndim == 1:
-        adv, present = adv[:, None], length_b[:, None] > 0
+    by_row = arrays.adv_b.ndim == 1
+    adv = arrays.adv_b[:, None] if by_row else arrays.adv_b
+    present = length_b[:, None] > 0 if by_row else counted_bt
     logp_bt = clean(arrays.logp_bt)
     old_bt = held(arrays.old_logp_bt, logp_bt)
-    rows, ref_bt, teacher_bt = mask_bt.shape[0], arrays.ref_logp_bt, arrays.teacher_kl_bt
+    ref_bt, teacher_bt = arrays.ref_logp_bt, arrays.teacher_kl_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
     return LossInputs(
         logp_bt=logp_bt,
@@ -157,10 +174,14 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
         old_logp_bt=old_bt,
         rollout_logp_bt=held(arrays.rollout_logp_bt, old_bt),
         ref_logp_bt=None if ref_bt is None else held(ref_bt, logp_bt),
-        entropy_bt=mx.zeros_like(logp_bt) if arrays.entropy_bt is None else clean(arrays.entropy_bt),
+        entropy_bt=mx.zeros_like(logp_bt)
+        if arrays.entropy_bt is None
+        else clean(arrays.entropy_bt),
         teacher_kl_bt=None if teacher_bt is None else clean(teacher_bt),
         keep_bt=None if arrays.keep_bt is None else arrays.keep_bt.astype(mx.bool_),
-        num_sequences=(mx.array(rows) if sequences is None else sequences).astype(mx.float32),
+        num_sequences=(mx.array(mask_bt.shape[0]) if sequences is None else sequences).astype(
+            mx.float32
+        ),
         num_tokens=(length_b.sum() if tokens is None else tokens).astype(mx.float32),
     )
 
@@ -175,7 +196,9 @@ def _check(
         if array is not None and name.endswith("_bt"):
             check_shape(name, array, shape)
     if spec.correction != "none" and arrays.rollout_logp_bt is None:
-        raise ValueError(f"correction = {spec.correction!r} needs rollout_logp_bt, the sampler's log-probs")
+        raise ValueError(
+            f"correction = {spec.correction!r} needs rollout_logp_bt, the sampler's log-probs"
+        )
     if spec.beta > 0 and arrays.ref_logp_bt is None:
         raise ValueError(f"beta = {spec.beta} needs ref_logp_bt, the reference's log-probs")
     if spec.entropy_coef > 0 and arrays.entropy_bt is None:

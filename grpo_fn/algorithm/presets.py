@@ -16,7 +16,8 @@ class Recipe:
     baseline: str = "group_mean"
     scale: str = "group"
     dynamic_sampling: bool = False
-    overlong: float = 0.0  # DAPO's soft punishment starts at this share of the length limit from its end
+    # DAPO's soft punishment starts at this share of the length limit from its end
+    overlong: float = 0.0
     source: str = ""
 
 
@@ -60,7 +61,8 @@ def preset(name: str, **changes: Any) -> LossSpec:
     """The LossSpec of a named algorithm, with fields replaced by `changes`.
 
     Raises:
-        ValueError: the name or a field is unknown (with the nearest spelling), or the result has no meaning.
+        ValueError: the name or a field is unknown (with the nearest spelling), or the result has no
+            meaning.
     """
     check_choice("preset", name, PRESETS)
     for field in changes:

@@ -1,8 +1,10 @@
-"""Importance ratios: π_θ/π_old of the learner against itself, π_old/μ of the learner against its sampler.
+"""Importance ratios: π_θ/π_old of the learner against itself, π_old/μ of the learner against its
+sampler.
 
-A correction for a sampler μ that is not π_old is a weight for each token's policy term. It takes π_old/μ of
-the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields that it needs as keywords, and
-returns the weight [B,T]. To add one: write the function, and give it a line in CORRECTIONS.
+A correction for a sampler μ that is not π_old is a weight for each token's policy term. It takes
+π_old/μ of the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields that it needs as
+keywords, and returns the weight [B,T]. To add one: write the function, and give it a line in
+CORRECTIONS.
 """
 
 from collections.abc import Callable
@@ -16,12 +18,14 @@ LEVELS = ("token", "sequence")
 SEQUENCE_RATIOS = ("geometric", "product")
 
 
-def policy_ratio(logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, level: str) -> mx.array:
+def policy_ratio(
+    logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, level: str
+) -> mx.array:
     """r = π_θ/π_old at each token, float32 [B,T].
 
     `token`: r_t. `sequence`: s = exp(mean_t log r_t), the same at every token of a row (GSPO, arXiv
-    2507.18071, eq. 7). The product over a row, without the mean, is not offered: it leaves float32's range
-    after a few dozen tokens.
+    2507.18071, eq. 7). The product over a row, without the mean, is not offered: it leaves
+    float32's range after a few dozen tokens.
 
     All three arrays are [B,T]; masked positions must hold finite numbers.
     """
@@ -53,7 +57,8 @@ class RolloutMismatch(NamedTuple):
 def rollout_mismatch(
     old_logp_bt: mx.array, rollout_logp_bt: mx.array, mask_bt: mx.array, sequence_ratio: str
 ) -> RolloutMismatch:
-    """π_old/μ of each token and of each sequence: q = exp(mean of d) (`geometric`) or exp(Σ d) (`product`).
+    """π_old/μ of each token and of each sequence: q = exp(mean of d) (`geometric`) or exp(Σ d)
+    (`product`).
 
     All arrays are float32 [B,T], finite at masked positions.
     """
@@ -74,7 +79,9 @@ def token_truncate(
     return mx.clip(ratio_bt, correction_floor, correction_cap)
 
 
-def token_mask(ratio_bt: mx.array, q_b1: mx.array, *, correction_range: tuple[float, float]) -> mx.array:
+def token_mask(
+    ratio_bt: mx.array, q_b1: mx.array, *, correction_range: tuple[float, float]
+) -> mx.array:
     """exp d inside the range, else 0 (IcePop; TRL)."""
     low, high = correction_range
     return mx.where((ratio_bt >= low) & (ratio_bt <= high), ratio_bt, 0.0)
@@ -104,14 +111,18 @@ CORRECTIONS: dict[str, Correction] = {
     "none": Correction(unweighted),
     "token_truncate": Correction(token_truncate, ("correction_floor", "correction_cap")),
     "token_mask": Correction(token_mask, ("correction_range",)),
-    "sequence_truncate": Correction(sequence_truncate, ("correction_floor", "correction_cap"), True),
+    "sequence_truncate": Correction(
+        sequence_truncate, ("correction_floor", "correction_cap"), True
+    ),
     # These two need a `sequence_range`. With the product the second is TRL's `sequence_mask`.
     "sequence_mask": Correction(unweighted),
     "sequence_mask_weighted": Correction(sequence_weight, by_sequence=True),
 }
 
 
-def drop_sequences(weight_bt: mx.array, q_b1: mx.array, sequence_range: tuple[float, float]) -> mx.array:
+def drop_sequences(
+    weight_bt: mx.array, q_b1: mx.array, sequence_range: tuple[float, float]
+) -> mx.array:
     """The weight, and 0 for each row whose q is outside the range."""
     low, high = sequence_range
     return mx.where((q_b1 >= low) & (q_b1 <= high), weight_bt, 0.0)

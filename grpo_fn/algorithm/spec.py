@@ -1,7 +1,9 @@
-"""LossSpec, the frozen value that selects an algorithm; and how token losses are reduced to one number.
+"""LossSpec, the frozen value that selects an algorithm; and how token losses are reduced to one
+number.
 
-The learner accumulates sum and denominator of an aggregation separately and divides once, at the update. So
-any split of a batch gives the same gradient. To add an aggregation, add a line to AGGREGATIONS.
+The learner accumulates sum and denominator of an aggregation separately and divides once, at the
+update. So any split of a batch gives the same gradient. To add an aggregation, add a line to
+AGGREGATIONS.
 """
 
 import math
@@ -18,7 +20,8 @@ from grpo_fn.checks import check_choice
 
 
 class Aggregation(NamedTuple):
-    """What the rows' losses are divided by, and whether each is first the mean of its counted tokens."""
+    """What the rows' losses are divided by, and whether each is first the mean of its counted
+    tokens."""
 
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
     row_mean: bool = False
@@ -28,15 +31,17 @@ class Aggregation(NamedTuple):
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": Aggregation(lambda sequences, tokens, longest: sequences, row_mean=True),
     "token_mean": Aggregation(lambda sequences, tokens, longest: tokens),
-    "constant": Aggregation(lambda sequences, tokens, longest: sequences * longest, needs_max_length=True),
+    "constant": Aggregation(
+        lambda sequences, tokens, longest: sequences * longest, needs_max_length=True
+    ),
     "sequence_sum_norm": Aggregation(lambda sequences, tokens, longest: sequences),
     "sum": Aggregation(lambda sequences, tokens, longest: mx.zeros_like(tokens)),
 }
 
 
 def divided(total: mx.array, denominator: mx.array) -> mx.array:
-    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: no token counts, or
-    the aggregation is `sum`."""
+    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: no token
+    counts, or the aggregation is `sum`."""
     return total / divisor(denominator)
 
 
@@ -47,10 +52,10 @@ def divisor(denominator: mx.array) -> mx.array:
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
     """Raise ValueError if the aggregation divides by L_max and there is none."""
-    needed = AGGREGATIONS[aggregation].needs_max_length
-    if needed and (max_completion_length is None or max_completion_length < 1):
+    if AGGREGATIONS[aggregation].needs_max_length and (max_completion_length or 0) < 1:
         raise ValueError(
-            f"aggregation = {aggregation!r} needs max_completion_length >= 1; found {max_completion_length}"
+            f"aggregation = {aggregation!r} needs max_completion_length >= 1; found "
+            f"{max_completion_length}"
         )
 
 
@@ -69,14 +74,20 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
     "> 0": lambda x: 0 < x < math.inf,
     "> 1": lambda x: 1 < x < math.inf,
     "0 <= x < 1": lambda x: 0 <= x < 1,
-    "0 <= low < high": lambda pair: isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1],
+    "0 <= low < high": lambda pair: (
+        isinstance(pair, tuple) and len(pair) == 2 and 0 <= pair[0] < pair[1]
+    ),
 }
 
 
 def _key(default: Any, meaning: str, within: str = "", **more: Any) -> Any:
     """A field with its meaning, which docs/config.md and `grpo-run --explain` show."""
-    metadata = {"meaning": meaning, "range": within}
-    return attrs.field(default=default, validator=_check_field, metadata=metadata, **more)
+    return attrs.field(
+        default=default,
+        validator=_check_field,
+        metadata={"meaning": meaning, "range": within},
+        **more,
+    )
 
 
 def _check_field(_: object, field: attrs.Attribute, value: Any) -> None:
@@ -101,14 +112,17 @@ def _pair(value: Sequence[float]) -> tuple[float, float]:
 class LossSpec:
     """loss = level × surrogate × correction × KL × aggregation; `policy_loss` evaluates it.
 
-    Raises ValueError, with the reason, when a value is out of range or a combination has no meaning.
+    Raises ValueError, with the reason, when a value is out of range or a combination has no
+    meaning.
     """
 
     level: str = _key("token", "one ratio per `token`, or one per completion, `sequence` (GSPO)")
     surrogate: str = _key("clip", "per-token objective that is minimised")
     epsilon_low: float = _key(0.2, "the lower clip bound is 1 − this", "0 <= x < 1")
     epsilon_high: float | None = _key(
-        None, "the upper clip bound is 1 + this; if the preset does not set it: `epsilon_low`", ">= 0"
+        None,
+        "the upper clip bound is 1 + this; if the preset does not set it: `epsilon_low`",
+        ">= 0",
     )
     delta: float | None = _key(
         None, "two-sided clip: upper bound on the ratio if A < 0; must exceed 1 + `epsilon_high`", "> 1"
@@ -133,7 +147,8 @@ class LossSpec:
     )
     sequence_ratio: str = _key(
         "geometric",
-        "ratio of a completion: `geometric` mean of its tokens' ratios, or their `product` as in TRL",
+        "ratio of a completion: `geometric` mean of its tokens' ratios, or their `product` as in "
+        "TRL",
     )
     beta: float = _key(
         0.0, "coefficient of the KL to the starting model; 0: no reference model is loaded", ">= 0"
@@ -159,7 +174,8 @@ class LossSpec:
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether a row with A = 0 still has a gradient (through the KL term or the entropy bonus)."""
+        """Whether a row with A = 0 still has a gradient (through the KL term or the entropy
+        bonus)."""
         return self.beta > 0 or self.entropy_coef > 0
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -170,30 +186,33 @@ class LossSpec:
     def _check_surrogate(self) -> None:
         if self.aggregation == "sequence_sum_norm" and self.level != "sequence":
             raise ValueError(
-                "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length (LUSPO) and "
-                f"needs level = 'sequence'; found level = {self.level!r}"
+                "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length "
+                f"(LUSPO) and needs level = 'sequence'; found level = {self.level!r}"
             )
         if self.surrogate in ("none", "likelihood") and self.level == "sequence":
             raise ValueError(
-                f"surrogate = {self.surrogate!r} uses no ratio to the old policy, so level = 'sequence' has "
-                "no meaning; use level = 'token'"
+                f"surrogate = {self.surrogate!r} uses no ratio to the old policy, so level = "
+                "'sequence' has no meaning; use level = 'token'"
             )
         if self.delta is not None:
             if "delta" not in SURROGATES[self.surrogate].fields:
                 raise ValueError(
-                    f"delta = {self.delta} bounds the ratio of the surrogates clip and dual_clip; found "
-                    f"surrogate = {self.surrogate!r}"
+                    f"delta = {self.delta} bounds the ratio of the surrogates clip and dual_clip; "
+                    f"found surrogate = {self.surrogate!r}"
                 )
             wanted = "delta > 1 + epsilon_high, the clip"
             _check(self.delta > 1 + self.upper_epsilon, "delta", self.delta, wanted)
         if (self.surrogate == "dual_clip") != (self.dual_clip is not None):
             raise ValueError(
-                f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant belongs to "
-                "surrogate 'dual_clip', which needs it (3.0 in the paper)"
+                f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant "
+                "belongs to surrogate 'dual_clip', which needs it (3.0 in the paper)"
             )
 
     def _check_correction(self) -> None:
-        if self.correction in ("sequence_mask", "sequence_mask_weighted") and self.sequence_range is None:
+        if (
+            self.correction in ("sequence_mask", "sequence_mask_weighted")
+            and self.sequence_range is None
+        ):
             raise ValueError(f"correction = {self.correction!r} needs sequence_range = (low, high)")
         if self.correction == "none" and self.sequence_range is not None:
             raise ValueError(
@@ -204,11 +223,12 @@ class LossSpec:
         if self.correction_floor > 0 and "correction_floor" not in correction.fields:
             raise ValueError(
                 f"correction_floor = {self.correction_floor} has no effect with correction = "
-                f"{self.correction!r}; it is the lower bound of 'token_truncate' and 'sequence_truncate'"
+                f"{self.correction!r}; it is the lower bound of 'token_truncate' and "
+                "'sequence_truncate'"
             )
         by_sequence = correction.by_sequence or self.sequence_range is not None
         if self.sequence_ratio == "product" and not by_sequence:
             raise ValueError(
-                f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} and no "
-                "sequence_range: nothing is judged by the sequence"
+                f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} "
+                "and no sequence_range: nothing is judged by the sequence"
             )

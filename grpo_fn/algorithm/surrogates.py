@@ -1,8 +1,8 @@
 """Surrogate objectives ℓ of one token, which are minimised in place of −E[A].
 
-Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to one shape,
-and the LossSpec's fields that it needs as keywords. It returns ℓ; r and log π_θ carry the gradient. To add
-one: write the function, and give it a line in SURROGATES.
+Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to
+one shape, and the LossSpec's fields that it needs as keywords. It returns ℓ; r and log π_θ carry
+the gradient. To add one: write the function, and give it a line in SURROGATES.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def clip(
 ) -> mx.array:
     """ℓ = −min( min(r, δ)·A, clip(r, 1−ε_low, 1+ε_high)·A ).
 
-    PPO (arXiv 1707.06347, eq. 7), with DAPO's separate ε_high (2503.14476) and, where `delta` is set, the
-    two-sided bound δ that keeps r·A finite for A < 0 (INTELLECT-2, 2505.07291, eq. 2).
+    PPO (arXiv 1707.06347, eq. 7), with DAPO's separate ε_high (2503.14476) and, where `delta` is
+    set, the two-sided bound δ that keeps r·A finite for A < 0 (INTELLECT-2, 2505.07291, eq. 2).
     """
     bounded = ratio if delta is None else mx.minimum(ratio, delta)
     clipped = mx.clip(ratio, 1 - epsilon_low, 1 + epsilon_high)
@@ -41,7 +41,9 @@ def dual_clip(
     dual_clip: float,
 ) -> mx.array:
     """`clip`, and where A < 0 at most −c·A (arXiv 1912.09729, eq. 5)."""
-    loss = clip(ratio, advantage, logp, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
+    loss = clip(
+        ratio, advantage, logp, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta
+    )
     return mx.where(advantage < 0, mx.minimum(loss, -dual_clip * advantage), loss)
 
 
@@ -55,9 +57,15 @@ def cispo(ratio: mx.array, advantage: mx.array, logp: mx.array, *, epsilon_high:
 
 
 def sapo(
-    ratio: mx.array, advantage: mx.array, logp: mx.array, *, sapo_tau_pos: float, sapo_tau_neg: float
+    ratio: mx.array,
+    advantage: mx.array,
+    logp: mx.array,
+    *,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
 ) -> mx.array:
-    """ℓ = −(4/τ)·σ(τ(r−1))·A with τ by the sign of A (arXiv 2511.20347): a soft gate for a hard clip."""
+    """ℓ = −(4/τ)·σ(τ(r−1))·A with τ by the sign of A (arXiv 2511.20347): a soft gate for a hard
+    clip."""
     tau = mx.where(advantage > 0, sapo_tau_pos, sapo_tau_neg)
     return -(4 / tau) * mx.sigmoid(tau * (ratio - 1)) * advantage
 
@@ -83,7 +91,9 @@ class Surrogate(NamedTuple):
 
 SURROGATES: dict[str, Surrogate] = {
     "clip": Surrogate(clip, ("epsilon_low", "epsilon_high", "delta"), ("low", "high")),
-    "dual_clip": Surrogate(dual_clip, ("epsilon_low", "epsilon_high", "delta", "dual_clip"), ("low", "high")),
+    "dual_clip": Surrogate(
+        dual_clip, ("epsilon_low", "epsilon_high", "delta", "dual_clip"), ("low", "high")
+    ),
     "cispo": Surrogate(cispo, ("epsilon_high",), ("high",)),
     "sapo": Surrogate(sapo, ("sapo_tau_pos", "sapo_tau_neg")),
     "none": Surrogate(plain),

@@ -1,7 +1,7 @@
 """exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
 
-These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU² compute
-their forward pass again, so that only the inputs are saved.
+These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU²
+compute their forward pass again, so that only the inputs are saved.
 """
 
 from typing import Any, NamedTuple, cast
@@ -24,7 +24,8 @@ def row_sum(x: mx.array) -> mx.array:
     return x.sum(axis=-1) if fast is None else fast(x)
 
 
-LEAST_LOG = -1e3  # nats: e^x is 0 far above it, so that 0 · LEAST_LOG stands for 0 · −∞, which would be NaN
+# nats: e^x is 0 far above it, so that 0 · LEAST_LOG stands for 0 · −∞, which would be NaN
+LEAST_LOG = -1e3
 
 
 class SoftmaxSums(NamedTuple):
@@ -97,5 +98,6 @@ def _relu2_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     return 2 * mx.maximum(x, 0) * cotangent
 
 
-# Loaded now on every machine, because its functions must be traced outside every gradient and compiled step.
+# Loaded now on every machine, because its functions must be traced outside every gradient and
+# compiled step.
 load("cpu", "exp")

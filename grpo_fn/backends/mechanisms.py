@@ -1,10 +1,10 @@
 """The only interface of the backends: finds this machine's fast function for a named operation.
 
-A backend is a folder beside this file, named after its device. Its `__init__` has two tables: MECHANISMS,
-from the name of an operation to (submodule, attribute, predicate), and NUMBERS, the constants that were
-measured on it as other ones than those below. The predicate is a function of the submodule that checks
-whether the mechanism supports the arguments of `find`; "" means that it supports all. Submodules are imported
-at their first use.
+A backend is a folder beside this file, named after its device. Its `__init__` has two tables:
+MECHANISMS, from the name of an operation to (submodule, attribute, predicate), and NUMBERS, the
+constants that were measured on it as other ones than those below. The predicate is a function of
+the submodule that checks whether the mechanism supports the arguments of `find`; "" means that it
+supports all. Submodules are imported at their first use.
 """
 
 import difflib
@@ -40,17 +40,25 @@ OPERATIONS = {
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
 SWITCHES = {
-    "patched_layers": "mlx-lm's layers call this library's functions: needed by most other mechanisms",
-    "shared_prefix": "rollouts are decoded over one copy of each prompt, if this is faster on the machine",
+    "patched_layers": (
+        "mlx-lm's layers call this library's functions: needed by most other mechanisms"
+    ),
+    "shared_prefix": (
+        "rollouts are decoded over one copy of each prompt, if this is faster on the machine"
+    ),
     "row_compaction": "rows that have ended leave the batch",
     "merged_adapters": "LoRA's and DoRA's adapters are part of the weights while a model samples",
     "unpacked_weights": "packed weights are unpacked to full size while a model samples",
     "unpacked_products": "a packed weight is unpacked for a product of several rows",
     "logit_chunks": "the learner makes logits a chunk at a time",
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
-    "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
+    "chunked_gated_delta": (
+        "the gated delta rule of whole sequences is computed a chunk of tokens at a time"
+    ),
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
-    "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",
+    "programs_ahead": (
+        "programs for CUDA, and their header for a CPU, are compiled while a model is loaded"
+    ),
 }
 # The constants of a device for which none was measured.
 NUMBERS: dict[str, int] = {
@@ -60,8 +68,8 @@ NUMBERS: dict[str, int] = {
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
-    # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
-    # chunk adds to the whole gradient of the head.
+    # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many,
+    # as each chunk adds to the whole gradient of the head.
     "logits": 2**25,
     "logit_rows": 2**31,  # rows at most
     "least_logits": 0,  # held at least, whatever the number of rows
@@ -71,7 +79,8 @@ NUMBERS: dict[str, int] = {
     # For a forecast of memory:
     "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
     "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores
-    "product_arrays": 0,  # products of a chunk and the head, and their gradients; 0: the composed forms
+    # products of a chunk and the head, and their gradients; 0: the composed forms
+    "product_arrays": 0,
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
@@ -81,8 +90,10 @@ class DecodeProgram(NamedTuple):
     """Decoding steps that a policy compiles."""
 
     steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
-    forward: Callable[..., Any]  # compiled by the policy for them; its first argument is `Policy.bound`
-    takes: Callable[[nn.Module, list[Any]], bool]  # whether a model with such caches can be called like this
+    # compiled by the policy for them; its first argument is `Policy.bound`
+    forward: Callable[..., Any]
+    # whether a model with such caches can be called like this
+    takes: Callable[[nn.Module, list[Any]], bool]
 
 
 def backend() -> str:
@@ -98,7 +109,8 @@ def has_cuda() -> bool:
 
 
 def find(name: str, *arguments: Any) -> Any:
-    """This machine's fast function for an operation with such arguments; None: compute the composed form.
+    """This machine's fast function for an operation with such arguments; None: compute the composed
+    form.
 
     Raises:
         ValueError: `OPERATIONS` has no such name.
@@ -122,8 +134,8 @@ def number(name: str) -> int:
 
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
-    """Compile a large step. On CUDA nothing is fused: a gradient's eighty kernels would take minutes to
-    compile, and a compiled step mainly saves the Python that describes it."""
+    """Compile a large step. On CUDA nothing is fused: a gradient's eighty kernels would take
+    minutes to compile, and a compiled step mainly saves the Python that describes it."""
     return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))
 
 
@@ -144,7 +156,8 @@ def disabled_names() -> tuple[str, ...]:
 
 
 def check_mechanism(name: str) -> None:
-    """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` has the name."""
+    """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` has the
+    name."""
     if name not in OPERATIONS and name not in SWITCHES:
         raise ValueError(_unknown(name, {**OPERATIONS, **SWITCHES}))
 
@@ -160,7 +173,8 @@ def disable(*names: str) -> None:
 def disabled(*names: str) -> Iterator[None]:
     """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off until the end of the `with` block.
 
-    Layers that were patched and steps that were compiled before stay as they are: make the policy inside.
+    Layers that were patched and steps that were compiled before stay as they are: make the policy
+    inside.
     """
     with substituted(**dict.fromkeys(names)):
         yield
@@ -198,7 +212,8 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """A device's submodule that computes an operation, its attribute there, and its predicate's or ""."""
+    """A device's submodule that computes an operation, its attribute there, and its predicate's or
+    ""."""
     if name not in OPERATIONS:
         raise ValueError(_unknown(name, OPERATIONS))
     folder = _folder(device)

@@ -30,7 +30,15 @@ from grpo_fn.learner.logprobs.token_logprobs import (
     token_logprobs_and_entropy,
 )
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, Rates, adamw, warmup_schedule
-from grpo_fn.learner.packing import Packer, Row, Shape, halve_batch, piece_tokens, shape_of, split_batch
+from grpo_fn.learner.packing import (
+    Packer,
+    Row,
+    Shape,
+    halve_batch,
+    piece_tokens,
+    shape_of,
+    split_batch,
+)
 from grpo_fn.learner.ranks.reduce import (
     Collectives,
     MlxCollectives,

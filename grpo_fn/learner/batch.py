@@ -1,10 +1,10 @@
 """Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
 
-A row is prompt + completion + padding. So in every architecture, without a mask, positions are right and
-causal attention never sees the padding.
+A row is prompt + completion + padding. So in every architecture, without a mask, positions are
+right and causal attention never sees the padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,8 +24,8 @@ from grpo_fn.trees import on_host
 class Batch:
     """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
 
-    In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L] and has
-    only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L]
+    and has only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
     """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
@@ -40,55 +40,73 @@ class Batch:
     ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
     group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
-    prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
+    # row of tokens_bl that holds each row's prompt; None: its own
+    prompt_index_b: mx.array | None = None
     teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: there are none
-    hinted_tokens_bm: mx.array | None = None  # rows as the teacher reads them; None: as the student does
+    # rows as the teacher reads them; None: as the student does
+    hinted_tokens_bm: mx.array | None = None
     hinted_lengths_b: mx.array | None = None  # of their prompts
-    experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
+    # of a model with N layers of experts: the k that each token gets,
+    experts_blnk: mx.array | None = None
     # integers; None: those that its routers choose
-    row_b: mx.array | None = None  # a number of each row that it keeps in a micro-batch, int32; padding: −1
+    # a number of each row that it keeps in a micro-batch, int32; padding: −1
+    row_b: mx.array | None = None
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
 
 
-# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t those of
-# `targets_bt`; "": the same in each part, or computed again for it. An array may have fewer than its axes.
+# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t
+# those of `targets_bt`; "": the same in each part, or computed again for it. An array may have
+# fewer than its axes.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
     "b": "group_b prompt_index_b hinted_lengths_b row_b",
     "bm": "hinted_tokens_bm",
-    "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt keep_bt",
+    "bt": (
+        "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt "
+        "keep_bt"
+    ),
     "p": "prompt_lengths_b shift_r",
     "pl": "tokens_bl feature_rl",
     "plnk": "experts_blnk",
     "p3l": "positions_r3l",
 }
-AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
-_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}  # of the others: 0
+AXES: dict[str, str] = {}
+for _axes, _names in _FIELDS.items():
+    AXES |= dict.fromkeys(_names.split(), _axes)
+# of the others: 0
+_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}
 
 
 def make_batch(
-    rollout: Rollout, adv_pg: mx.array, *, mask_truncated: bool = False, top_entropy_quantile: float = 1.0
+    rollout: Rollout,
+    adv_pg: mx.array,
+    *,
+    mask_truncated: bool = False,
+    top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count nowhere.
+    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count
+    nowhere.
 
     Args:
         rollout: B = P·G completions.
         adv_pg: advantages [P,G], or of each token [P,G,T]; of each turn: see `spread_over_turns`.
-        mask_truncated: completions that hit the length limit count no token (they stay in the number of
-            sequences).
-        top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy term (arXiv
-            2506.01939). Needs the rollout's entropies. 1.0: all.
+        mask_truncated: completions that hit the length limit count no token (they stay in the
+            number of sequences).
+        top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy
+            term (arXiv 2506.01939). Needs the rollout's entropies. 1.0: all.
 
     Raises:
-        ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is outside
-            (0, 1], or entropies are needed and missing.
+        ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is
+            outside (0, 1], or entropies are needed and missing.
     """
     width = rollout.tokens_bt.shape[1]
     tokens = (width,) if adv_pg.ndim == 3 else ()
     check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations, *tokens))
     if width == 0:
-        raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: expected at least one column")
+        raise ValueError(
+            f"tokens_bt has shape {rollout.tokens_bt.shape}: expected at least one column"
+        )
     vocabulary = _token_bound(rollout)
     lengths = [len(prompt) for prompt in rollout.prompts]
     longest = max(lengths)
@@ -100,8 +118,12 @@ def make_batch(
     position_l = mx.arange(longest + width)[None]
     offset_bl = position_l - prompt_lengths_b[:, None]
     from_prompt_bl = mx.take_along_axis(prompts_bl, mx.minimum(position_l, longest - 1), axis=1)
-    from_completion_bl = mx.take_along_axis(rollout.tokens_bt, mx.clip(offset_bl, 0, width - 1), axis=1)
-    tokens_bl = mx.where(offset_bl < 0, from_prompt_bl, mx.where(offset_bl < width, from_completion_bl, 0))
+    from_completion_bl = mx.take_along_axis(
+        rollout.tokens_bt, mx.clip(offset_bl, 0, width - 1), axis=1
+    )
+    tokens_bl = mx.where(
+        offset_bl < 0, from_prompt_bl, mx.where(offset_bl < width, from_completion_bl, 0)
+    )
 
     mask_bt = mx.arange(width)[None] < rollout.lengths_b[:, None]
     if rollout.sampled_bt is not None:
@@ -136,17 +158,19 @@ def batch_of(
 ) -> Batch:
     """A batch of any rows, with an advantage and a weight for each token of a completion.
 
-    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts nowhere.
+    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts
+    nowhere.
 
     Args:
         rows: (prompt, completion): token ids, none of them empty.
         advantages: of each completion's tokens; for `SFT` 1.
         weights: of the same tokens, at least 0; None: 1 each.
-        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of the ratio;
-            None: π_old is π_θ.
+        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of
+            the ratio; None: π_old is π_θ.
 
     Raises:
-        ValueError: a prompt, completion or number is missing, or as `given_rollout` and `make_batch`.
+        ValueError: a prompt, completion or number is missing, or as `given_rollout` and
+            `make_batch`.
     """
     rollout = given_rollout([prompt for prompt, _ in rows], [completion for _, completion in rows])
     lengths = [len(completion) for _, completion in rows]
@@ -154,7 +178,9 @@ def batch_of(
     def padded(name: str, values: Sequence[Sequence[float]]) -> mx.array:
         found = [len(row) for row in values]
         if found != lengths:
-            raise ValueError(f"{name}: expected a number for each completion token, {lengths}, found {found}")
+            raise ValueError(
+                f"{name}: expected a number for each completion token, {lengths}, found {found}"
+            )
         return mx.array([[*row, *[0.0] * (max(lengths) - len(row))] for row in values])
 
     adv_bt = padded("advantages", advantages)
@@ -174,8 +200,8 @@ def batch_of(
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
     """The batch with the rows that the teacher reads: its own prompts, if they have hints.
 
-    `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows of
-    padding: one of their ids, which only an untrained model draws, is the teacher's last one.
+    `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows
+    of padding: one of their ids, which only an untrained model draws, is the teacher's last one.
     """
     tokens_bl = batch.tokens_bl if batch.hinted_tokens_bm is None else batch.hinted_tokens_bm
     rows = {"tokens_bl": tokens_bl, "targets_bt": batch.targets_bt}
@@ -183,21 +209,29 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
         batch = attrs.evolve(batch, prompt_lengths_b=batch.hinted_lengths_b, prompt_index_b=None)
     if vocabulary is not None:
         rows = {name: mx.minimum(ids, vocabulary - 1) for name, ids in rows.items()}
-    none = {"hinted_tokens_bm": None, "hinted_lengths_b": None, "experts_blnk": None, "vocabulary": None}
-    return attrs.evolve(batch, **rows, **none)
+    return attrs.evolve(
+        batch,
+        **rows,
+        hinted_tokens_bm=None,
+        hinted_lengths_b=None,
+        experts_blnk=None,
+        vocabulary=None,
+    )
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:
-    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that need more
-    positions than it has learned. Only with learned positions it waits for the device."""
+    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that
+    need more positions than it has learned. Only with learned positions it waits for the device."""
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
-            f"the batch has token ids up to {batch.vocabulary - 1}: expected ids < {rows}, the rows of the "
-            "model's token embedding"
+            f"the batch has token ids up to {batch.vocabulary - 1}: expected ids < {rows}, the "
+            "rows of the model's token embedding"
         )
     if policy.positions is not None and batch.mask_bt.size:
-        ends_b = mx.max(mx.where(batch.mask_bt, mx.arange(1, batch.mask_bt.shape[1] + 1), 0), axis=1)
+        ends_b = mx.max(
+            mx.where(batch.mask_bt, mx.arange(1, batch.mask_bt.shape[1] + 1), 0), axis=1
+        )
         index_b, prompts_b = batch.prompt_index_b, batch.prompt_lengths_b
         rows_b = (prompts_b if index_b is None else prompts_b[index_b]) + ends_b
         check_positions("the batch's longest row", max(on_host(rows_b)) - 1, policy.positions)
@@ -206,8 +240,9 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     """Leave out the rows without a gradient; they still count in the denominators.
 
-    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows with A = 0
-    (all of a group whose rewards are equal). It reads the advantages, and so waits for the device.
+    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows
+    with A = 0 (all of a group whose rewards are equal). It reads the advantages, and so waits for
+    the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -220,22 +255,28 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update each.
+    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update
+    each.
 
     Raises:
         ValueError: there are fewer rows than parts.
     """
     rows = batch.mask_bt.shape[0]
     if not 1 <= number <= rows:
-        raise ValueError(f"number = {number}: expected 1 <= number <= {rows}, the rows of the batch")
+        raise ValueError(
+            f"number = {number}: expected 1 <= number <= {rows}, the rows of the batch"
+        )
     bounds = [rows * i // number for i in range(number + 1)]
     return [counted_alone(take_rows(batch, range(low, high))) for low, high in pairwise(bounds)]
 
 
 def counted_alone(batch: Batch) -> Batch:
     """The batch with the counts of its own rows and tokens alone."""
-    sequences, tokens = mx.array(float(batch.mask_bt.shape[0])), batch.mask_bt.sum().astype(mx.float32)
-    return attrs.evolve(batch, num_sequences=sequences, num_tokens=tokens)
+    return attrs.evolve(
+        batch,
+        num_sequences=mx.array(float(batch.mask_bt.shape[0])),
+        num_tokens=batch.mask_bt.sum().astype(mx.float32),
+    )
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -246,13 +287,20 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     return take_part(batch, rows, rows)
 
 
-def take_part(batch: Batch, rows: Sequence[int], prompts: Sequence[int] | None, **sizes: int) -> Batch:
-    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the whole's.
+def take_part(
+    batch: Batch,
+    rows: Sequence[int],
+    prompts: Sequence[int] | None,
+    sizes: Mapping[str, int] | None = None,
+) -> Batch:
+    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
+    whole's.
 
     Args:
         rows: of `targets_bt`.
         prompts: of `tokens_bl`; None: all.
-        sizes: new sizes of the axes b, t, p and l. A row of padding has an empty mask and prompt length 1.
+        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
+            mask and prompt length 1.
 
     Raises:
         ValueError: `AXES` does not have a field of the batch.
@@ -260,32 +308,42 @@ def take_part(batch: Batch, rows: Sequence[int], prompts: Sequence[int] | None, 
     index = {"b": mx.array(list(rows), mx.int32)}
     if prompts is not None:
         index["p"] = mx.array(list(prompts), mx.int32)
-    return _part(batch, index, sizes)
+    return _part(batch, index, sizes or {})
 
 
-def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
+def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
     """Each field: its rows at the index of their axis, then cut and padded to the sizes."""
     found: dict[str, Any] = {}
     for name in attrs.fields_dict(type(value)):
         if name not in AXES:
-            raise ValueError(f"{type(value).__name__}.{name}: expected its axes in `batch.AXES`, found none")
-        array, axes = getattr(value, name), AXES[name]
+            raise ValueError(
+                f"{type(value).__name__}.{name}: expected its axes in `batch.AXES`, found none"
+            )
+        array = getattr(value, name)
+        axes = AXES[name]
         if attrs.has(type(array)):
             found[name] = _part(array, index, sizes)
         elif array is not None and axes:
             array = array[index[axes[0]]] if axes[0] in index else array
-            wanted: Any = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)]
+            wanted: Any = [
+                sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)
+            ]
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
-            # Not padded without numbers: on CUDA NumPy, and saving, then end the process (docs/upstream.md).
-            padded = mx.pad(array, more, constant_values=filling) if array.size else mx.full(wanted, filling)
-            found[name] = padded
+            # Not padded without numbers: on CUDA NumPy, and saving, then end the process
+            # (docs/upstream.md).
+            found[name] = (
+                mx.pad(array, more, constant_values=filling)
+                if array.size
+                else mx.full(wanted, filling)
+            )
     return attrs.evolve(value, **found)
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """A number that all token ids of a rollout are below. Waits for the device unless `generate` set it."""
+    """A number that all token ids of a rollout are below. Waits for the device unless `generate`
+    set it."""
     check_token_ids(rollout.prompts, rollout.vocabulary)
     if rollout.vocabulary is not None:  # the completions were drawn from it
         return rollout.vocabulary
@@ -296,7 +354,9 @@ def _token_bound(rollout: Rollout) -> int:
     return 1 + max(high, *map(max, rollout.prompts))
 
 
-def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:
+def _most_uncertain(
+    entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float
+) -> mx.array | None:
     """True on the tokens whose entropy is among the `quantile` largest of the counted ones."""
     if not 0 < quantile <= 1:
         raise ValueError(f"top_entropy_quantile = {quantile}: expected 0 < quantile <= 1")
@@ -304,7 +364,6 @@ def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: fl
         return None
     if entropy_bt is None:
         raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
-    counted = sum(map(sum, on_host(mask_bt)))
-    number = max(1, round(quantile * counted))
+    number = max(1, round(quantile * sum(map(sum, on_host(mask_bt)))))
     ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
     return mask_bt & (entropy_bt >= ranked[-number])

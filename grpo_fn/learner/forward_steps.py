@@ -1,4 +1,5 @@
-"""The learner's forward passes: its own log-probs of a batch, its routers' experts and their load."""
+"""The learner's forward passes: its own log-probs of a batch, its routers' experts and their
+load."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +10,10 @@ import mlx.core as mx
 from grpo_fn.algorithm import expert_shares, load_balancing_loss
 from grpo_fn.backends import compiled_step
 from grpo_fn.learner.batch import Batch, check_fits
-from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
+from grpo_fn.learner.logprobs.completion_states import (
+    completion_hidden,
+    completion_hidden_and_routing,
+)
 from grpo_fn.learner.logprobs.token_logprobs import token_logprobs
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
@@ -28,10 +32,11 @@ class Teacher:
 def make_logprob_step(
     policy: Policy, *, temperature: float = 1.0, compile: bool = True
 ) -> Callable[[Tree, Batch], mx.array]:
-    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without gradient.
+    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without
+    gradient.
 
-    For π_old if a rollout serves several updates, and for π_ref if it should be kept. Pure, compiled once per
-    shape.
+    For π_old if a rollout serves several updates, and for π_ref if it should be kept. Pure,
+    compiled once per shape.
     """
     step = compiled_step(
         lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
@@ -45,23 +50,30 @@ def make_logprob_step(
     return logprob_step
 
 
-def batch_logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
+def batch_logprobs(
+    policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float
+) -> mx.array:
     """log π of the batch's tokens, [B,T], float32, without gradient."""
     hidden_btd = completion_hidden(policy, params, frozen, batch)
-    head = policy.head(params, frozen)
-    return mx.stop_gradient(token_logprobs(hidden_btd, head, batch.targets_bt, temperature=temperature))
+    return mx.stop_gradient(
+        token_logprobs(
+            hidden_btd, policy.head(params, frozen), batch.targets_bt, temperature=temperature
+        )
+    )
 
 
 class RoutingStats(NamedTuple):
     """The experts' load for the counted tokens of a batch: 0-d float32 each."""
 
-    max_load: mx.array  # share of the expert with most tokens over the mean share: the largest of all layers
+    # share of the expert with most tokens over the mean share: the largest of all layers
+    max_load: mx.array
     unused: mx.array  # share of experts without a token, mean over layers
     balance: mx.array  # `load_balancing_loss`, mean over layers; 1 if the load is even
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
-    """How a model's routers spread the counted tokens of a batch. Eager: shapes change from call to call.
+    """How a model's routers spread the counted tokens of a batch. Eager: shapes change from call to
+    call.
 
     Raises:
         ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
@@ -72,23 +84,32 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     mask_n = batch.mask_bt.reshape(-1)
     shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
     balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
-    max_load, unused = (shares.max(axis=-1) * shares.shape[-1]).max(), (shares == 0).astype(mx.float32).mean()
-    return RoutingStats(max_load, unused, balance.mean())
+    return RoutingStats(
+        max_load=(shares.max(axis=-1) * shares.shape[-1]).max(),
+        unused=(shares == 0).astype(mx.float32).mean(),
+        balance=balance.mean(),
+    )
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
-    """`Batch.experts_blnk` as chosen by this policy's routers: uint16 [B,L,N,k]. Eager, like `routing_stats`.
+    """`Batch.experts_blnk` as chosen by this policy's routers: uint16 [B,L,N,k]. Eager, like
+    `routing_stats`.
 
-    With a sampler's policy and parameters these are the experts with which the completions were drawn, so
-    that the learner can use the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters these are the experts with which the completions were
+    drawn, so that the learner can use the same ones (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: as `routing_stats`.
     """
     if batch.prompt_index_b is not None:
-        raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+        raise ValueError(
+            "routers are recorded over whole rows: make micro-batches without shared prompts"
+        )
     check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
     _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
-    best = [mx.argpartition(-logits_ble, kth=chosen - 1, axis=-1)[..., :chosen] for logits_ble in routing]
+    best = [
+        mx.argpartition(-logits_ble, kth=chosen - 1, axis=-1)[..., :chosen]
+        for logits_ble in routing
+    ]
     return mx.stack(best, axis=2).astype(mx.uint16)

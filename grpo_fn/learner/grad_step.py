@@ -1,4 +1,5 @@
-"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per shape."""
+"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per
+shape."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,7 +22,10 @@ from grpo_fn.backends import compiled_step
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, as_teacher_reads, check_fits
 from grpo_fn.learner.forward_steps import Teacher, batch_logprobs
-from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
+from grpo_fn.learner.logprobs.completion_states import (
+    completion_hidden,
+    completion_hidden_and_routing,
+)
 from grpo_fn.learner.logprobs.token_logprobs import reverse_kl, token_logprobs_and_entropy
 from grpo_fn.learner.state import TrainState
 from grpo_fn.policy import experts_per_token
@@ -29,7 +33,8 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, arrays_of
 
 SFT = LossSpec(surrogate="likelihood", aggregation="token_mean")
-"""Supervised fine-tuning: with advantages of 1, the mean cross-entropy of the completions' tokens, nats."""
+"""Supervised fine-tuning: with advantages of 1, the mean cross-entropy of the completions' tokens,
+nats."""
 
 
 @attrs.frozen(eq=False)
@@ -62,17 +67,18 @@ class GradStep:
         A loss that is not finite makes the denominator NaN, so that its update is skipped.
 
         Args:
-            state: the gradient is that of its params; its ref_params are used if the spec has a KL term.
+            state: the gradient is that of its params; its ref_params are used if the spec has a KL
+                term.
             batch: one batch, or its micro-batches.
-            submitted: takes, after each micro-batch but the last, a 0-d array that is computed with it: who
-                evaluates the one before waits until the device is one micro-batch behind.
+            submitted: takes, after each micro-batch but the last, a 0-d array that is computed with
+                it: who evaluates the one before waits until the device is one micro-batch behind.
 
-            logprobs: gets, for each micro-batch, the log π_θ of its tokens [B,T] with which the loss was
-                computed, as in `logprob_step`.
+            logprobs: gets, for each micro-batch, the log π_θ of its tokens [B,T] with which the
+                loss was computed, as in `logprob_step`.
 
         Raises:
-            ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
-                neither state nor batch has a reference.
+            ValueError: there is no batch, a token id is outside of the model's embedding, or beta >
+                0 and neither state nor batch has a reference.
         """
         parts = list(batch) if isinstance(batch, Iterable) else [batch]
         if not parts:
@@ -86,9 +92,11 @@ class GradStep:
                     f"beta = {self.spec.beta} needs a reference: init_state(..., ref_params=params)"
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
-                counts = part.num_sequences, part.num_tokens, self.max_completion_length
-                stats.append(empty_stats(AGGREGATIONS[self.spec.aggregation].denominator(*counts)))
-                accum = accum[0], accum[1] + stats[-1].denominator
+                denominator = AGGREGATIONS[self.spec.aggregation].denominator(
+                    part.num_sequences, part.num_tokens, self.max_completion_length
+                )
+                stats.append(empty_stats(denominator))
+                accum = accum[0], accum[1] + denominator
                 if logprobs is not None:
                     logprobs.append(mx.zeros(part.mask_bt.shape))
                 continue
@@ -97,19 +105,28 @@ class GradStep:
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
-            frozen = self.policy.frozen, self.ref_policy.frozen
-            grads, arrays, loss = self.micro_step(state.params, ref, frozen, accum[0], part, self.teacher)
+            grads, arrays, loss = self.micro_step(
+                state.params,
+                ref,
+                (self.policy.frozen, self.ref_policy.frozen),
+                accum[0],
+                part,
+                self.teacher,
+            )
             part_stats, weight = self.stats_step(arrays, loss, accum[1])
             accum = grads, weight
             stats.append(part_stats)
             if logprobs is not None:
                 logprobs.append(arrays.logp_bt)
             if number < len(parts):
-                # The device computes this while the next graph is built. The caller evaluates the last one.
+                # The device computes this while the next graph is built. The caller evaluates the
+                # last one.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
                 if submitted is not None:
                     submitted(weight)
-        state = attrs.evolve(state, accum_grads=accum[0], accum_weight=accum[1], step=state.step + 1)
+        state = attrs.evolve(
+            state, accum_grads=accum[0], accum_weight=accum[1], step=state.step + 1
+        )
         return state, merge_stats(stats)
 
 
@@ -131,16 +148,17 @@ def make_grad_step(
         spec: the algorithm.
         temperature: of the sampler; divides the learner's logits too.
         max_completion_length: L_max, needed by the aggregation `constant`.
-        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None: `policy`.
-        router_aux_coef: of a model with experts: the coefficient of `load_balancing_loss` over the counted
-            tokens, a mean over its routers. Each micro-batch balances its own tokens, with its weight in the
-            loss. 0: none.
+        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None:
+            `policy`.
+        router_aux_coef: of a model with experts: the coefficient of `load_balancing_loss` over the
+            counted tokens, a mean over its routers. Each micro-batch balances its own tokens, with
+            its weight in the loss. 0: none.
         teacher: if its `kl_coef` > 0, the exact KL to it is part of each token's loss.
         compile: False runs the same Python eagerly.
 
     Raises:
-        ValueError: max_completion_length is missing, or router_aux_coef > 0 and the model's routers are not
-            known (`Policy.hidden_and_routing`).
+        ValueError: max_completion_length is missing, or router_aux_coef > 0 and the model's routers
+            are not known (`Policy.hidden_and_routing`).
     """
     reference = policy if ref_policy is None else ref_policy
     check_max_length(spec.aggregation, max_completion_length)
@@ -148,15 +166,24 @@ def make_grad_step(
     teacher_coef = 0.0 if teacher is None else teacher.kl_coef
 
     def teacher_kl(
-        hidden_btd: mx.array, params: Tree, frozen: Tree, batch: Batch, trees: tuple[Tree, Tree] | None
+        hidden_btd: mx.array,
+        params: Tree,
+        frozen: Tree,
+        batch: Batch,
+        trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """Exact and differentiable, if it is in the loss; else estimated from the sampled tokens, or None."""
+        """Exact and differentiable, if it is in the loss; else estimated from the sampled tokens,
+        or None."""
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
-        read = as_teacher_reads(batch, teacher.policy.vocabulary)
-        teacher_bte = completion_hidden(teacher.policy, *trees, read)
-        heads = policy.head(params, frozen), teacher.policy.head(*trees)
+        teacher_bte = completion_hidden(
+            teacher.policy,
+            trees[0],
+            trees[1],
+            as_teacher_reads(batch, teacher.policy.vocabulary),
+        )
+        heads = policy.head(params, frozen), teacher.policy.head(trees[0], trees[1])
         return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 
     def micro_step(
@@ -171,7 +198,9 @@ def make_grad_step(
         ref_logp_bt = batch.ref_logp_bt
         if ref_params is not None:
             own_routing = attrs.evolve(batch, experts_blnk=None)
-            ref_logp_bt = batch_logprobs(reference, ref_params, ref_frozen, own_routing, temperature)
+            ref_logp_bt = batch_logprobs(
+                reference, ref_params, ref_frozen, own_routing, temperature
+            )
 
         def summed_loss(params: Tree) -> tuple[mx.array, LossArrays]:
             routing: list[mx.array] = []
@@ -203,15 +232,20 @@ def make_grad_step(
             if routing:
                 mask_n = batch.mask_bt.reshape(-1)
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
-                # The update divides by the denominators, so this is the balance's coefficient there.
+                # The update divides by the denominators, so this is the balance's coefficient
+                # there.
                 total = total + router_aux_coef * balance * stats.denominator
             return total, arrays
 
         (loss, arrays), grads = mx.value_and_grad(summed_loss)(params)
-        accum_grads = tree_map(lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads)
+        accum_grads = tree_map(
+            lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads
+        )
         return accum_grads, arrays, loss
 
-    def stats_step(arrays: LossArrays, loss: mx.array, accum_weight: mx.array) -> tuple[LossStats, mx.array]:
+    def stats_step(
+        arrays: LossArrays, loss: mx.array, accum_weight: mx.array
+    ) -> tuple[LossStats, mx.array]:
         stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)[1]
         return stats, accum_weight + mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
 
@@ -227,12 +261,17 @@ def make_grad_step(
     )
 
 
-def make_sft_step(policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True) -> GradStep:
-    """The grad step of supervised fine-tuning: the cross-entropy of completions that are given, not sampled.
+def make_sft_step(
+    policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True
+) -> GradStep:
+    """The grad step of supervised fine-tuning: the cross-entropy of completions that are given, not
+    sampled.
 
-        loss = −Σ A·log π_θ(token) / number of tokens,  over the tokens of all completions, at temperature 1
+        loss = −Σ A·log π_θ(token) / number of tokens
 
-    A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of the
-    completions. It is `make_grad_step` with a loss that uses no ratio; the arguments are its.
+    over the tokens of all completions, at temperature 1.
+
+    A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of
+    the completions. It is `make_grad_step` with a loss that uses no ratio; the arguments are its.
     """
     return make_grad_step(policy, SFT, router_aux_coef=router_aux_coef, compile=compile)

@@ -25,7 +25,8 @@ class OptimizerNumbers(NamedTuple):
     step: mx.array  # t, int32: updates that the moments will have seen
     size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
     root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
-    constants: mx.array | None = None  # [5]: β1, 1 − β1, β2, 1 − β2, ε; None: those of the optimizer
+    # [5]: β1, 1 − β1, β2, 1 − β2, ε; None: those of the optimizer
+    constants: mx.array | None = None
 
 
 class Rates(NamedTuple):
@@ -43,11 +44,12 @@ class Optimizer:
     """Three pure functions.
 
     init(params) -> opt_state
-    numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32, counted from
-        0, and drives the schedule; `Rates` replace schedule and constants.
-    apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)` turns a
-        new value, float32 where it is a number, into the one that takes the old one's place: every leaf goes
-        through it once. `factor`, 0-d float32, is a factor of all gradients; it may be left out.
+    numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32,
+        counted from 0, and drives the schedule; `Rates` replace schedule and constants.
+    apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)`
+        turns a new value, float32 where it is a number, into the one that takes the old one's
+        place: every leaf goes through it once. `factor`, 0-d float32, is a factor of all gradients;
+        it may be left out.
     """
 
     init: Callable[[Tree], Tree]
@@ -65,8 +67,9 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101, algorithm 2).
 
-    Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this is
-    Adam. It computes in float32, whatever the dtypes of parameters and moments, one leaf after the other.
+    Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this
+    is Adam. It computes in float32, whatever the dtypes of parameters and moments, one leaf after
+    the other.
 
     Args:
         learning_rate: a number, or a schedule of the update's number.
@@ -94,8 +97,11 @@ def adamw(
 
         return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
 
-    def numbers(opt_state: Tree, update_step: mx.array, rates: Rates | None = None) -> OptimizerNumbers:
-        # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
+    def numbers(
+        opt_state: Tree, update_step: mx.array, rates: Rates | None = None
+    ) -> OptimizerNumbers:
+        # "step" counts what the moments have seen, for bias correction: a skipped update is none of
+        # it.
         step = opt_state["step"] + 1
         own = Rates(schedule(update_step), betas, eps, weight_decay) if rates is None else rates
         rate = mx.array(own.learning_rate)
@@ -119,12 +125,15 @@ def adamw(
     ) -> tuple[Tree, Tree]:
         whole = mx.array(1.0) if factor is None else factor
         fixed = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps)
-        b1, one_less_b1, b2, one_less_b2, small = fixed if numbers.constants is None else numbers.constants
+        b1, one_less_b1, b2, one_less_b2, small = (
+            fixed if numbers.constants is None else numbers.constants
+        )
         new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
         def apply_leaf(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
-            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at once.
+            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at
+            # once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
             param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
@@ -133,7 +142,9 @@ def adamw(
             v = b2 * v + one_less_b2 * mx.square(whole * grad)
             step = numbers.size * m / (mx.sqrt(v) * numbers.root + small)
             new = param * numbers.decay - step, m, v
-            last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
+            last[:] = [
+                keep(new_part, old_part) for new_part, old_part in zip(new, old, strict=True)
+            ]
             new_moments.append({"m": last[1], "v": last[2]})
             return last[0]
 
@@ -163,8 +174,8 @@ def warmup_schedule(
 ) -> Schedule:
     """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
 
-    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one already has an
-    effect (Hugging Face's schedule gives it 0).
+    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one
+    already has an effect (Hugging Face's schedule gives it 0).
 
     Raises:
         ValueError: the kind is unknown or a number is out of range.
@@ -172,8 +183,8 @@ def warmup_schedule(
     check_choice("schedule", kind, SCHEDULES)
     if total_updates < 1 or not 0 <= warmup_ratio <= 1:
         raise ValueError(
-            f"total_updates = {total_updates}, warmup_ratio = {warmup_ratio}: expected total_updates >= 1 "
-            "and 0 <= warmup_ratio <= 1"
+            f"total_updates = {total_updates}, warmup_ratio = {warmup_ratio}: expected "
+            "total_updates >= 1 and 0 <= warmup_ratio <= 1"
         )
     base = constant(learning_rate)
     warmup = round(total_updates * warmup_ratio)

@@ -1,8 +1,8 @@
 """Micro-batches: cuts a batch to fit the learner's memory, in few shapes and with little padding.
 
-Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A run costs
-the positions of its shape, including padding, and a constant. A shape without a compiled step costs more, so
-that a larger known shape may be used instead.
+Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A
+run costs the positions of its shape, including padding, and a constant. A shape without a compiled
+step costs more, so that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +15,7 @@ import mlx.core as mx
 from grpo_fn.backends import number
 from grpo_fn.compile import round_up
 from grpo_fn.learner.batch import Batch, take_part
-from grpo_fn.trees import on_host
+from grpo_fn.trees import flat, on_host
 
 PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients
 HEAD_SHARE = 0.25  # cost of a completion token's log-prob, in tokens that go through the blocks
@@ -70,7 +70,8 @@ class Packer:
     known: frozenset[Shape] = attrs.field(default=frozenset(), converter=frozenset)
     new_shape_tokens: int = 0
     piece_tokens: int = PIECE_TOKENS  # a micro-batch's fixed cost in tokens
-    chosen: dict[Shape, tuple[float, Shape]] = attrs.field(init=False, factory=dict)  # see `_choose`
+    # see `_choose`
+    chosen: dict[Shape, tuple[float, Shape]] = attrs.field(init=False, factory=dict)
 
     def _size(self, size: int) -> int:
         return round_up(size) if self.bucketed else size
@@ -102,7 +103,7 @@ class Packer:
         groups: dict[int, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.completion):
             groups.setdefault(row.group, []).append(row)
-        units = [unit for group in groups.values() for unit in self._within_budget(group)]
+        units = flat(self._within_budget(group) for group in groups.values())
         units.sort(key=lambda unit: (unit[0].prompt, unit[-1].completion))
 
         def shape(start: int, stop: int) -> Shape:
@@ -128,7 +129,10 @@ class Packer:
         )
 
     def _cheapest(
-        self, units: Sequence[tuple[Row, ...]], shape: Callable[[int, int], Shape], steps: Sequence[int]
+        self,
+        units: Sequence[tuple[Row, ...]],
+        shape: Callable[[int, int], Shape],
+        steps: Sequence[int],
     ) -> tuple[float, list[PackedRun]]:
         """The cheapest runs of neighbouring units; a run has one of `steps` units."""
         # Of the first units: the cost, and where the last run starts and its shape.
@@ -148,7 +152,7 @@ class Packer:
         stop = len(units)
         while stop:
             start, chosen = best[stop][1]
-            runs.append(PackedRun(tuple(row for unit in units[start:stop] for row in unit), chosen))
+            runs.append(PackedRun(tuple(flat(units[start:stop])), chosen))
             stop = start
         return best[-1][0], runs[::-1]
 
@@ -158,7 +162,9 @@ class Packer:
             extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
             covering = [shape for shape in self.known if shape.covers(wanted)] if extra else []
-            choices += [(self._cost(each), each) for each in covering if each.tokens <= self.max_tokens]
+            choices += [
+                (self._cost(each), each) for each in covering if each.tokens <= self.max_tokens
+            ]
             self.chosen[wanted] = min(choices)
         return self.chosen[wanted]
 
@@ -190,12 +196,12 @@ def split_batch(
     """Cut a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
     Rows of similar length come into one micro-batch. With `bucketed` sizes are rounded up, by
-    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
-    nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
+    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask
+    and count nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
 
-    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where that takes
-    fewer tokens. The model has to support it: see `can_share`. Given experts are for whole rows: they are not
-    shared.
+    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where
+    that takes fewer tokens. The model has to support it: see `can_share`. Given experts are for
+    whole rows: they are not shared.
 
     Any split gives the same update: the micro-batches' counts add up to the batch's.
 
@@ -210,11 +216,18 @@ def split_batch(
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")
     if share_prompts and batch.group_b is None:
-        raise ValueError("share_prompts needs group_b, the number of each row's prompt; make_batch gives it")
+        raise ValueError(
+            "share_prompts needs group_b, the number of each row's prompt; make_batch gives it"
+        )
     if batch.mask_bt.shape[0] == 0:
         return [batch]
-    prices = {"new_shape_tokens": new_shape_tokens, "piece_tokens": piece_tokens}
-    packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, **prices)
+    packer = Packer(
+        max_tokens=max_tokens,
+        bucketed=bucketed,
+        known=known,
+        new_shape_tokens=new_shape_tokens,
+        piece_tokens=piece_tokens,
+    )
     rows = _rows_of(batch)
     # The first micro-batch also counts what was left out of the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
@@ -232,7 +245,8 @@ def split_batch(
 
 
 def halve_batch(piece: Batch) -> list[Batch]:
-    """Two micro-batches with half of the rows each, to save memory; a single row is returned unchanged.
+    """Two micro-batches with half of the rows each, to save memory; a single row is returned
+    unchanged.
 
     Both keep all shared prompts. Their counts add up to those of `piece`.
     """
@@ -268,15 +282,19 @@ def _rows_of(batch: Batch) -> list[Row]:
         on_host(mx.maximum(span_bt.max(axis=1), 1)),
         on_host(batch.mask_bt.sum(axis=1)),
     )
-    return [Row(i, *values) for i, values in enumerate(zip(*columns, strict=True))]
+    return [
+        Row(i, group, prompt, completion, counted)
+        for i, (group, prompt, completion, counted) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
     """The run's rows in its shape; with shared prompts, each distinct prompt of them once."""
-    numbers, shape = [row.number for row in run.rows], run.shape
+    numbers = [row.number for row in run.rows]
+    shape = run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}
     sizes = {"b": shape.rows, "t": shape.width, "p": shape.prompts or shape.rows, "l": shape.length}
-    part = take_part(batch, numbers, list(first.values()) or numbers, **sizes)
+    part = take_part(batch, numbers, list(first.values()) or numbers, sizes)
     if first:
         places = {group: place for place, group in enumerate(first)}
         index_b = mx.array([places[row.group] for row in run.rows], mx.int32)

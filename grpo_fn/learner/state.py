@@ -16,8 +16,8 @@ from grpo_fn.trees import Tree, map_arrays
 class TrainState:
     """A run between two steps, as a tree of arrays. Functions return a new one.
 
-    Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that MLX can
-    reuse the old value's buffers. `mx.eval` ignores it without an error: use `materialize`.
+    Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that
+    MLX can reuse the old value's buffers. `mx.eval` ignores it without an error: use `materialize`.
     """
 
     params: Tree  # π_θ: trainable leaves, master precision
@@ -37,11 +37,12 @@ def init_state(
     """The state before the first step.
 
     Args:
-        params: trainable leaves in master precision: float32, or 16 bits to save memory (see `rounding`).
+        params: trainable leaves in master precision: float32, or 16 bits to save memory (see
+            `rounding`).
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
-        ref_params: the anchor of the KL term, usually `params` itself (shared until the first update); left
-            out, there is no reference and `beta` must be 0.
+        ref_params: the anchor of the KL term, usually `params` itself (shared until the first
+            update); left out, there is no reference and `beta` must be 0.
     """
     return TrainState(
         params=params,
@@ -57,8 +58,11 @@ def init_state(
 
 
 def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
-    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one it copies nothing."""
-    return attrs.evolve(state, old_params=state.params if transform is None else transform(state.params))
+    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one it copies
+    nothing."""
+    return attrs.evolve(
+        state, old_params=state.params if transform is None else transform(state.params)
+    )
 
 
 def sync_ref(
@@ -72,15 +76,19 @@ def sync_ref(
         ValueError: there is no reference, `mixup` is outside (0, 1], or below 1 with a transform.
     """
     if state.ref_params is None:
-        raise ValueError("the state has no ref_params to sync: it was made without a reference (beta = 0)")
+        raise ValueError(
+            "the state has no ref_params to sync: it was made without a reference (beta = 0)"
+        )
     if not 0 < mixup <= 1:
         raise ValueError(f"mixup = {mixup}: expected 0 < mixup <= 1")
     if mixup == 1:
-        return attrs.evolve(state, ref_params=state.params if transform is None else transform(state.params))
+        return attrs.evolve(
+            state, ref_params=state.params if transform is None else transform(state.params)
+        )
     if transform is not None:
         raise ValueError(
-            f"mixup = {mixup}: a transformed reference is not what could be mixed with the policy's "
-            "weights; expected 1"
+            f"mixup = {mixup}: a transformed reference is not what could be mixed with the "
+            "policy's weights; expected 1"
         )
 
     store = storing(state.ref_params, fold_in(state.key, REFERENCE_ROUNDING, state.update_step))

@@ -1,4 +1,5 @@
-"""The update step: divides and clips the accumulated gradient, applies the optimizer. Pure, compiled once."""
+"""The update step: divides and clips the accumulated gradient, applies the optimizer. Pure,
+compiled once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,15 +29,15 @@ def make_update_step(
 ) -> Callable[..., tuple[TrainState, UpdateStats]]:
     """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
 
-    It divides the accumulated gradient by its weight, clips it and applies the optimizer. With `Rates`,
-    these replace the optimizer's own learning rate and constants, and the bound, for this update: new values
-    need no new trace.
+    It divides the accumulated gradient by its weight, clips it and applies the optimizer. With
+    `Rates`, these replace the optimizer's own learning rate and constants, and the bound, for this
+    update: new values need no new trace.
 
-    If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they are. Only
-    the counters and the accumulated sums change, and the stats report it. A leaf also keeps its values if its
-    new ones are not finite. This is decided leaf by leaf, because waiting for all leaves would need memory
-    for all of them. Leaves of 16 bits are rounded stochastically, with a key from the state's key and the
-    update's number.
+    If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they
+    are. Only the counters and the accumulated sums change, and the stats report it. A leaf also
+    keeps its values if its new ones are not finite. This is decided leaf by leaf, because waiting
+    for all leaves would need memory for all of them. Leaves of 16 bits are rounded stochastically,
+    with a key from the state's key and the update's number.
 
     Args:
         optimizer: see `adamw`.
@@ -47,7 +48,9 @@ def make_update_step(
         raise ValueError(f"max_grad_norm = {max_grad_norm}: expected > 0, or None for no clipping")
 
     def sum_of_squares(accum_grads: Tree) -> mx.array:
-        return mx.stack([sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]).sum()
+        return mx.stack(
+            [sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]
+        ).sum()
 
     def apply(
         held: tuple[Tree, Tree],
@@ -58,14 +61,17 @@ def make_update_step(
         key: mx.array,
     ) -> tuple[tuple[Tree, Tree], mx.array]:
         params, opt_state = held
-        store, sound = storing(held, key), [finite]
+        store = storing(held, key)
+        sound = [finite]
 
         def keep(new: mx.array, old: mx.array) -> mx.array:
             stored = store(new, old)
-            # A sum that contains an infinity or a NaN is not finite, and a sum is faster than testing each
-            # number. Only in float32: in 16 bits a sum of finite numbers can overflow.
+            # A sum that contains an infinity or a NaN is not finite, and a sum is faster than
+            # testing each number. Only in float32: in 16 bits a sum of finite numbers can overflow.
             exact = stored.dtype == mx.float32
-            sound.append(finite & (mx.isfinite(sum_of(stored)) if exact else mx.isfinite(stored).all()))
+            sound.append(
+                finite & (mx.isfinite(sum_of(stored)) if exact else mx.isfinite(stored).all())
+            )
             return mx.where(sound[-1], stored, old)
 
         updated = optimizer.apply(accum_grads, opt_state, params, numbers, keep, factor)
@@ -74,9 +80,11 @@ def make_update_step(
     squares_step = compiled_step(sum_of_squares, enabled=compile)
     step = compiled_step(apply, enabled=compile)
 
-    def update_step(state: TrainState, rates: Rates | None = None) -> tuple[TrainState, UpdateStats]:
-        # Not compiled: a program for a single number would save nothing. One factor divides and clips, so
-        # that there is no second copy of the gradients.
+    def update_step(
+        state: TrainState, rates: Rates | None = None
+    ) -> tuple[TrainState, UpdateStats]:
+        # Not compiled: a program for a single number would save nothing. One factor divides and
+        # clips, so that there is no second copy of the gradients.
         weight = divisor(state.accum_weight)
         norm = mx.sqrt(squares_step(state.accum_grads)) / weight
         factor = 1 / weight
@@ -86,8 +94,9 @@ def make_update_step(
         numbers = optimizer.numbers(state.opt_state, state.update_step, rates)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
         key = fold_in(state.key, UPDATE_ROUNDING, state.update_step)
-        held = state.params, state.opt_state
-        (params, opt_state), skipped = step(held, state.accum_grads, numbers, factor, finite, key)
+        (params, opt_state), skipped = step(
+            (state.params, state.opt_state), state.accum_grads, numbers, factor, finite, key
+        )
         state = attrs.evolve(
             state,
             params=params,

@@ -1,10 +1,11 @@
 """Calibrated rounding: few-bit weights that keep a layer's outputs on its own inputs.
 
-GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the largest inputs
-first, and the error of each is carried on to the later ones as the inputs' second moments say. Here this
-happens within blocks of at most `WIDTH` columns: the moments of D inputs take D·WIDTH numbers, and the blocks
-of all layers are rounded side by side. Each group's range is shrunk to the least error, before. Formats and
-kernels are mlx's affine ones: only which numbers are stored differs.
+GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
+largest inputs first, and the error of each is carried on to the later ones as the inputs' second
+moments say. Here this happens within blocks of at most `WIDTH` columns: the moments of D inputs
+take D·WIDTH numbers, and the blocks of all layers are rounded side by side. Each group's range is
+shrunk to the least error, before. Formats and kernels are mlx's affine ones: only which numbers are
+stored differs.
 """
 
 import functools
@@ -19,7 +20,7 @@ from grpo_fn.backends import compiled_step, find
 from grpo_fn.layers import calls_noted
 from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import Tree, materialize
+from grpo_fn.trees import Tree, flat, materialize
 
 WIDTH = 1536  # columns of a block, at most
 TRACED = 64  # columns that one compiled program rounds
@@ -28,32 +29,43 @@ DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overs
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
 
-Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
+# of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
+Moments = Mapping[str, mx.array]
 
 
 @attrs.frozen(eq=False)
 class Carry:
-    """How errors are carried on, from the moments of blocks. Made once; each rounding uses it again."""
+    """How errors are carried on, from the moments of blocks. Made once; each rounding uses it
+    again."""
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
-    share_nww: mx.array  # row k: what later columns take over of column k's error; bfloat16, in this order
+    # row k: what later columns take over of column k's error; bfloat16, in this order
+    share_nww: mx.array
     weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
 
 
-# Of each weight: the carry of all layers with blocks of that width, and its layer's first block there.
+# Of each weight: the carry of all layers with blocks of that width, and its layer's first block
+# there.
 Carries = Mapping[str, tuple[Carry, int]]
 
 
 def input_moments(
-    policy: Policy, params: Tree, tokens_bl: mx.array, lengths_b: mx.array, names: Sequence[str], group: int
+    policy: Policy,
+    params: Tree,
+    tokens_bl: mx.array,
+    lengths_b: mx.array,
+    names: Sequence[str],
+    group: int,
 ) -> dict[str, mx.array]:
-    """Second moments of the inputs of these weights' layers over rows of tokens; moments of rows add up.
+    """Second moments of the inputs of these weights' layers over rows of tokens; moments of rows
+    add up.
 
     Args:
         policy, params: the model in full precision.
         tokens_bl: rows [B,L], padded on the right.
         lengths_b: tokens of each row that count.
-        names: weights; those of experts, and of layers that are not called as a product, get no moments.
+        names: weights; those of experts, and of layers that are not called as a product, get no
+            moments.
         group: weights that share a scale; blocks are whole groups.
     """
     counts_bl1 = (mx.arange(tokens_bl.shape[1])[None] < lengths_b[:, None])[..., None]
@@ -65,7 +77,11 @@ def input_moments(
             return
         if last[0] is not x:
             width = block_width(x.shape[-1], group)
-            rows = mx.where(counts_bl1, x, 0).astype(mx.float32).reshape(-1, x.shape[-1] // width, width)
+            rows = (
+                mx.where(counts_bl1, x, 0)
+                .astype(mx.float32)
+                .reshape(-1, x.shape[-1] // width, width)
+            )
             last[:] = x, rows.transpose(1, 2, 0) @ rows.transpose(1, 0, 2)
         found[name] = last[1]
 
@@ -78,7 +94,8 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """Moments of the rows of both; an empty one counts nothing. Layers that share theirs still do."""
+    """Moments of the rows of both; an empty one counts nothing. Layers that share theirs still
+    do."""
     if not first:
         return dict(second)
     sums: dict[int, mx.array] = {}
@@ -90,14 +107,16 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
 
 
 def folded(moments: Moments) -> Moments:
-    """The moments to keep: upper triangles alone, [N,W/2,W+1]. Layers that share theirs still do."""
+    """The moments to keep: upper triangles alone, [N,W/2,W+1]. Layers that share theirs still
+    do."""
     kept = {id(found): _folded(found) for found in moments.values()}
     materialize(kept)
     return {name: kept[id(found)] for name, found in moments.items()}
 
 
 def _folded(moments_nww: mx.array) -> mx.array:
-    """The lower half of an upper triangle fits, turned round, below the diagonal of the upper half."""
+    """The lower half of an upper triangle fits, turned round, below the diagonal of the upper
+    half."""
     half = moments_nww.shape[-1] // 2
     upper = mx.pad(moments_nww[:, :half], [(0, 0), (0, 0), (1, 0)])
     lower = mx.pad(moments_nww[:, ::-1, ::-1][:, :half], [(0, 0), (0, 0), (0, 1)])
@@ -113,8 +132,11 @@ def _whole(moments: mx.array) -> mx.array:
 
 
 def block_width(columns: int, group: int) -> int:
-    """The widest block of at most `WIDTH` columns, in whole groups, that divides so many columns."""
-    return max(w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0)
+    """The widest block of at most `WIDTH` columns, in whole groups, that divides so many
+    columns."""
+    return max(
+        w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0
+    )
 
 
 def carries_of(moments: Moments) -> Carries:
@@ -138,7 +160,8 @@ def carries_of(moments: Moments) -> Carries:
 
 
 def _carry_of(moments: mx.array) -> Carry:
-    """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
+    """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its
+    diagonal."""
     moments_nww = _whole(moments)
     diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
     damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
@@ -155,7 +178,8 @@ def _carry_of(moments: mx.array) -> Carry:
 
 
 def _inverse_root(h_nww: mx.array) -> mx.array:
-    """L⁻¹ of H = L Lᵀ, L lower triangular. By halves: mlx's own is a CPU's, and slow without a good BLAS."""
+    """L⁻¹ of H = L Lᵀ, L lower triangular. By halves: mlx's own is a CPU's, and slow without a good
+    BLAS."""
     half = h_nww.shape[-1] // 2
     if half < FACTORED:
         with mx.stream(mx.cpu):
@@ -175,7 +199,8 @@ def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
 def round_calibrated(
     weights: Mapping[str, mx.array], carries: Carries, mode: QuantMode
 ) -> dict[str, dict[str, mx.array]]:
-    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with errors carried on.
+    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with errors carried
+    on.
 
     Matrices of one shape and dtype are rounded side by side, at most `PART` weights at a time.
 
@@ -191,8 +216,10 @@ def round_calibrated(
         step = max(1, PART // (shape[0] * shape[1]))
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
             stack = carries[some[0]][0]
-            blocks = range(shape[1] // stack.order_nw.shape[-1])
-            blocks_n = mx.array([carries[name][1] + block for name in some for block in blocks])
+            blocks = shape[1] // stack.order_nw.shape[-1]
+            blocks_n = mx.array(
+                flat(range(carries[name][1], carries[name][1] + blocks) for name in some)
+            )
             packed = _packed(mx.stack([weights[name] for name in some]), stack, blocks_n, mode)
             materialize(packed)
             apart = (mx.split(array.flatten(0, 1), len(some)) for array in packed)  # views
@@ -250,10 +277,12 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
         order_kw: mx.array,
         share_kww: mx.array,
     ) -> mx.array:
-        order_nw, share_nww = order_kw[blocks_n], share_kww[blocks_n].astype(mx.float32)
+        order_nw = order_kw[blocks_n]
         w_now = _in_order(w_now.astype(mx.float32), order_nw)
         columns = functools.partial(few, scale_nog, bias_nog)
-        codes_now, _ = _rounded(w_now, order_nw // group, share_nww, columns)
+        codes_now, _ = _rounded(
+            w_now, order_nw // group, share_kww[blocks_n].astype(mx.float32), columns
+        )
         return _in_order(codes_now, mx.argsort(order_nw, axis=-1))
 
     return codes
@@ -262,14 +291,19 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
 def _rounded(
     w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left ones leave their error to the right. `columns` rounds few."""
+    """Codes and errors of W columns; the left ones leave their error to the right. `columns` rounds
+    few."""
     half = max(w_now.shape[-1] // 2 // few, 1) * few
     if w_now.shape[-1] <= few:
         return columns(w_now, groups_nw, share_nww)
-    left = _rounded(w_now[..., :half], groups_nw[:, :half], share_nww[:, :half, :half], columns, few)
+    left = _rounded(
+        w_now[..., :half], groups_nw[:, :half], share_nww[:, :half, :half], columns, few
+    )
     rest_now = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
     right = _rounded(rest_now, groups_nw[:, half:], share_nww[:, half:, half:], columns, few)
-    codes_now, errors_now = (mx.concatenate(list(both), axis=-1) for both in zip(left, right, strict=True))
+    codes_now, errors_now = (
+        mx.concatenate(list(both), axis=-1) for both in zip(left, right, strict=True)
+    )
     return codes_now, errors_now
 
 
@@ -279,8 +313,8 @@ def _ranges(
 ) -> Callable[..., tuple[mx.array, mx.array]]:
     """A function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] of each group of columns.
 
-    They are those of the group's range, times the one of `shrinks` with the least weighted error, rounded to
-    this dtype.
+    They are those of the group's range, times the one of `shrinks` with the least weighted error,
+    rounded to this dtype.
     """
     most = 2**bits - 1
 
@@ -296,7 +330,9 @@ def _ranges(
             error = (mx.square(w_nogc - rounded) * weight_n1gc).sum(axis=-1, keepdims=True)
             found = [error, scale, bias]
             best = (
-                [mx.where(error < best[0], a, b) for a, b in zip(found, best, strict=True)] if best else found
+                [mx.where(error < best[0], a, b) for a, b in zip(found, best, strict=True)]
+                if best
+                else found
             )
         return best[1][..., 0], best[2][..., 0]
 
@@ -304,9 +340,12 @@ def _ranges(
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Codes [...,n] of 2, 3, 4, 6 or 8 bits as mlx packs them: a little-endian stream of bits, uint32."""
+    """Codes [...,n] of 2, 3, 4, 6 or 8 bits as mlx packs them: a little-endian stream of bits,
+    uint32."""
     count = math.lcm(bits, 8) // bits  # of codes that fill whole bytes
     shifted = (codes[..., at::count].astype(mx.uint32) << bits * at for at in range(count))
     filled = functools.reduce(mx.bitwise_or, shifted)
-    stream = mx.stack([(filled >> 8 * at).astype(mx.uint8) for at in range(bits * count // 8)], axis=-1)
+    stream = mx.stack(
+        [(filled >> 8 * at).astype(mx.uint8) for at in range(bits * count // 8)], axis=-1
+    )
     return stream.reshape(*codes.shape[:-1], -1).view(mx.uint32)

@@ -1,15 +1,16 @@
 """A model's weights as used for decoding: the same function, with fewer products to launch.
 
-- Packed weights in full size, if they are small. A decoding step has tens of rows: too many for products with
-  packed weights, too few to unpack every weight again each time.
+- Packed weights in full size, if they are small. A decoding step has tens of rows: too many for
+  products with packed weights, too few to unpack every weight again each time.
 - Adapters merged into the weights that they adapt:
 
       y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
 
-  In a small model, launching the three products is most of a decoding step. In a large model most of the time
-  is for reading weights, and merged weights would need memory in addition: it is not merged. Weights of 16
-  bits are rounded stochastically: rounding to nearest would remove a new adapter, which adds less than half
-  the distance between two such numbers. The random draws are the same each time.
+  In a small model, launching the three products is most of a decoding step. In a large model most
+  of the time is for reading weights, and merged weights would need memory in addition: it is not
+  merged. Weights of 16 bits are rounded stochastically: rounding to nearest would remove a new
+  adapter, which adds less than half the distance between two such numbers. The random draws are the
+  same each time.
 - On CUDA whole blocks as one kernel each; nothing is in memory twice.
 """
 
@@ -32,11 +33,14 @@ MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones
 
 
 @contextmanager
-def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iterator[list[nn.Module]]:
+def unpacked_weights(
+    module: nn.Module, compute: mx.Dtype | None = None
+) -> Iterator[list[nn.Module]]:
     """The module with plain layers in place of packed ones, until the end of the `with` block.
 
-    None are replaced if they would be large, or if products with packed weights are fast for many rows
-    (Metal). Nothing is computed yet. `compute` is the model's compute dtype; None: that of its leaves.
+    None are replaced if they would be large, or if products with packed weights are fast for many
+    rows (Metal). Nothing is computed yet. `compute` is the model's compute dtype; None: that of its
+    leaves.
 
     Yields the plain layers.
     """
@@ -63,7 +67,9 @@ def _dtype(layer: Any, module: nn.Module, compute: mx.Dtype | None) -> mx.Dtype:
         return compute or layer.scales.dtype
     # Scales of the mx formats are integers.
     leaves = named_leaves(module.parameters()).values()
-    return next((leaf.dtype for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)), mx.float32)
+    return next(
+        (leaf.dtype for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)), mx.float32
+    )
 
 
 def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
@@ -81,7 +87,8 @@ def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
 
 @contextmanager
 def merged_adapters(module: nn.Module) -> Iterator[None]:
-    """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
+    """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with`
+    block.
 
     Packed weights are not merged: they would have to be packed again.
     """
@@ -96,7 +103,8 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to it."""
+    """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to
+    it."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
@@ -120,9 +128,12 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
     whole = weight.astype(mx.float32) + delta
     if "m" in layer:  # DoRA: a separate length for each row
         whole = (layer.m / mx.linalg.norm(whole, axis=1))[:, None].astype(mx.float32) * whole
-    plain: Any = nn.Linear.__new__(nn.Linear)  # its constructor would draw from the global random state
+    # its constructor would draw from the global random state
+    plain: Any = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(plain)
-    plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key, weight.dtype)
+    plain.weight = (
+        whole if weight.dtype == mx.float32 else stochastic_round(whole, key, weight.dtype)
+    )
     if "bias" in layer.linear:
         plain.bias = layer.linear.bias
     return plain
@@ -130,13 +141,15 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """The module with these weights for that many rows at a time, until the end of the `with` block."""
+    """The module with these weights for that many rows at a time, until the end of the `with`
+    block."""
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
         stack.enter_context(merged_adapters(module))
         present = {id(layer) for layer in module.modules()}
         for layer in plain:
-            if id(layer) not in present:  # merged: the layer with adapters is kept until it is restored
+            # merged: the layer with adapters is kept until it is restored
+            if id(layer) not in present:
                 empty(layer, {"weight": layer["weight"]})
         mx.eval([layer.parameters() for layer in plain])
         as_kernels = find("decode_blocks")
@@ -146,7 +159,8 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 
 
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
-    """Bytes of these weights in addition to the module's own, for a model that computes in this dtype.
+    """Bytes of these weights in addition to the module's own, for a model that computes in this
+    dtype.
 
     None: each weight's own dtype. Nothing is computed; the shapes are enough.
     """
@@ -158,7 +172,8 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
 
 
 def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether this machine's compiled decoding steps support the model, which shares prefixes: by trying.
+    """Whether this machine's compiled decoding steps support the model, which shares prefixes: by
+    trying.
 
     `compute` is its compute dtype; None: that of its weights.
     """

@@ -1,8 +1,9 @@
-"""The head of a model, from hidden states to logits, and its place in an mlx-lm model, found by trying.
+"""The head of a model, from hidden states to logits, and its place in an mlx-lm model, found by
+trying.
 
-mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled, soft
-capped. None of that is rewritten here: the head is the model itself, called with its backbone replaced by an
-object that returns given hidden states.
+mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled,
+soft capped. None of that is rewritten here: the head is the model itself, called with its backbone
+replaced by an object that returns given hidden states.
 """
 
 import functools
@@ -19,7 +20,8 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL, _LARGE = 1e-2, 1e3  # products far below every soft cap in use, and far above
+_SMALL = 1e-2  # products far below every soft cap in use
+_LARGE = 1e3  # and far above
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
@@ -27,9 +29,9 @@ _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is com
 class Head:
     """The function from hidden states to logits, with its trainable parameters.
 
-    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from `params`. Where
-    the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or without a cap scale · x,
-    `weight(params)` gives that matrix [V,D].
+    `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from
+    `params`. Where the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or
+    without a cap scale · x, `weight(params)` gives that matrix [V,D].
     """
 
     params: Tree
@@ -55,11 +57,11 @@ def linear_head(weight_vd: mx.array) -> Head:
 class HeadSplit:
     """The place of the head in an architecture.
 
-    path: attributes from the root to the backbone; None if the head is inside it (the whole model then
-        counts as backbone, and its logits as hidden states).
+    path: attributes from the root to the backbone; None if the head is inside it (the whole model
+        then counts as backbone, and its logits as hidden states).
     trainable: names of the trainable leaves that the head uses.
-    weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x with it,
-        or scale · x without a cap; else None.
+    weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x
+        with it, or scale · x without a cap; else None.
     scale: that number.
     cap: that number; None: no cap.
     over_caches: whether the model needs its own caches to compute what it decodes.
@@ -102,8 +104,8 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves; without any, `weight` is not searched, which takes several
-            products with the head's matrix and is only for the learner.
+        trainable: names of its trainable leaves; without any, `weight` is not searched, which takes
+            several products with the head's matrix and is only for the learner.
     """
     return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
 
@@ -122,15 +124,19 @@ def _split(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
         return whole
 
     named = named_leaves(module.parameters())
-    leaves = {name: leaf for name, leaf in named.items() if not any(map(str.isdigit, name.split(".")))}
-    probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(hidden.dtype)
+    leaves = {
+        name: leaf for name, leaf in named.items() if not any(map(str.isdigit, name.split(".")))
+    }
+    probe = mx.random.normal((1, width), dtype=mx.float32, key=mx.random.key(0)).astype(
+        hidden.dtype
+    )
     floating = [name for name in trainable if name in leaves]
     used = tuple(name for name in floating if _depends_on(whole, module, name, leaves[name], probe))
     for name, leaf in leaves.items():
         if tuple(leaf.shape) == (vocabulary, width) and set(used) <= {name}:
             shape = _function_of_product(whole, module, leaf, probe)
             if shape is not None:
-                return HeadSplit(path, used, name, *shape)
+                return HeadSplit(path, used, name, shape[0], shape[1])
     return HeadSplit(path, used, None)
 
 
@@ -143,7 +149,9 @@ def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
     return (*path, names[0]) if names else None
 
 
-def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array) -> bool:
+def _depends_on(
+    split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array
+) -> bool:
     """Whether the head's output turns NaN when this leaf does."""
     with parameters_replaced(module, from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)})):
         return bool(mx.isnan(split.logits(module, probe)).any())
@@ -152,7 +160,8 @@ def _depends_on(split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, 
 def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
-    """Scale and cap with which the product with this matrix gives the head; None if there are none."""
+    """Scale and cap with which the product with this matrix gives the head; None if there are
+    none."""
     unit = mx.maximum(mx.abs((probe @ weight_vd.T).astype(mx.float32)).mean(), 1e-6)
 
     def at(size: float) -> tuple[mx.array, mx.array]:

@@ -1,7 +1,8 @@
-"""Images in a model's forward pass: features for embeddings, and rotations by three positions per token.
+"""Images in a model's forward pass: features for embeddings, and rotations by three positions per
+token.
 
-Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or one for
-each row) for text, and `Positions` here.
+Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or
+one for each row) for text, and `Positions` here.
 """
 
 import functools
@@ -14,6 +15,7 @@ import mlx.nn as nn
 
 from grpo_fn.images import ImageRows
 from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.trees import group_numbers
 
 
 @attrs.frozen(eq=False)
@@ -24,25 +26,30 @@ class Positions:
 
 
 def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
-    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as before.
+    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as
+    before.
 
     Call it before `Policy.from_module`.
 
     Args:
         module: a model whose layers have a plain `mlx.nn.RoPE` as `self_attn.rope`.
-        sections: how many frequencies follow the time, the row and the column, from the highest one on.
+        sections: how many frequencies follow the time, the row and the column, from the highest one
+            on.
 
     Raises:
-        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another way.
+        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another
+            way.
     """
     for layer in cast("list[nn.Module]", module.layers):
         rope = getattr(getattr(layer, "self_attn", None), "rope", None)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.scale != 1:
-            raise ValueError(f"its layers rotate by {type(rope).__name__}: expected a plain mlx.nn.RoPE")
+            raise ValueError(
+                f"its layers rotate by {type(rope).__name__}: expected a plain mlx.nn.RoPE"
+            )
         if len(sections) != 3 or 2 * sum(sections) != rope.dims:
             raise ValueError(
-                f"mrope_section is {list(sections)}: expected three numbers that add up to {rope.dims // 2}, "
-                "half a head's width"
+                f"mrope_section is {list(sections)}: expected three numbers that add up to "
+                f"{rope.dims // 2}, half a head's width"
             )
         rope.__class__ = _multimodal(tuple(sections))  # type: ignore[assignment]
 
@@ -54,7 +61,7 @@ def takes_images(module: nn.Module) -> bool:
 
 @functools.cache
 def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
-    axis_f = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axis_f = group_numbers(sections)
 
     class MultimodalRoPE(nn.RoPE):
         def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
@@ -66,14 +73,16 @@ def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
             angle_b1lf = (position_bfl.swapaxes(1, 2) * rate_f)[:, None]
             cos, sin = mx.cos(angle_b1lf), mx.sin(angle_b1lf)
             one, other = x[..., :half].astype(mx.float32), x[..., half:].astype(mx.float32)
-            turned = mx.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
-            return turned.astype(x.dtype)
+            parts = [one * cos - other * sin, other * cos + one * sin]
+            return mx.concatenate(parts, axis=-1).astype(x.dtype)
 
     MultimodalRoPE.sections = sections  # type: ignore[attr-defined]
     return MultimodalRoPE
 
 
-def forward_with_images(backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches) -> mx.array:
+def forward_with_images(
+    backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches
+) -> mx.array:
     """Hidden states [B,L,D] of rows whose image tokens are replaced by the images' features.
 
     `caches` have the rows' positions as their offsets.
@@ -106,7 +115,8 @@ class PositionedCache:
     """A layer's plain cache, with three positions for each token of the next call."""
 
     def __init__(self, cache: Any, positions_b3l: mx.array) -> None:
-        self._cache, self.offset = cache, Positions(positions_b3l)
+        self._cache = cache
+        self.offset = Positions(positions_b3l)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

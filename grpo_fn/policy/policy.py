@@ -1,7 +1,7 @@
 """Policy: a language model as a pure function of a parameter tree.
 
-An mlx-lm module stands for its function: during a call its leaves are replaced by the given parameters, and
-then restored. The module decides what is trainable (all of it, or LoRA's adapters).
+An mlx-lm module stands for its function: during a call its leaves are replaced by the given
+parameters, and then restored. The module decides what is trainable (all of it, or LoRA's adapters).
 """
 
 import copy
@@ -41,14 +41,18 @@ class Policy:
     module: nn.Module  # the function; its leaves are replaced during a call
     params: Tree  # trainable leaves as they were when the policy was made
     frozen: Tree  # the other leaves, shared by all roles; {} if everything trains
-    compute_dtype: mx.Dtype | None  # floating parameters are cast to it for the forward pass; None: not cast
+    # floating parameters are cast to it for the forward pass; None: not cast
+    compute_dtype: mx.Dtype | None
     split: HeadSplit  # the backbone and the head of this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
     supports_compiled_decode: bool  # whether the backend's compiled decoding steps support it
-    joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
-    vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
-    positions: int | None = attrs.field(default=None, kw_only=True)  # learned ones; None: any number
+    # whether it decodes with `decode_weights`
+    joins_weights: bool = attrs.field(default=True, kw_only=True)
+    # token ids are below it: rows of the embedding; None: the module has none of nn's
+    vocabulary: int | None
+    # learned ones; None: any number
+    positions: int | None = attrs.field(default=None, kw_only=True)
     compiled_programs: dict[str, Compiled] = attrs.field(init=False, repr=False, factory=dict)
 
     @classmethod
@@ -58,8 +62,8 @@ class Policy:
         """Split a module into its function and its leaves.
 
         If only some leaves train, first freeze the others (`module.freeze()`, mlx-lm's
-        `linear_to_lora_layers`). The arrays are shared with the module, not copied. From then on its layers
-        call this library's functions (`patch_layers`), unless `patched` is False.
+        `linear_to_lora_layers`). The arrays are shared with the module, not copied. From then on
+        its layers call this library's functions (`patch_layers`), unless `patched` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -74,7 +78,8 @@ class Policy:
 
     @classmethod
     def for_inference(cls, module: nn.Module) -> "Policy":
-        """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
+        """A policy that samples with the weights that the module holds: `params` is {} and nothing
+        trains."""
         check_process()
         patch_layers(module)
         return cls._probed(module, {}, {}, None)
@@ -102,10 +107,11 @@ class Policy:
         )
 
     def without_weights(self) -> "Policy":
-        """The same function without the initial parameters, over a module that holds no trainable weights.
+        """The same function without the initial parameters, over a module that holds no trainable
+        weights.
 
-        For long runs: otherwise `params` and the module would keep the initial weights in memory. The module
-        is emptied in place; use it through `bound` from then on.
+        For long runs: otherwise `params` and the module would keep the initial weights in memory.
+        The module is emptied in place; use it through `bound` from then on.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
@@ -113,8 +119,8 @@ class Policy:
     def twin(self) -> "Policy":
         """The same function over a module of its own, which shares all arrays with this one.
 
-        A call swaps the leaves of its policy's module. So two threads, or a learner and a rollout that waits
-        between two of its steps, need a module each.
+        A call swaps the leaves of its policy's module. So two threads, or a learner and a rollout
+        that waits between two of its steps, need a module each.
         """
         held = self.module.parameters()
         blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
@@ -136,7 +142,8 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """`bound` for decoding so many rows, with `decode_weights` if the policy `joins_weights`."""
+        """`bound` for decoding so many rows, with `decode_weights` if the policy
+        `joins_weights`."""
         with self.bound(params) as module:
             if not self.joins_weights:
                 yield module
@@ -155,7 +162,9 @@ class Policy:
         dtype = self.compute_dtype
         if dtype is None:
             return params
-        return map_arrays(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params)
+        return map_arrays(
+            lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, params
+        )
 
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
         """Next-token logits [B,L,V] in the compute dtype; a given cache is extended.
@@ -177,10 +186,10 @@ class Policy:
     ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
-        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, because a
-        traced function keeps the arrays that it closes over. `images` are those of the rows; None: there are
-        none. With `experts_blnk` each token gets these experts, not those that the routers would choose: see
-        `replayed_routing`.
+        `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments,
+        because a traced function keeps the arrays that it closes over. `images` are those of the
+        rows; None: there are none. With `experts_blnk` each token gets these experts, not those
+        that the routers would choose: see `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
             if images is not None:
@@ -196,8 +205,8 @@ class Policy:
         frozen: Tree | None = None,
         experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of experts that
-        `experts_blnk` excludes.
+        """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of
+        experts that `experts_blnk` excludes.
 
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
@@ -218,8 +227,8 @@ class Policy:
         name = self.split.weight
 
         def weight(head_params: Tree) -> mx.array:
-            held = head_params if name in self.split.trainable else frozen
-            return self.cast(named_leaves(held)[str(name)])
+            trains = name in self.split.trainable
+            return self.cast(named_leaves(head_params if trains else frozen)[str(name)])
 
         def logits(head_params: Tree, hidden_nd: mx.array) -> mx.array:
             with self.bound(head_params, frozen) as module:
@@ -231,10 +240,15 @@ class Policy:
 
 
 def _embedding_rows(module: nn.Module) -> int | None:
-    """Rows of the token embedding; of several tables (positions may have one), that with a row per logit."""
-    kinds = (nn.Embedding, nn.QuantizedEmbedding)
-    rows = {part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)}
+    """Rows of the token embedding; of several tables (positions may have one), that with a row per
+    logit."""
+    rows = {
+        part["weight"].shape[0]
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.QuantizedEmbedding)
+    }
     if len(rows) > 1:
-        logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape alone: nothing is computed
+        # its shape alone: nothing is computed
+        logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]
         return logits if logits in rows else max(rows)
     return max(rows, default=None)

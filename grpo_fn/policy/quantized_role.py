@@ -1,10 +1,13 @@
-"""Quantized roles: the sampler, or the reference, may have few-bit weights; the learner keeps its own.
+"""Quantized roles: the sampler, or the reference, may have few-bit weights; the learner keeps its
+own.
 
-The linear layers and experts inside the model's blocks are quantized, and embeddings and head if asked for.
-Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes with them at
-full speed; `packed` keeps them small (see `packed`). Both compute with the same rounded weights.
+The linear layers and experts inside the model's blocks are quantized, and embeddings and head if
+asked for. Norms keep their precision. `dequantized` storage rounds the weights at each sync and
+computes with them at full speed; `packed` keeps them small (see `packed`). Both compute with the
+same rounded weights.
 
-Bits may be where they are needed: each weight's format by what its rounding does to log-probs, in a budget.
+Bits may be where they are needed: each weight's format by what its rounding does to log-probs, in a
+budget.
 """
 
 import copy
@@ -23,7 +26,7 @@ from grpo_fn.policy.layers.model_fixes import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, packed_names, quantize
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import Tree, from_names, materialize, named_leaves
+from grpo_fn.trees import Tree, flat, from_names, materialize, named_leaves
 
 MODES: dict[str, QuantMode] = {
     "affine-8": QuantMode("affine", 8, 64),
@@ -45,10 +48,12 @@ class QuantizedRole:
     """A policy with quantized weights, and how to fill it from the learner's parameters."""
 
     policy: Policy
-    transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
+    # learner params -> this policy's params; for `sync_old`, `sync_ref`
+    transform: Callable[[Tree], Tree]
     modes: Mapping[str, QuantMode]  # of the weights that are quantized
     unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
-    remade: Callable[..., "QuantizedRole"]  # (name, moments, formats, storage): the same, made in another way
+    # (name, moments, formats, storage): the same, made in another way
+    remade: Callable[..., "QuantizedRole"]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,9 +61,14 @@ class QuantizedRole:
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:
-        """Bits of a quantized weight on average, with its share of scales; `params` give the sizes."""
-        sizes = {name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes}
-        return sum(self.modes[name].bits_stored * size for name, size in sizes.items()) / sum(sizes.values())
+        """Bits of a quantized weight on average, with its share of scales; `params` give the
+        sizes."""
+        sizes = {
+            name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes
+        }
+        return sum(self.modes[name].bits_stored * size for name, size in sizes.items()) / sum(
+            sizes.values()
+        )
 
 
 def quantized_role(
@@ -79,20 +89,24 @@ def quantized_role(
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
-        moments: see `input_moments`; weights that have none, and all if it is None, are rounded to nearest.
+        moments: see `input_moments`; weights that have none, and all if it is None, are rounded to
+            nearest.
         formats: of the weights that have another format than `name`, with the same group size.
 
     Raises:
-        ValueError: a name is unknown, the mode has no such group or no calibrated rounding, the model is
-            quantized already, or none of its weights can be.
+        ValueError: a name is unknown, the mode has no such group or no calibrated rounding, the
+            model is quantized already, or none of its weights can be.
     """
     check_choice("storage", storage, STORAGES)
     if policy.params is None:
         raise ValueError(
-            "the policy has no weights left to quantize: make the role before policy.without_weights()"
+            "the policy has no weights left to quantize: make the role before "
+            "policy.without_weights()"
         )
     if is_quantized(policy.module):
-        raise ValueError("the model's weights are quantized already: both roles then run the same ones")
+        raise ValueError(
+            "the model's weights are quantized already: both roles then run the same ones"
+        )
     leaves = named_leaves(policy.module.parameters())
     dtypes = {leaf_name: policy.compute_dtype or leaf.dtype for leaf_name, leaf in leaves.items()}
     widths = {
@@ -119,9 +133,12 @@ def quantized_role(
         }
         if not modes:
             raise ValueError(
-                f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
+                f"no weight can be quantized as {name}: none has rows in multiples of "
+                f"{mode.group_size}"
             )
-        carries = carries_of({each: moments[each] for each in modes if each in moments} if moments else {})
+        carries = carries_of(
+            {each: moments[each] for each in modes if each in moments} if moments else {}
+        )
 
         def transform(params: Tree) -> Tree:
             return _transformed(params, modes, carries, storage == "packed", policy.compute_dtype)
@@ -148,12 +165,13 @@ def quant_mode(name: str, group_size: int = 0) -> QuantMode:
         return mode
     if mode.mode != "affine":
         raise ValueError(
-            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; expected 0"
+            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; "
+            "expected 0"
         )
     if group_size not in GROUP_SIZES:
         raise ValueError(
-            f"group_size = {group_size}: mlx packs groups of {', '.join(map(str, GROUP_SIZES))}; expected "
-            "one of these, or 0 for the mode's own"
+            f"group_size = {group_size}: mlx packs groups of {', '.join(map(str, GROUP_SIZES))}; "
+            "expected one of these, or 0 for the mode's own"
         )
     return attrs.evolve(mode, group_size=group_size)
 
@@ -176,28 +194,40 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
 def _packed_module(
     module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
-    """A copy of the module's structure, without weights, with packed layers in place of the named ones."""
+    """A copy of the module's structure, without weights, with packed layers in place of the named
+    ones."""
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
     paths = {name: name.removesuffix(".weight") for name in modes}
-    packed = [(path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()]
+    packed = [
+        (path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()
+    ]
     structure.update_modules(tree_unflatten(packed))
     return structure
 
 
 def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
-    """The split for packed weights: a packed head's matrix is several leaves and no plain product."""
-    names = [packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable]
+    """The split for packed weights: a packed head's matrix is several leaves and no plain
+    product."""
+    names = [
+        packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable
+    ]
     weight = None if split.weight in modes else split.weight
-    return attrs.evolve(split, trainable=tuple(leaf for each in names for leaf in each), weight=weight)
+    return attrs.evolve(split, trainable=tuple(flat(names)), weight=weight)
 
 
 def _transformed(
-    tree: Tree, modes: Mapping[str, QuantMode], carries: Carries, packed: bool, dtype: mx.Dtype | None
+    tree: Tree,
+    modes: Mapping[str, QuantMode],
+    carries: Carries,
+    packed: bool,
+    dtype: mx.Dtype | None,
 ) -> Tree:
     leaves = {
-        name: leaf.astype(dtype) if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf
+        name: leaf.astype(dtype)
+        if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating)
+        else leaf
         for name, leaf in named_leaves(tree).items()
     }
     rounded: dict[str, dict[str, mx.array]] = {}
@@ -219,12 +249,19 @@ def _transformed(
 
 
 def rounding_effects(
-    policy: Policy, params: Tree, role: QuantizedRole, tokens_bl: mx.array, lengths_b: mx.array, key: mx.array
+    policy: Policy,
+    params: Tree,
+    role: QuantizedRole,
+    tokens_bl: mx.array,
+    lengths_b: mx.array,
+    key: mx.array,
 ) -> dict[str, float]:
-    """The mean square of a token's change in log-prob if one weight alone is rounded, to first order.
+    """The mean square of a token's change in log-prob if one weight alone is rounded, to first
+    order.
 
-    With random signs r the gradient g of Σ r·log p gives E⟨g,δ⟩² = Σ (δ log p)² over the tokens, for the
-    change δ of a weight. The rows of a weight are taken as independent, which needs fewer probes.
+    With random signs r the gradient g of Σ r·log p gives E⟨g,δ⟩² = Σ (δ log p)² over the tokens,
+    for the change δ of a weight. The rows of a weight are taken as independent, which needs fewer
+    probes.
 
     Args:
         policy, params: in full precision.
@@ -244,17 +281,24 @@ def rounding_effects(
         frozen = from_names({name: leaf for name, leaf in merged.items() if name not in trained})
         hidden_btd = policy.hidden(full, tokens_bl[:, :-1], frozen)
         head = policy.head(full, frozen)
-        z_nv = head.function(head.params, hidden_btd.reshape(-1, hidden_btd.shape[-1])).astype(mx.float32)
+        z_nv = head.function(head.params, hidden_btd.reshape(-1, hidden_btd.shape[-1])).astype(
+            mx.float32
+        )
         targets_n1 = tokens_bl[:, 1:].reshape(-1, 1)
         logp_n = mx.take_along_axis(z_nv, targets_n1, axis=-1)[:, 0] - mx.logsumexp(z_nv, axis=-1)
         return (logp_n * signs_bt.reshape(-1)).sum()
 
     sums = dict.fromkeys(weights, 0.0)
     for probe in mx.random.split(key, PROBES):
-        signs_bt = mx.where(mx.random.bernoulli(0.5, counts_bt.shape, key=probe), 1.0, -1.0) * counts_bt
+        signs_bt = (
+            mx.where(mx.random.bernoulli(0.5, counts_bt.shape, key=probe), 1.0, -1.0) * counts_bt
+        )
         gradients = mx.grad(signed)(weights, signs_bt)
         changes = {name: (rounded[name] - weights[name]) * gradients[name] for name in weights}
-        found = {n: mx.square(change.astype(mx.float32).sum(axis=-1)).sum() for n, change in changes.items()}
+        found = {
+            n: mx.square(change.astype(mx.float32).sum(axis=-1)).sum()
+            for n, change in changes.items()
+        }
         materialize(found)
         for name, effect in found.items():
             sums[name] += float(effect) / (PROBES * float(counts_bt.sum()))
@@ -262,11 +306,17 @@ def rounding_effects(
 
 
 def formats_within(
-    effects: Mapping[str, float], sizes: Mapping[str, int], bits: int, group_size: int, budget: float
+    effects: Mapping[str, float],
+    sizes: Mapping[str, int],
+    bits: int,
+    group_size: int,
+    budget: float,
 ) -> dict[str, str]:
-    """The format of each weight, so that all effects together are least within an average of `budget` bits.
+    """The format of each weight, so that all effects together are least within an average of
+    `budget` bits.
 
-    An effect is taken to shrink fourfold with each bit. Bits go where they help most for their size.
+    An effect is taken to shrink fourfold with each bit. Bits go where they help most for their
+    size.
 
     Args:
         effects: of rounding each weight to `bits` bits; sizes: how many numbers each has.
@@ -275,7 +325,8 @@ def formats_within(
 
     Raises ValueError if not even the coarsest format fits.
     """
-    shared, levels = 32 / group_size, list(LEVELS)
+    shared = 32 / group_size
+    levels = list(LEVELS)
     chosen = dict.fromkeys(effects, 0)
     left = (budget - shared - levels[0]) * sum(sizes[name] for name in effects)
     if left < 0:
@@ -283,14 +334,19 @@ def formats_within(
 
     def gain(name: str) -> float:
         now, then = levels[chosen[name]], levels[chosen[name] + 1]
-        return effects[name] * (4.0 ** (bits - now) - 4.0 ** (bits - then)) / (sizes[name] * (then - now))
+        return (
+            effects[name]
+            * (4.0 ** (bits - now) - 4.0 ** (bits - then))
+            / (sizes[name] * (then - now))
+        )
 
     open_names = set(effects)
     while open_names:
         name = max(sorted(open_names), key=gain)
         cost = (levels[chosen[name] + 1] - levels[chosen[name]]) * sizes[name]
         if cost <= left:
-            left, chosen[name] = left - cost, chosen[name] + 1
+            left -= cost
+            chosen[name] += 1
         if cost > left or chosen[name] == len(levels) - 1:
             open_names.discard(name)
     return {name: LEVELS[levels[level]] for name, level in chosen.items()}

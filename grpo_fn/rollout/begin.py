@@ -19,12 +19,13 @@ from grpo_fn.rollout.decode_step import (
     prefill,
     prefill_once,
 )
-from grpo_fn.rollout.row_queue import Entry, RowQueue, Start
+from grpo_fn.rollout.row_queue import Entry, Start
 from grpo_fn.rollout.sampling import distribution_of, draw_bits, seen_tokens
+from grpo_fn.trees import flat, group_numbers
 
 
 def begin(
-    policy: Policy, model: nn.Module, queue: RowQueue, starts: Sequence[Start], wanted: bool | None
+    policy: Policy, model: nn.Module, starts: Sequence[Start], wanted: bool | None
 ) -> Prefill[list[RowBatch]]:
     """Batches that are ready for their first draw; `wanted` is `Decoding.share_prefix`."""
     kinds: dict[Any, list[Start]] = {}
@@ -34,7 +35,7 @@ def begin(
     batches = []
     for (shared, *_), part in kinds.items():
         logits_pv, steps = yield from prefilled(policy, model, part, shared)
-        batches.append(_batch(queue, part, logits_pv, steps))
+        batches.append(_batch(part, logits_pv, steps))
     return batches
 
 
@@ -75,7 +76,7 @@ def prefilled(
             before = cache_rows.merged(kept) if policy.takes_ragged else kept[0]
         logits_pv, caches = yield from prefill(model, rest, before)
         if before is None or max(groups) > 1:
-            cache_rows.keep_rows(caches, [p for p, rows in enumerate(groups) for _ in range(rows)])
+            cache_rows.keep_rows(caches, group_numbers(groups))
         joins = joins and policy.takes_ragged and cache_rows.hold_all_tokens(caches)
         return logits_pv, CacheSteps(model, caches, joins=joins)
     images = [start.entry.images for start in starts]
@@ -90,12 +91,12 @@ def prefilled(
     return logits_pv, PrefixSteps(model, fork(caches, lengths, groups, shifts), joins=joins)
 
 
-def _batch(queue: RowQueue, starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
+def _batch(starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
     """The rows that begin, with their random bits."""
-    numbers = [row for start in starts for row in start.rows]
+    numbers = flat(start.rows for start in starts)
     # Not from the queue: a row may have been cancelled during the prefill.
-    keys = {row: key for start in starts for row, key in start.entry.keyed_rows}
-    prompt_b = mx.array([p for p, start in enumerate(starts) for _ in start.rows])
+    keys = dict(flat(start.entry.keyed_rows for start in starts))
+    prompt_b = mx.array(group_numbers(len(start.rows) for start in starts))
     entry = starts[0].entry
     # All at once on the device, because a number from the host at each step would be waited for.
     bits_nbw = draw_bits(
@@ -107,5 +108,9 @@ def _batch(queue: RowQueue, starts: Sequence[Start], logits_pv: mx.array, steps:
     if entry.sampling.repetition_penalty != 1:
         prompts = [start.entry.prompt for start in starts]
         seen_bv = seen_tokens(prompts, logits_pv.shape[-1])[prompt_b]
-    watched = isinstance(steps, CacheSteps) and entry.keep and not cache_rows.hold_all_tokens(steps.caches)
+    watched = (
+        isinstance(steps, CacheSteps)
+        and entry.keep
+        and not cache_rows.hold_all_tokens(steps.caches)
+    )
     return RowBatch(steps, logits_pv[prompt_b], bits_nbw, numbers, entry.sampling, seen_bv, watched)

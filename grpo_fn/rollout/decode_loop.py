@@ -1,6 +1,7 @@
 """The decode loop: rows begin, draw a token each, take a step, and leave when they have ended.
 
-It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the steps.
+It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the
+steps.
 """
 
 from collections.abc import Generator
@@ -23,30 +24,34 @@ COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 class Column:
     """One decoding step: a token of each row of a batch, possibly still being computed."""
 
-    # Their numbers. Among them are some that ended in the last few steps, and −1 for places without a row.
+    # Their numbers. Among them are some that ended in the last few steps, and −1 for places without
+    # a row.
     rows: tuple[int, ...]
     tokens_b: mx.array  # int32
     logp_b: mx.array  # float32
 
 
-Columns = Generator[Column | None, None, T]  # gives None after a piece of a prefill, and while it waits
+# gives None after a piece of a prefill, and while it waits
+Columns = Generator[Column | None, None, T]
 
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. It affects only speed and memory; the numbers are the same, to rounding.
+    """How completions are decoded. It affects only speed and memory; the numbers are the same, to
+    rounding.
 
     Attributes:
         max_batch: the most rows decoded together; 0: all. Whole groups, at least one.
-        check_every: steps between checks which rows have ended, and which may begin; a check waits for the
-            device.
-        pipelined: submit each step to the device without waiting for the last (hides launch time on a GPU;
-            costs a copy of the cache).
-        share_prefix: keep a prompt's keys and values once for all its completions, if the model can; None:
-            on CPU and CUDA.
-        turns_together: in conversations, begin a turn when no row decodes any more and all replies are there:
-            the same numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
-            reply delays no other row; then the rounding of the numbers depends on timing.
+        check_every: steps between checks which rows have ended, and which may begin; a check waits
+            for the device.
+        pipelined: submit each step to the device without waiting for the last (hides launch time on
+            a GPU; costs a copy of the cache).
+        share_prefix: keep a prompt's keys and values once for all its completions, if the model
+            can; None: on CPU and CUDA.
+        turns_together: in conversations, begin a turn when no row decodes any more and all replies
+            are there: the same numbers bit for bit each time. False: begin as soon as a reply is
+            there, so that a slow reply delays no other row; then the rounding of the numbers
+            depends on timing.
     """
 
     max_batch: int = 0
@@ -59,11 +64,13 @@ class Decoding:
 def decode_queue(
     policy: Policy, params: Tree, queue: RowQueue, decoding: Decoding | None = None
 ) -> Columns[None]:
-    """Decode until the queue is empty; gives each step's tokens, and None after a piece of a prefill.
+    """Decode until the queue is empty; gives each step's tokens, and None after a piece of a
+    prefill.
 
-    Between two steps the caller may add, cancel and take rows, and the policy's module holds the parameters.
-    Rows that were added join those that decode at the next check for ended rows, or before it if they are
-    many. If the generator is closed, rows that were decoding are not continued by another one: cancel them.
+    Between two steps the caller may add, cancel and take rows, and the policy's module holds the
+    parameters. Rows that were added join those that decode at the next check for ended rows, or
+    before it if they are many. If the generator is closed, rows that were decoding are not
+    continued by another one: cancel them.
     """
     check_process()
     decoding = decoding or Decoding()
@@ -74,13 +81,15 @@ def decode_queue(
         while batches or queue.waiting:
             if look or not batches:
                 starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
-                begun = yield from begin(policy, model, queue, starts, decoding.share_prefix)
+                begun = yield from begin(policy, model, starts, decoding.share_prefix)
                 for new in begun:
                     if not any(batch.join(new) for batch in batches):
                         batches.append(new)
             for batch in batches:
                 batch.draw()
-            (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
+            (mx.async_eval if decoding.pipelined else mx.eval)(
+                [batch.drawn[-1] for batch in batches]
+            )
             steps += 1
             for batch in batches:
                 yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
@@ -107,13 +116,19 @@ def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
 
 def compacts(batch: RowBatch) -> bool:
     """Whether the rows that have ended leave the batch: enough of them have."""
-    droppable = enabled("row_compaction") and batch.steps.drops_rows
-    return droppable and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
+    return (
+        enabled("row_compaction")
+        and batch.steps.drops_rows
+        and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
+    )
 
 
 def _collect(batch: RowBatch, queue: RowQueue) -> None:
-    """Move to the queue what the batch has drawn since the last check, and find the rows that have ended."""
-    columns = {name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]}
+    """Move to the queue what the batch has drawn since the last check, and find the rows that have
+    ended."""
+    columns = {
+        name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]
+    }
     batch.drawn = []
     batch.alive &= queue.rows.keys()  # without those that were cancelled
     for place, number in enumerate(batch.rows):

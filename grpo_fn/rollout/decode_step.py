@@ -1,10 +1,12 @@
-"""Rows that are decoded together: prefill of given tokens, prompts and later replies, and decoding steps.
+"""Rows that are decoded together: prefill of given tokens, prompts and later replies, and decoding
+steps.
 
-A step takes a token of each row and gives the logits after it. `CacheSteps` call the unchanged model, over
-any caches. A backend may have a compiled program for steps over one copy of each prompt.
+A step takes a token of each row and gives the logits after it. `CacheSteps` call the unchanged
+model, over any caches. A backend may have a compiled program for steps over one copy of each
+prompt.
 
-The functions of the prefill are generators: they give control after each layer, because a long prefill takes
-seconds.
+The functions of the prefill are generators: they give control after each layer, because a long
+prefill takes seconds.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -28,7 +30,8 @@ T = TypeVar("T")
 
 Prefill = Generator[None, None, T]
 
-PREFILL_TOKENS = 2048  # prompt tokens per row and call: limits the memory of a long prompt's forward pass
+# prompt tokens per row and call: limits the memory of a long prompt's forward pass
+PREFILL_TOKENS = 2048
 
 
 class Steps(Protocol):
@@ -44,7 +47,8 @@ class Steps(Protocol):
         """Keep these rows, in rising order."""
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """Take in the rows of other steps; None: nothing has changed, as they cannot be decoded together.
+        """Take in the rows of other steps; None: nothing has changed, as they cannot be decoded
+        together.
 
         Args:
             other: steps that were not taken yet, after a prefill.
@@ -107,7 +111,8 @@ class RowBatch:
     bits_nbw: mx.array  # the random bits of each draw
     rows: list[int]  # their numbers
     distribution: Sampling = attrs.field(factory=Sampling, converter=distribution_of)
-    seen_bv: mx.array | None = None  # the tokens that each row has had, if repeating them is penalized
+    # the tokens that each row has had, if repeating them is penalized
+    seen_bv: mx.array | None = None
     # Whether a row that ends has to be noticed before anything is fed after its last token.
     watched: bool = False
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last check
@@ -127,8 +132,9 @@ class RowBatch:
     def draw(self) -> None:
         """Draw the next token of each row."""
         if self.seen_bv is not None:
-            penalty = self.distribution.repetition_penalty
-            self.logits_bv = penalize(self.logits_bv, self.seen_bv, penalty)
+            self.logits_bv = penalize(
+                self.logits_bv, self.seen_bv, self.distribution.repetition_penalty
+            )
         self.drawn.append(self._draw(self.logits_bv, self.bits_nbw[self.count]))
         if self.seen_bv is not None:
             self.seen_bv = mark_seen(self.seen_bv, self.drawn[-1]["tokens"])
@@ -145,7 +151,8 @@ class RowBatch:
         return places
 
     def join(self, other: "RowBatch") -> bool:
-        """Take in the rows of another batch that has drawn nothing yet; False: they stay side by side."""
+        """Take in the rows of another batch that has drawn nothing yet; False: they stay side by
+        side."""
         if self.distribution != other.distribution:
             return False
         new = range(len(self.rows), len(self.rows) + len(other.rows))
@@ -157,7 +164,9 @@ class RowBatch:
         index = mx.array(places)
         left = [batch.bits_nbw[batch.count :] for batch in (self, other)]
         most = max(bits_nbw.shape[0] for bits_nbw in left)
-        padded = [mx.pad(bits_nbw, [(0, most - bits_nbw.shape[0]), (0, 0), (0, 0)]) for bits_nbw in left]
+        padded = [
+            mx.pad(bits_nbw, [(0, most - bits_nbw.shape[0]), (0, 0), (0, 0)]) for bits_nbw in left
+        ]
         self.bits_nbw = mx.concatenate(padded, axis=1)[:, index]
         self.count = 0
         self.logits_bv = mx.concatenate([self.logits_bv, other.logits_bv])[index]
@@ -174,19 +183,26 @@ class RowBatch:
 def prefill(
     model: nn.Module, prompts: Sequence[Sequence[int]], caches: Caches | None = None
 ) -> Prefill[tuple[mx.array, Caches]]:
-    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches there.
+    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches
+    there.
 
-    `caches` hold the tokens before the prompts (ragged caches if these differ in length); None: there are
-    none.
+    `caches` hold the tokens before the prompts (ragged caches if these differ in length); None:
+    there are none.
     """
     lengths = [len(prompt) - 1 for prompt in prompts]  # the last token is fed separately
     longest = max(lengths)
     ragged = min(lengths) < longest
     if caches is None:
-        caches = cache_rows.ragged_caches(model, len(prompts)) if ragged else cache_rows.plain_caches(model)
+        caches = (
+            cache_rows.ragged_caches(model, len(prompts))
+            if ragged
+            else cache_rows.plain_caches(model)
+        )
     if ragged and longest % PREFILL_TOKENS == 1:
         longest += 1  # a single last column would look like a decoding step
-    body_pl = mx.array([[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32)
+    body_pl = mx.array(
+        [[*prompt[:-1], *[0] * (longest + 1 - len(prompt))] for prompt in prompts], mx.int32
+    )
     if ragged:
         cache_rows.prepare_padding(caches, lengths, longest)
     for start in range(0, longest, PREFILL_TOKENS):
@@ -211,7 +227,9 @@ def prefill_once(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     # Padding on the right comes after the prompt, and no token attends to it.
-    tokens_pl = mx.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], mx.int32)
+    tokens_pl = mx.array(
+        [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], mx.int32
+    )
     caches = cache_rows.plain_caches(model)
     backbone = policy.split.backbone(model)
     rows = None if images is None else image_rows(images, lengths, longest)
@@ -246,7 +264,8 @@ def computed(layers: Iterable[Any]) -> Prefill[None]:
 
 
 def caches_of_row(caches: Caches, place: int, surplus: int) -> Caches | None:
-    """Plain caches of one row of a batch, without its last `surplus` tokens; None if they cannot be cut."""
+    """Plain caches of one row of a batch, without its last `surplus` tokens; None if they cannot be
+    cut."""
     return shortened([_row_of(cache, place) for cache in caches], surplus)
 
 

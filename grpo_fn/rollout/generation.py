@@ -1,9 +1,10 @@
 """Batched generation: one prefill per prompt, forked to G completions, decoded together.
 
-    prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ tokens and log-probs
+    prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ completions
 
-Everything is explicit: caches go in and come out, keys are counted, nothing global is read or written. A
-completion depends only on its key, its prompt and the model (to the rounding of batched products).
+Everything is explicit: caches go in and come out, keys are counted, nothing global is read or
+written. A completion depends only on its key, its prompt and the model (to the rounding of batched
+products).
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from grpo_fn.trees import Tree, on_host
 
 
 class Interrupted(Exception):
-    """Thrown into `decode`, or raised by replies: the rollout ends with what has been sampled so far."""
+    """Thrown into `decode`, or raised by replies: the rollout ends with what has been sampled so
+    far."""
 
 
 def generate(
@@ -50,20 +52,23 @@ def generate(
         sampling: G, the distribution, and what ends a completion.
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
         prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
-        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None: there is none.
-        replies: answers turns that have ended with the tokens that follow them; None: no turn is answered.
-            The n-th sampled token of a conversation draws as above. Conversations are decoded with a copy of
-            the prompt for each row.
-        images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
-            decoded over one copy of each prompt, and without a backend's compiled steps.
-        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
+        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None: there is
+            none.
+        replies: answers turns that have ended with the tokens that follow them; None: no turn is
+            answered. The n-th sampled token of a conversation draws as above. Conversations are
+            decoded with a copy of the prompt for each row.
+        images: those of each prompt, None if it has none; None: no prompt has any. Such completions
+            are decoded over one copy of each prompt, and without a backend's compiled steps.
+        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to
+            rounding.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token id is outside of the model's embedding, a prompt
-            and `max_new_tokens` need more positions than the model has learned (`TooLong`), there is not one
-            of `prompt_numbers` for each prompt, nothing finds `sampling.stop`, `find_stop` gives more tokens
-            than there are, replies are not those asked for, or images do not fit the prompts, the policy's
-            module (`use_multimodal_rope`) or replies.
+        ValueError: there is no prompt, one is empty, a token id is outside of the model's
+            embedding, a prompt and `max_new_tokens` need more positions than the model has learned
+            (`TooLong`), there is not one of `prompt_numbers` for each prompt, nothing finds
+            `sampling.stop`, `find_stop` gives more tokens than there are, replies are not those
+            asked for, or images do not fit the prompts, the policy's module (`use_multimodal_rope`)
+            or replies.
     """
     columns = decode(
         policy,
@@ -95,8 +100,8 @@ def decode(
 ) -> Columns[Rollout]:
     """`generate` step by step: gives each step's tokens, and returns the rollout.
 
-    Between the steps the policy's module holds the parameters. If `Interrupted` is thrown in, it returns what
-    has been sampled up to the last check for ended rows.
+    Between the steps the policy's module holds the parameters. If `Interrupted` is thrown in, it
+    returns what has been sampled up to the last check for ended rows.
     """
     check_process()
     check_prompts(policy, prompts, sampling.max_new_tokens)
@@ -107,8 +112,7 @@ def decode(
     if images is not None and not any(each is not None for each in images):
         images = None
     decoding = decoding or Decoding()
-    together = decoding.turns_together
-    queue = RowQueue(policy) if replies is None else Turns(policy, replies, together=together)
+    queue = RowQueue(policy) if replies is None else Turns(policy, replies, decoding.turns_together)
     group = sampling.num_generations
     rows = range(len(prompts) * group)
     keys_b2 = completion_keys(
@@ -119,23 +123,23 @@ def decode(
     keys = [(first, second) for first, second in on_host(keys_b2)]
     for p, prompt in enumerate(prompts):
         mine = slice(p * group, (p + 1) * group)
-        entry = Entry(
-            rows=tuple(rows[mine]),
-            prompt=prompt,
-            keys=tuple(keys[mine]),
-            sampling=sampling,
-            find_stop=find_stop,
-            images=None if images is None else images[p],
-            keep=replies is not None,
+        queue.add(
+            Entry(
+                rows=tuple(rows[mine]),
+                prompt=prompt,
+                keys=tuple(keys[mine]),
+                sampling=sampling,
+                find_stop=find_stop,
+                images=None if images is None else images[p],
+                keep=replies is not None,
+            )
         )
-        queue.add(entry)
     with suppress(Interrupted):
         yield from decode_queue(policy, params, queue, decoding)
-    done = queue.completions(len(rows))
     return rollout_of(
         prompts,
         group,
-        done,
+        queue.completions(len(rows)),
         vocabulary=policy.vocabulary,
         images=images,
         sampled=[talk.sampled for talk in queue.talks] if isinstance(queue, Turns) else None,

@@ -1,10 +1,12 @@
-"""The queue of rows to decode: entries that wait, rows that decode, what they have drawn, and kept caches.
+"""The queue of rows to decode: entries that wait, rows that decode, what they have drawn, and kept
+caches.
 
     add ─→ entries that wait ─due→ rows that decode ─ended→ take
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-It lives on the host and computes nothing. `decode_queue` asks it what to begin, and tells it what has ended.
+It lives on the host and computes nothing. `decode_queue` asks it what to begin, and tells it what
+has ended.
 """
 
 import math
@@ -35,14 +37,15 @@ class Entry:
         rows: their numbers, unique in the queue's life.
         prompt: token ids.
         keys: the PRNG key of each row, as `completion_keys` makes it, in plain numbers.
-        sampling: the distribution, and what ends a row; its `num_generations` and `first_generation` are not
-            used.
+        sampling: the distribution, and what ends a row; its `num_generations` and
+            `first_generation` are not used.
         find_stop: finds `sampling.stop` in tokens; None: there is nothing to find.
         images: those of the prompt; None: it has none.
-        drawn: tokens that were drawn with these keys before: the n-th token uses the (`drawn` + n)-th bits.
+        drawn: tokens that were drawn with these keys before: the n-th token uses the (`drawn` +
+            n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
-        continues: a row that was kept. It saves computing the tokens at the prompt's beginning that the
-            kept caches hold; the first entry that continues a row uses them up.
+        continues: a row that was kept. It saves computing the tokens at the prompt's beginning that
+            the kept caches hold; the first entry that continues a row uses them up.
     """
 
     rows: tuple[int, ...]
@@ -106,26 +109,34 @@ class RowQueue:
         """Put an entry at the queue's end.
 
         Raises:
-            ValueError: the prompt is empty or has a token id outside of the model's embedding, there is not
-                one key for each row, a row's number is in use, nothing finds `sampling.stop`, or images do
-                not fit the prompt, the policy's module (`use_multimodal_rope`) or `keep`.
+            ValueError: the prompt is empty or has a token id outside of the model's embedding,
+                there is not one key for each row, a row's number is in use, nothing finds
+                `sampling.stop`, or images do not fit the prompt, the policy's module
+                (`use_multimodal_rope`) or `keep`.
             TooLong: prompt and `max_new_tokens` need more positions than the model has learned.
         """
         check_prompts(self._policy, [entry.prompt], entry.sampling.max_new_tokens)
         check_images(self._policy, entry)
         if entry.sampling.stop and entry.find_stop is None:
-            raise ValueError(f"find_stop is None: expected a function that finds {entry.sampling.stop}")
+            raise ValueError(
+                f"find_stop is None: expected a function that finds {entry.sampling.stop}"
+            )
         if not entry.rows or len(entry.keys) != len(entry.rows):
-            raise ValueError(f"expected a key for each row, found {len(entry.keys)} for rows {entry.rows}")
+            raise ValueError(
+                f"expected a key for each row, found {len(entry.keys)} for rows {entry.rows}"
+            )
         used = (self.rows.keys() | self._ended.keys() | self._kept.keys()) & set(entry.rows)
         if used or len(set(entry.rows)) != len(entry.rows):
-            raise ValueError(f"rows {entry.rows}: expected new numbers, found {sorted(used)} in use")
+            raise ValueError(
+                f"rows {entry.rows}: expected new numbers, found {sorted(used)} in use"
+            )
         self._entries.append(entry)
         for row, key in entry.keyed_rows:
             self.rows[row] = Row(entry, key, nothing_yet(entry))
 
     def cancel(self, rows: Iterable[int]) -> None:
-        """Rows that wait or decode leave, the latter at the next check; kept caches of these are freed."""
+        """Rows that wait or decode leave, the latter at the next check; kept caches of these are
+        freed."""
         for row in rows:
             for known in (self.rows, self._ended, self._kept):
                 known.pop(row, None)
@@ -153,8 +164,9 @@ class RowQueue:
     def due(self, decoding: int, most: int) -> list[Start]:
         """What begins now, beside so many rows that decode.
 
-        If nothing decodes, all entries that wait are cut into rounds. Later entries join the rows that decode
-        once every round has begun. Those that continue kept rows go first, as their caches hold memory.
+        If nothing decodes, all entries that wait are cut into rounds. Later entries join the rows
+        that decode once every round has begun. Those that continue kept rows go first, as their
+        caches hold memory.
 
         Args:
             decoding: rows that decode.
@@ -219,13 +231,15 @@ class RowQueue:
             if rows := self._alive(entry):
                 caches, held = self._resumed(entry)
                 starts.append(Start(entry, rows, caches, held))
-                computed = len(entry.prompt) - held
                 for row in rows:
-                    self.rows[row].done = attrs.evolve(self.rows[row].done, prompt_computed=computed)
+                    self.rows[row].done = attrs.evolve(
+                        self.rows[row].done, prompt_computed=len(entry.prompt) - held
+                    )
         return starts
 
     def _resumed(self, entry: Entry) -> tuple[Caches | None, int]:
-        """The kept caches that the entry continues, cut to what they share with its prompt; and how much.
+        """The kept caches that the entry continues, cut to what they share with its prompt; and how
+        much.
 
         The prompt's last token is not among it.
         """
@@ -262,8 +276,8 @@ def check_images(policy: Policy, entry: Entry) -> None:
         raise ValueError("images and replies, or rows that are kept, do not go together")
     if not (policy.shares_prefix and takes_images(policy.module)):
         raise ValueError(
-            "this policy takes no images: expected a module with `use_multimodal_rope`, whose completions "
-            "can be decoded over one copy of their prompt"
+            "this policy takes no images: expected a module with `use_multimodal_rope`, whose "
+            "completions can be decoded over one copy of their prompt"
         )
 
 

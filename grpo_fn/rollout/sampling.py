@@ -1,4 +1,5 @@
-"""`Sampling`, and drawing with explicit keys, one per row and step: a row's draw depends on no other row."""
+"""`Sampling`, and drawing with explicit keys, one per row and step: a row's draw depends on no
+other row."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,28 +11,31 @@ from grpo_fn.backends.composed import exp, softmax, softmax_sums
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_bits
+from grpo_fn.trees import flat, group_numbers
 
 WIDTH = 32  # tokens of a group, groups of a block
 RANDOM_NUMBERS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
 _WHOLE = 2.0**30
 
-# Takes a completion's tokens so far, and how many of them earlier calls have checked without finding an end.
-# Returns how many tokens to keep if it has ended, else None.
+# Takes a completion's tokens so far, and how many of them earlier calls have checked without
+# finding an end. Returns how many tokens to keep if it has ended, else None.
 FindStop = Callable[[Sequence[int], int], int | None]
 
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How completions are sampled: from which distribution, how many of each prompt, and where they end.
+    """How completions are sampled: from which distribution, how many of each prompt, and where they
+    end.
 
     Attributes:
         num_generations: completions of each prompt, G.
         first_generation: the number of the first one, if the group is drawn in stages.
-        max_new_tokens: length limit of a completion in tokens; in conversations with replies, of all turns
-            together.
+        max_new_tokens: length limit of a completion in tokens; in conversations with replies, of
+            all turns together.
         temperature: divides the logits; 0 takes the most likely token.
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
-        repetition_penalty: on tokens of the prompt and the completion so far, see `penalize`; 1: none.
+        repetition_penalty: on tokens of the prompt and the completion so far, see `penalize`; 1:
+            none.
         eos_ids: tokens that end a completion; the token stays in the completion and counts.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the whole distribution at each position.
@@ -65,7 +69,9 @@ class Sampling:
             if not fits:
                 raise ValueError(f"{name}: expected {wanted}, found {getattr(self, name)}")
 
-    def end_of(self, tokens: Sequence[int], start: int, find_stop: FindStop | None = None) -> int | None:
+    def end_of(
+        self, tokens: Sequence[int], start: int, find_stop: FindStop | None = None
+    ) -> int | None:
         """The number of tokens to keep if a completion has ended at or after `start`, else None.
 
         `find_stop` finds an end other than an end token, such as `stop`; None: there is none.
@@ -79,14 +85,16 @@ class Sampling:
             if found is not None:
                 if not 0 <= found <= len(seen):
                     raise ValueError(
-                        f"find_stop: expected None, or how many of {len(seen)} tokens to keep, found {found}"
+                        f"find_stop: expected None, or how many of {len(seen)} tokens to keep, "
+                        f"found {found}"
                     )
                 ends.append(found)
         return min(ends, default=None)
 
 
 def draw_bits(keys_b2: mx.array, first: int | mx.array, count: int) -> mx.array:
-    """The random bits [N,B,W] for the draws `first` (int or [B]), `first` + 1, … of rows with these keys."""
+    """The random bits [N,B,W] for the draws `first` (int or [B]), `first` + 1, … of rows with these
+    keys."""
     return random_bits(keys_b2, first, count, RANDOM_NUMBERS)
 
 
@@ -99,9 +107,9 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
         sampling: its distribution; the repetition penalty is not applied here.
 
     Returns:
-        "tokens" int32 [B], "logp" float32 [B] and, if asked for, "entropy" float32 [B]. The log-probability
-        is that of the distribution drawn from (tempered, truncated and normalised again); at temperature 0 it
-        is the model's own.
+        "tokens" int32 [B], "logp" float32 [B] and, if asked for, "entropy" float32 [B]. The
+        log-probability is that of the distribution drawn from (tempered, truncated and normalised
+        again); at temperature 0 it is the model's own.
     """
     check_rank("logits_bv", logits_bv, 2)
     token_b, logp_b = _drawn(logits_bv, bits_bw, sampling)
@@ -112,14 +120,16 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
 
 
 def distribution_of(sampling: Sampling) -> Sampling:
-    """The same distribution, and nothing else: equal for samplings that differ in limits, ends or G."""
+    """The same distribution, and nothing else: equal for samplings that differ in limits, ends or
+    G."""
     return attrs.evolve(
         sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
     )
 
 
 def compiled_draw(sampling: Sampling) -> Compiled:
-    """`draw` with this sampling, compiled; one object for each distribution, traced once for each shape."""
+    """`draw` with this sampling, compiled; one object for each distribution, traced once for each
+    shape."""
     return _compiled_draw(attrs.evolve(distribution_of(sampling), repetition_penalty=1.0))
 
 
@@ -130,24 +140,25 @@ def _compiled_draw(sampling: Sampling) -> Compiled:
 
 def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
     z_bv = logits_bv.astype(mx.float32)
-    temperature, cut = sampling.temperature, (sampling.top_p, sampling.top_k, sampling.min_p)
+    temperature = sampling.temperature
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
         return token_b.astype(mx.int32), -softmax_sums(z_bv).log_total
     if temperature != 1:
         z_bv = z_bv / temperature
-    z_bv = truncate(z_bv, *cut)
+    z_bv = truncate(z_bv, sampling.top_p, sampling.top_k, sampling.min_p)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
     token_b, total_b = draw_tokens(exp(z_bv), bits_bw)
     return token_b, mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0] - mx.log(total_b)
 
 
 def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits with every token outside the included set at −inf. Ties at a threshold are all included.
+    """The logits with every token outside the included set at −inf. Ties at a threshold are all
+    included.
 
-    In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest set with at
-    least this probability after top-k, normalised again; min-p keeps those with at least this share of the
-    largest probability.
+    In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest
+    set with at least this probability after top-k, normalised again; min-p keeps those with at
+    least this share of the largest probability.
     """
     if top_p == 1 and min_p == 0 and (top_k == 0 or top_k >= z_bv.shape[-1]):
         return z_bv
@@ -171,8 +182,8 @@ def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
     """Whether each prompt has each token: bool [P,V]."""
     seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
-    rows = mx.array([p for p, prompt in enumerate(prompts) for _ in prompt], mx.int32)
-    seen_pv[rows, mx.array([token for prompt in prompts for token in prompt], mx.int32)] = True
+    rows = mx.array(group_numbers(map(len, prompts)), mx.int32)
+    seen_pv[rows, mx.array(flat(prompts), mx.int32)] = True
     return seen_pv
 
 
@@ -184,8 +195,8 @@ def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
 def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
     """Logits with the repetition penalty: for seen tokens, z/penalty where z > 0, else z·penalty.
 
-    CTRL's (arXiv 1909.05858, section 4.1), in the form that depends on the sign, as in transformers and
-    mlx-lm.
+    CTRL's (arXiv 1909.05858, section 4.1), in the form that depends on the sign, as in transformers
+    and mlx-lm.
     """
     scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
     return mx.where(seen_bv, scaled_bv, logits_bv)
@@ -198,16 +209,18 @@ def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
 
 
 def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.array]:
-    """A token of each row by inverting the cumulative distribution level by level, and the weights' sum.
+    """A token of each row by inverting the cumulative distribution level by level, and the weights'
+    sum.
 
-    A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before it: a
-    third of 150,000 nearly equal tokens. And a random number in float32 has at most 24 bits. So the
-    vocabulary is cut into groups of `WIDTH` tokens, and a large one into blocks of `WIDTH` groups. A
-    block is drawn, then a group of it, then a token of that, each with its own 32 random bits.
+    A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before
+    it: a third of 150,000 nearly equal tokens. And a random number in float32 has at most 24 bits.
+    So the vocabulary is cut into groups of `WIDTH` tokens, and a large one into blocks of `WIDTH`
+    groups. A block is drawn, then a group of it, then a token of that, each with its own 32 random
+    bits.
 
-    A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So no
-    token with a weight is lost. Weights below 2^−30 at their level are drawn too often: in at most 2e-7
-    of all draws.
+    A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So
+    no token with a weight is lost. Weights below 2^−30 at their level are drawn too often: in at
+    most 2e-7 of all draws.
 
     A row without any weight above zero gives token 0. Returns (int32 [B], float32 [B]).
 
@@ -223,7 +236,9 @@ def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.a
     place_b1 = _inverted(sums_bn, total_b1, bits_bw[:, len(levels), None])
     for level in reversed(range(len(levels))):
         members_bn = mx.take_along_axis(levels[level], place_b1[:, :, None], axis=1)[:, 0]
-        inside_b1 = _inverted(members_bn, members_bn.sum(axis=-1, keepdims=True), bits_bw[:, level, None])
+        inside_b1 = _inverted(
+            members_bn, members_bn.sum(axis=-1, keepdims=True), bits_bw[:, level, None]
+        )
         place_b1 = place_b1 * WIDTH + inside_b1
     return place_b1[:, 0].astype(mx.int32), total_b1[:, 0]
 
@@ -237,7 +252,8 @@ def _grouped(weights_bn: mx.array) -> mx.array:
 
 
 def _inverted(weights_bn: mx.array, total_b1: mx.array, word_b1: mx.array) -> mx.array:
-    """The first place whose cumulative count lies above word / 2^32 of all: never one of weight zero."""
+    """The first place whose cumulative count lies above word / 2^32 of all: never one of weight
+    zero."""
     scale_b1 = mx.where(total_b1 > 0, _WHOLE / total_b1, 0.0)  # 0 for NaN
     counts_bn = mx.where(weights_bn > 0, (weights_bn * scale_b1).astype(mx.int32) + 1, 0)
     upto_bn = mx.cumsum(counts_bn, axis=-1)

@@ -1,9 +1,10 @@
-"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all tokens so far.
+"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all
+tokens so far.
 
-    sample a turn ─its end→ park the row ─reply→ extend it by the given tokens ─→ sample the next turn
+    sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
-Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its replies, to
-the rounding of batched products.
+Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its
+replies, to the rounding of batched products.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ class Replies(Protocol):
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """The replies since the last call; waits for those of at least `least` rows.
 
-        A reply is the token ids that follow the turn's last token, exactly; None ends the conversation.
+        A reply is the token ids that follow the turn's last token, exactly; None ends the
+        conversation.
         """
         ...
 
@@ -39,7 +41,8 @@ class Respond:
     """`Replies` from a plain function, which is called row by row when its reply is collected."""
 
     def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
-        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's end."""
+        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's
+        end."""
         self._function = function
         self._begun: dict[int, Sequence[int]] = {}
 
@@ -48,7 +51,8 @@ class Respond:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        begun, self._begun = self._begun, {}
+        begun = self._begun
+        self._begun = {}
         return {row: self._function(row, tokens) for row, tokens in begun.items()}
 
 
@@ -74,15 +78,17 @@ class Conversation:
 class Turns(RowQueue):
     """A queue whose rows are turns: one that has ended may have a reply, and continues after it.
 
-    Row b is the first turn of conversation b of B; its following turns are the rows b + B, b + 2B, …
+    Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
     """
 
     def __init__(self, policy: Policy, replies: Replies, together: bool) -> None:
-        """`together`: turns begin when no row decodes any more; else as soon as replies are there."""
+        """`together`: turns begin when no row decodes any more; else as soon as replies are
+        there."""
         super().__init__(policy)
         self._replies, self._together = replies, together
         self.talks: list[Conversation] = []
-        self._asked: dict[int, int] = {}  # rows whose reply is still to come, by their conversations
+        # rows whose reply is still to come, by their conversations
+        self._asked: dict[int, int] = {}
 
     @property
     def waiting(self) -> bool:
@@ -97,11 +103,12 @@ class Turns(RowQueue):
     def due(self, decoding: int, most: int) -> list[Start]:
         """As `RowQueue`; turns with new replies wait from now on.
 
-        Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
+        Raises ValueError if replies are of other rows than asked for, or token ids are out of
+        range.
         """
         if self._asked and not (self._together and decoding):
-            least = len(self._asked) if self._together else 0 if decoding else 1
-            self._collect(least)
+            least = 0 if decoding else 1
+            self._collect(len(self._asked) if self._together else least)
         return super().due(decoding, most)
 
     def completions(self, rows: int) -> list[Ended]:
@@ -118,10 +125,10 @@ class Turns(RowQueue):
         full = len(talk.done.tokens) >= talk.entry.sampling.max_new_tokens
         if full or not row.done.finished or not row.done.tokens:
             return False
-        if not self._replies.begin(talk_number, row.done.tokens):
-            return False
-        self._asked[talk_number] = number
-        return True
+        replies = self._replies.begin(talk_number, row.done.tokens)
+        if replies:
+            self._asked[talk_number] = number
+        return replies
 
     def _collect(self, least: int) -> None:
         """Turns that follow new replies wait from now on."""
@@ -147,14 +154,15 @@ class Turns(RowQueue):
         check_token_ids([tokens], self._policy.vocabulary)
         zeros = [0.0] * len(tokens)
         talk.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
-        turn = attrs.evolve(
-            talk.entry,
-            rows=(row + len(self.talks),),
-            prompt=[*talk.entry.prompt, *talk.done.tokens],
-            keys=(talk.key,),
-            sampling=attrs.evolve(talk.entry.sampling, max_new_tokens=room),
-            drawn=sum(talk.sampled),
-            continues=row,
+        super().add(
+            attrs.evolve(
+                talk.entry,
+                rows=(row + len(self.talks),),
+                prompt=[*talk.entry.prompt, *talk.done.tokens],
+                keys=(talk.key,),
+                sampling=attrs.evolve(talk.entry.sampling, max_new_tokens=room),
+                drawn=sum(talk.sampled),
+                continues=row,
+            )
         )
-        super().add(turn)
         return True

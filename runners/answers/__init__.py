@@ -1,1 +1,2 @@
-"""What counts as a right answer: how it is read from a completion, and how two answers are compared."""
+"""What counts as a right answer: how it is read from a completion,
+and how two answers are compared."""

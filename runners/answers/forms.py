@@ -1,11 +1,14 @@
-"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the prompt.
+"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the
+prompt.
 
-Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this table alone.
-Built-in forms take time linear in the text; patterns and functions of the user run in a process with limits.
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this
+table alone. Built-in forms take time linear in the text; patterns and functions of the user run in
+a process with limits.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -17,12 +20,15 @@ import attrs
 from runners.answers.prose import last_number, letter
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, listed, show
 from runners.machine.bounded_process import BoundedFunction
-from runners.sandbox.code_tests import extract_code, score_programs
+from runners.sandbox.code_tests import extract_code, looks_forged, score_programs
+from runners.sandbox.sandbox import Limits
 
-REASONING, REASONING_END = "<reasoning>", "</reasoning>"
-ANSWER, ANSWER_END = "<answer>", "</answer>"
+REASONING = "<reasoning>"
+REASONING_END = "</reasoning>"
+ANSWER = "<answer>"
+ANSWER_END = "</answer>"
 PLACE = "{answer}"
 """Where the answer stands in `AnswerForm.right`."""
 
@@ -35,18 +41,23 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 class AnswerForm:
     """A form of answers; `answer_form` makes it from one of `FORMS` and the config's options."""
 
-    reader: Callable[[str, str], str | None]  # gets the text and what stands behind the form's colon
+    # gets the text and what stands behind the form's colon
+    reader: Callable[[str, str], str | None]
     right: str  # a right completion, with PLACE in it; empty: unknown
     what: str  # in words, for notices
     instruction: str = ""  # the system prompt that asks for it; empty: none
     nudge: str = ""  # the first words of a completion of this form
-    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing, by meaning.
+    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing,
+    # by meaning.
     shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
+    # What in a program may pass tests that it does not solve; None: answers are no programs.
+    forges: Callable[[str], list[str]] | None = None
     spec: str = ""  # as the config names it
     argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
     ignore_spaces: bool = False
-    given: str = ""  # the nudge: the first words of each completion, which are no part of an exact answer
+    # the nudge: the first words of each completion, which are no part of an exact answer
+    given: str = ""
     thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
 
     def read(self, text: str) -> str | None:
@@ -72,16 +83,31 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
+        """The answer in the data's text: a solution may end in ``\\boxed{}``,
+        a JSON object has the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
     def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
-        """1 for each answer that agrees with its gold one, else 0; of a program the share of its tests."""
+        """1 for each answer that agrees with its gold one, else 0;
+        of a program the share of its tests."""
         if self.shares is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
         shares = self.shares([each or "" for each in found], golds)
         return [share * (each is not None) for each, share in zip(found, shares, strict=True)]
+
+    def doubts(self, texts: Sequence[str]) -> list[str]:
+        """A line if programs may pass tests that they do not solve."""
+        if self.forges is None:
+            return []
+        forging = list(filter(None, map(self.forges, texts)))
+        if not forging:
+            return []
+        names = listed(sorted(set().union(*forging)))
+        return [
+            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program can "
+            "pass tests that it does not solve: look at those that are right"
+        ]
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""
@@ -91,8 +117,9 @@ class AnswerForm:
 def extract_answer(text: str) -> str | None:
     """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
-    A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
-    unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is no answer.
+    A pair is an opening tag and the first closing tag after it, with no other opening tag between:
+    an unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is
+    no answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -103,15 +130,21 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, _: str) -> str | None:
-    """The content of the last complete ``\\boxed{…}``, with balanced braces; of nested ones the outer."""
-    found, opened = None, []
+    """The content of the last complete ``\\boxed{…}``, with balanced braces;
+    of nested ones the outer."""
+    content = None
+    starts: list[int] = []  # of the braces that are open; -1: of no box
     for match in _BOX.finditer(text):
         mark = match[0]
-        if len(mark) > 2 or mark == "{":
-            opened.append(match.end() if len(mark) > 2 else -1)
-        elif mark == "}" and opened and (start := opened.pop()) >= 0:
-            found = text[start : match.start()].strip()
-    return found
+        if len(mark) > 2:
+            starts.append(match.end())
+        elif mark == "{":
+            starts.append(-1)
+        elif mark == "}" and starts:
+            start = starts.pop()
+            if start >= 0:
+                content = text[start : match.start()].strip()
+    return content
 
 
 def _marked(text: str, _: str) -> str | None:
@@ -124,7 +157,9 @@ def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text that stand in no other one, in order."""
     text = text[-_MOST:]
     starts = [match.start() for match in re.finditer(r"\{", text)][-_OBJECTS:]
-    found, end, decoder = [], 0, json.JSONDecoder()
+    decoder = json.JSONDecoder()
+    found = []
+    end = 0
     for start in starts:
         if start >= end:
             try:
@@ -141,7 +176,9 @@ def _field(text: str, name: str) -> str | None:
     value = objects[-1].get(name) if objects else None
     if value is None:
         return None
-    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    if isinstance(value, str):
+        return value.strip()
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
@@ -150,7 +187,8 @@ def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
 
     def read(text: str, argument: str) -> str | None:
         found = call(argument, text[-_MOST:])
-        if found is None:  # too long, too much memory, or the process ended: this text has no answer
+        # too long, too much memory, or the process ended: this text has no answer
+        if found is None:
             return None
         if "error" in found:
             raise UserError(f"answer.form {show(argument)} failed: {found['error']}")
@@ -208,24 +246,41 @@ FORMS: dict[str, AnswerForm] = {
         'Reply with a JSON object that has the answer in the field "{argument}".',
     ),
     "exact": AnswerForm(
-        lambda text, _: text.strip(), PLACE, "a text", "Reply with the answer alone, without any other word."
+        lambda text, _: text.strip(),
+        PLACE,
+        "a text",
+        "Reply with the answer alone, without any other word.",
     ),
     "code": AnswerForm(
         lambda text, _: extract_code(text),
         "",
         "a block of Python",
-        "Write a Python program that solves the task. Give the whole program in one block that begins with "
-        "```python and ends with ```.",
+        "Write a Python program that solves the task. Give the whole program in one block that "
+        "begins with ```python and ends with ```.",
         shares=score_programs,
+        forges=looks_forged,
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": AnswerForm(
-        _own("runners.config.user_functions:own_answer", 2.0), "", "an answer that your function finds"
+        _own("runners.config.user_functions:own_answer", 2.0),
+        "",
+        "an answer that your function finds",
     ),
 }
-"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
+"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`,
+`regex` or `own`."""
 
-SPELLINGS = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "code", "regex:PATTERN")
+SPELLINGS = (
+    "xml",
+    "last_number",
+    "boxed",
+    "gsm8k",
+    "letter",
+    "json:FIELD",
+    "exact",
+    "code",
+    "regex:PATTERN",
+)
 NONE = "none"
 """No answer is read: the rewards alone measure."""
 
@@ -237,43 +292,50 @@ def answer_form(
     ignore_spaces: bool = False,
     given: str = "",
     thoughts: tuple[str, ...] = TAGS,
+    partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other.
+    """The form for `answer.form`; None for "none". ValueError, with what is expected,
+    for any other.
 
     Args:
         given: the nudge, in front of each completion that is read.
         thoughts: the opening and the closing tag of thoughts; empty: there are none.
+        partial_sandbox: programs run also where protections of the sandbox are missing.
     """
     if spec == NONE:
         return None
     name, colon, argument = spec.partition(":")
     if colon and (name not in FORMS or name == "own"):
-        name, argument = "own", spec
-    if (
-        name in FORMS
-        and bool(argument) == (name in ("json", "regex", "own"))
-        and bool(colon) == bool(argument)
-    ):
+        name = "own"
+        argument = spec
+    wants_argument = name in ("json", "regex", "own")
+    if name in FORMS and bool(argument) == bool(colon) == wants_argument:
         if name == "regex":
             try:
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        form = FORMS[name]
-        return attrs.evolve(
-            form,
+        registered = FORMS[name]
+        form = attrs.evolve(
+            registered,
             spec=spec,
             argument=argument,
-            right=form.right.replace("{argument}", argument),
-            what=form.what.replace("{argument}", argument),
-            instruction=form.instruction.replace("{argument}", argument),
+            right=registered.right.replace("{argument}", argument),
+            what=registered.what.replace("{argument}", argument),
+            instruction=registered.instruction.replace("{argument}", argument),
             ignore_case=ignore_case,
             ignore_spaces=ignore_spaces,
             given=given,
             thoughts=thoughts,
         )
+        if form.forges and partial_sandbox:
+            shares = functools.partial(score_programs, limits=Limits(partial=True))
+            return attrs.evolve(form, shares=shares)
+        return form
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
-    raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
+    raise ValueError(
+        f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}"
+    )
 
 
 def fitting_form(
@@ -284,7 +346,10 @@ def fitting_form(
     None if none has half of them. Of several the one with most right answers, then the narrowest.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
-    fields = Counter(name for text in texts for each in _objects(text)[-1:] for name in each)
+    fields = Counter[str]()
+    for text in texts:
+        for last in _objects(text)[-1:]:
+            fields.update(last.keys())
     names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
     best: tuple[str, int, int] | None = None
     for name in [*names, "letter" if letters else "last_number"]:

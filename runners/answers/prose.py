@@ -11,7 +11,9 @@ import re
 from runners.answers.values import CHANGES, CURRENCY, SIGNS, parse_quantity, without_latex
 
 # The lines with digits that are read, and the characters around the last digit of each.
-_LINES, _BEFORE, _BEHIND = 8, 300, 90
+_LINES = 8
+_BEFORE = 300
+_BEHIND = 90
 _CHOICE = 4000  # characters at the end of a text in which a choice is looked for
 _OPERATOR = "[-+*/×÷·^±√]"
 # A run: digits and all that joins them. It is one number, or it is no answer.
@@ -24,7 +26,8 @@ _LAST_DIGIT = re.compile(r"[0-9](?=[^0-9\n]*$)", re.MULTILINE)  # of each line
 _LEAD = re.compile(rf"(?:{_OPERATOR} ?)*")
 _WORD_OR_STOP = re.compile(r"[^\W\d_]{2}$|[,.:;]$")  # a dash behind it is punctuation
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
-# What stands before a number that is a part of something else: `5 and`, `minus`, `isn't`, `f(`, `2(`.
+# What stands before a number that is a part of something else: `5 and`, `minus`, `isn't`,
+# `f(`, `2(`.
 _JOINED = re.compile(
     r"[0-9]%?,? (?:and|over|to|divided by)$|\b(?:minus|or|negative|not|plus|times)$|n't$"
     r"|(?:\b[A-Za-z]|[0-9)])\($|\{$"
@@ -53,7 +56,8 @@ _STATED = re.compile(
 _MARKED = re.compile(rf"^[-\s(\[*]{{0,4}}{_CAPITAL}(?=[)\].:*])", re.MULTILINE)
 _SINGLE = re.compile(rf"(?<![\w']){_CAPITAL}")
 _ANOTHER = re.compile(  # behind a letter
-    rf"[)\]*}}$]{{0,3}}(?:(?:\s*(?:[,/&+|-]|\b(?:and|or|nor)\b)){{1,3}}\s*|\s)[(\[*]{{0,3}}{_CAPITAL}"
+    r"[)\]*}$]{0,3}(?:(?:\s*(?:[,/&+|-]|\b(?:and|or|nor)\b)){1,3}\s*|\s)"
+    rf"[(\[*]{{0,3}}{_CAPITAL}"
 )
 _ONE_BEFORE = re.compile(r"[A-Z]\W{0,6}\b(?:and|or)\s+(?:the\s+)?$")
 _CLAUSE = re.compile(r"[.,:;!?\n]|\b(?:but|so)\b")
@@ -81,9 +85,11 @@ def last_number(text: str) -> str | None:
 
 
 def _number(before: str, run: str, behind: str) -> str | None:
-    """The number of a run between two texts, with its unit; None if it is a part of something else."""
+    """The number of a run between two texts, with its unit;
+    None if it is a part of something else."""
     lead = run[: _LEAD.match(run).end()]  # pyright: ignore[reportOptionalMemberAccess]
-    number, spoken = run[len(lead) :], before.rstrip()
+    number = run[len(lead) :]
+    spoken = before.rstrip()
     is_glued = lead in ("-", "+") and not re.search(r"[\w)\]}]$", before)
     if is_glued or (lead == "- " and spoken.endswith("=")):
         number = lead.strip() + number
@@ -91,14 +97,18 @@ def _number(before: str, run: str, behind: str) -> str | None:
         is_mark = lead in ("- ", "+ ") and not spoken
         if not is_mark and not (lead == "- " and _WORD_OR_STOP.search(spoken)):
             return None
-    words = behind[: _UNIT_END.search(behind).start()].split(" ")  # pyright: ignore[reportOptionalMemberAccess]
-    found, quantity, rest = None, None, ""
+    end = _UNIT_END.search(behind).start()  # pyright: ignore[reportOptionalMemberAccess]
+    words = behind[:end].split(" ")
+    found = quantity = None
+    rest = ""
     for count in range(1, min(len(words), 5) + 1):
         text = (number + " ".join(words[:count])).strip()
         is_preposition = words[count - 1] == "in" and count < len(words)
         read = None if is_preposition else parse_quantity(text)
         if read is not None and read != quantity:
-            found, quantity, rest = text, read, " ".join(["", *words[count:]])
+            found = text
+            quantity = read
+            rest = " ".join(["", *words[count:]])
     is_part = _JOINED.search(spoken) or _DENIED.match(rest)
     is_part = is_part or (quantity and not quantity.unit and _CHANGED.match(rest))
     return None if is_part else found
@@ -108,8 +118,8 @@ def letter(text: str) -> str | None:
     """The letter of a choice; None if there is none, or more than one.
 
     It is the whole text, or the last letter that the text calls its answer. In a text without such
-    words it is the only letter that begins a line as an option (``B) iron``), or else the only capital
-    that stands alone. A letter that is denied (``not C``, ``C is wrong``) does not count.
+    words it is the only letter that begins a line as an option (``B) iron``), or else the only
+    capital that stands alone. A letter that is denied (``not C``, ``C is wrong``) does not count.
     """
     alone = _ALONE.fullmatch(text) if len(text) <= 100 else None
     if alone:

@@ -9,10 +9,12 @@ TAGS = ("<think>", "</think>")
 
 
 def split_thoughts(text: str, tags: Sequence[str] = TAGS) -> tuple[str, str | None]:
-    """The thoughts of a completion, tags included, and its answer: the text behind the last closing tag.
+    """The thoughts of a completion, tags included, and its answer:
+    the text behind the last closing tag.
 
-    The answer is None if a thought is still open at the end: the completion was cut off inside it. A text may
-    begin inside a thought whose opening tag is in the prompt. Without tags the whole text is the answer.
+    The answer is None if a thought is still open at the end: the completion was cut off inside it.
+    A text may begin inside a thought whose opening tag is in the prompt. Without tags the whole
+    text is the answer.
     """
     if not tags:
         return "", text

@@ -1,4 +1,5 @@
-"""Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX; else texts.
+"""Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX;
+else texts.
 
 All of it takes time linear in the text: a policy writes these texts, and it will find the input on
 which a backtracking pattern takes exponential time.
@@ -12,7 +13,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import NamedTuple
 
-# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
+# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text
+# cheap.
 _MAX_NUMBER_CHARACTERS = 400
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
@@ -27,7 +29,8 @@ _NUMBER = re.compile(
 _EQUATION = re.compile(r"\A(?:[A-Za-z]\s?)?=\s?")  # x = 5
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _SCALES["trillion"] = 10**12
-# Each unit with its other spellings; the first one has a plural, and may be spelt as the British do.
+# Each unit with its other spellings; the first one has a plural,
+# and may be spelt as the British do.
 _SPELLINGS = """
 dollar $ usd buck bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct;
 degree ° deg; celsius °c; fahrenheit °f; radian rad;
@@ -37,12 +40,14 @@ ton t tonne tonnes; kilogram kg kgs kilo kilos; gram g; milligram mg; ounce oz;
 liter l L; milliliter ml; gallon gal; quart qt; pint pt; cup; tablespoon tbsp; teaspoon tsp;
 century centuries; decade; year yr yrs; month; week wk; day; hour h hr hrs; minute min mins;
 second s sec secs; millisecond ms; mile/hour mph; kilometer/hour kmh kph;
-joule J; kilojoule kj; calorie cal; kilocalorie kcal; watt W; kilowatt kw; volt V; newton N; hertz hz;
-person people; child children; man men; woman women; student; kid; friend; animal; fish; tree; flower;
-piece; item; unit; point; page; book; box; bag; bottle; can; slice; card; ticket; coin; pencil; marble;
-cookie; egg; apple; orange; car
+joule J; kilojoule kj; calorie cal; kilocalorie kcal; watt W; kilowatt kw; volt V; newton N;
+hertz hz; person people; child children; man men; woman women; student; kid; friend; animal; fish;
+tree; flower; piece; item; unit; point; page; book; box; bag; bottle; can; slice; card; ticket;
+coin; pencil; marble; cookie; egg; apple; orange; car
 """
-_UNITS = {word: group.split()[0] for group in _SPELLINGS.split(";") for word in group.split()}
+_UNITS: dict[str, str] = {}
+for _spellings in map(str.split, _SPELLINGS.split(";")):
+    _UNITS |= dict.fromkeys(_spellings, _spellings[0])
 _POWERS = {"square": "²", "sq": "²", "squared": "²", "²": "²"}
 _POWERS |= {"cubic": "³", "cu": "³", "cubed": "³", "³": "³"}
 _POWER = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)\s?(²|³|squared|cubed)?")
@@ -59,8 +64,8 @@ CHANGES = {
 """Words behind a number that make it another one, or one of several."""
 # Words behind the number of a reference answer that are no unit: it is a text then.
 _NO_UNITS = CHANGES | {
-    *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more", "not"),
-    *("of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
+    *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more"),
+    *("not", "of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
 }
 _LATEX = [
     (re.compile(pattern), replacement)
@@ -98,11 +103,15 @@ class Quantity(NamedTuple):
     unit: str = ""  # in one spelling; empty: none
 
 
-def answers_agree(found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False) -> bool:
-    """Whether an answer means the same as the reference answer: numbers by value, other texts by letter.
+def answers_agree(
+    found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False
+) -> bool:
+    """Whether an answer means the same as the reference answer: numbers by value,
+    other texts by letter.
 
-    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50 and
-    also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the reference answer.
+    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50
+    and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the
+    reference answer.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)
@@ -121,17 +130,18 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     """The exact value and the unit of a text that is one number and nothing else, or None.
 
     Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
-    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``), a
-    fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5 m²``),
-    LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full stop behind.
+    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``),
+    a fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5
+    m²``), LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full
+    stop behind.
 
-    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction of 1
-    or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are no unit
-    (``5 tenths``, ``2 pi``), more than 400 characters.
+    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
+    of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are
+    no unit (``5 tenths``, ``2 pi``), more than 400 characters.
 
     Args:
-        unit: one that is accepted besides the known ones; None: up to four plain words are one too, as in
-            a reference answer.
+        unit: one that is accepted besides the known ones; if it is None, up to four plain words are
+            one too, as in a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
@@ -143,7 +153,8 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     if read is None:
         return None
     if match["top"] is not None:
-        top, bottom = int(match["top"]), int(match["bottom"])
+        top = int(match["top"])
+        bottom = int(match["bottom"])
         if not bottom or (match["mixed"] and top >= bottom):
             return None
         size = Fraction(top, bottom) + int(match["mixed"] or 0)
@@ -161,7 +172,8 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, str] | None:
-    """The factor and the unit: of a currency sign before a number, and the words behind it. None: no unit."""
+    """The factor and the unit: of a currency sign before a number, and the words behind it.
+    None: no unit."""
     phrase = behind.strip()
     first, _, others = phrase.partition(" ")
     scale = _SCALES.get(first.lower(), 1)
@@ -176,7 +188,8 @@ def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, s
 
 
 def _unit(phrase: str) -> str | None:
-    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words; None: unknown."""
+    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words;
+    None: unknown."""
     if not phrase:
         return ""
     parts = []
@@ -218,8 +231,12 @@ def _same(a: Quantity, b: Quantity) -> bool:
         return a.value == b.value
     if not a.unit or not b.unit:
         return a.value == b.value or _share(a) == _share(b)
-    cents = {"cent": 1, "dollar": 100, "euro": 100}
-    return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(b.unit, 0)
+    return "cent" in (a.unit, b.unit) and _cents(a) == _cents(b)
+
+
+def _cents(quantity: Quantity) -> Fraction:
+    """The cents of an amount of money; 0 for any other quantity."""
+    return quantity.value * {"cent": 1, "dollar": 100, "euro": 100}.get(quantity.unit, 0)
 
 
 def _share(quantity: Quantity) -> Fraction:
@@ -243,7 +260,8 @@ def without_latex(text: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5), 18 for the float 18.0.
+    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5),
+    18 for the float 18.0.
 
     A text stays as it is.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 5  # before it, moments for calibrated rounding were not saved
+VERSION = 6  # before it, the sampler was not one value
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
@@ -195,7 +195,7 @@ class TrainerState:
     data: str  # digest of the training data
     inputs: dict  # see `run_inputs`
     arithmetic: dict  # see `Platform.arithmetic`
-    logs: dict[str, int]  # bytes of each log
+    logs: dict[str, int] = rules.key(attrs.NOTHING, "bytes", "each: 0 <= x <= 1e18")  # noqa: RUF009
     loop: dict  # the plain fields of `RunState`
 
 

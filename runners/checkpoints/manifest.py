@@ -17,7 +17,9 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path) -> None:
     """Writes manifest.json for all files in the folder. OSError if the disk refuses."""
-    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (
+        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
+    )
     files = {name: {"sha256": digest(folder / name)} for name in names if name != MANIFEST}
     write_json(folder / MANIFEST, {"files": files})
 
@@ -34,8 +36,11 @@ def check_manifest(folder: Path) -> None:
         if path.is_file() and not path.is_symlink()
     }
     for name, facts in files.items():
-        if (path := present.get(name)) is None:
-            raise UserError(f"{folder}: expected a file {show(name)} in the folder, found none or a link")
+        path = present.get(name)
+        if path is None:
+            raise UserError(
+                f"{folder}: expected a file {show(name)} in the folder, found none or a link"
+            )
         with disk_errors(f"{path}: cannot be read"):
             found = digest(path)
         if found != facts.get("sha256"):
@@ -60,15 +65,16 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
 def model_of_run(name: str, note: Callable[[str], None]) -> str:
     """The model of a run's folder: `final`, else its newest whole checkpoint.
 
-    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each damaged one.
-    Raises UserError if the run has neither.
+    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each
+    damaged one. Raises UserError if the run has neither.
     """
     folder = Path(name).expanduser()
     if not (folder / RESOLVED).is_file():
         return name
     if (folder / "final").is_dir():
         return str(folder / "final")
-    if (path := newest_whole(folder, note)) is None:
+    path = newest_whole(folder, note)
+    if path is None:
         raise UserError(f"{name}: this run has no final model and no whole checkpoint")
     note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
     return str(path)

@@ -1,4 +1,5 @@
-"""Continuing from a checkpoint: finds it, checks it, and compares config and inputs with its own."""
+"""Continuing from a checkpoint: finds it, checks it, and compares config and inputs with its
+own."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ from runners.report.run_record import flattened
 # Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = {
     *("checkpoint", "log", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
-    *("eval.every", "eval.at_start", "optim.max_bad_updates", "reward.stop_if_all_fail"),
+    *("answer.partial_sandbox", "eval.every", "eval.at_start", "optim.max_bad_updates"),
+    "reward.stop_if_all_fail",
     *("system.memory_limit_gb", "system.collective_timeout", "system.check_model"),
 }
-# Keys that the config may leave to the machine; a resumed run takes their values from the first run.
+# Keys that the config may leave to the machine; a resumed run takes their values from the first
+# run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
 
@@ -49,25 +52,32 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
         wish: a checkpoint, or a folder with checkpoints; None: the run's own.
         note: gets a line for each damaged one, which is skipped.
 
-    Raises UserError if the named checkpoint is damaged, if all are, or if one is of another version.
+    Raises UserError if the named checkpoint is damaged, if all are, or if one is of another
+    version.
     """
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))
     if wish is not None and not found:
         check_manifest(wish)
         return Origin(wish, read_trainer_state(wish))
-    if (path := newest_whole(searched, note)) is not None:
+    path = newest_whole(searched, note)
+    if path is not None:
         return Origin(path, read_trainer_state(path))
     if found:
-        raise UserError(f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over")
+        raise UserError(
+            f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over"
+        )
     if (folder / "final").exists():
-        raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite starts over")
+        raise UserError(
+            f"{folder} holds a finished run without checkpoints; --overwrite starts over"
+        )
     note(f"{searched} has no checkpoint yet: the run starts from the beginning")
     return None
 
 
 def first_start(origin: Origin | None) -> datetime:
-    """When a run whose chat template writes the date was first started; of other runs and new ones: now."""
+    """When a run whose chat template writes the date was first started; of other runs and new ones:
+    now."""
     with suppress(ValueError):
         return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
     return datetime.now().replace(microsecond=0)
@@ -79,37 +89,54 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     `key` is the config's key, for the message.
     """
     checkpoint = interrupted(folder)
-    left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
-    there = (name for name in left if not replace_finished and (folder / name).exists())
-    if name := checkpoint or next(there, None):
+    left = [
+        METRICS,
+        COMPLETIONS,
+        "final",
+        *(path.name for path in checkpoint_folders(folder).values()),
+    ]
+    there = [name for name in left if (folder / name).exists()]
+    name = checkpoint
+    if name is None and there and not replace_finished:
+        name = there[0]
+    if name is not None:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
-            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts over, "
-            "another run.name leaves it alone"
+            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
+            "over, another run.name leaves it alone"
         )
 
 
-def compare_config(config: Config, origin: Origin, note: Callable[[str], None], *, allowed: bool) -> None:
+def compare_config(
+    config: Config, origin: Origin, note: Callable[[str], None], *, allowed: bool
+) -> None:
     """Notes the keys in which the config differs from the checkpoint's.
 
     Raises UserError if weights or completions depend on one of them, unless that is `allowed`.
     """
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
-    was, now = flattened(origin.facts.config), flattened(config.to_dict())
+    was = flattened(origin.facts.config)
+    now = flattened(config.to_dict())
     # For keys that the config left open, config.resolved.json has the values that the run used.
     resolved = flattened(recorded_in(origin.folder.parent))
-    found, matter = [], []
+    found = []
+    matter = []
     for key in sorted(was.keys() | now.keys()):
-        before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
-        if before == after or before == {} or (before in LEFT_OPEN and after == resolved.get(key, before)):
+        before = was.get(key, defaults.get(key))
+        after = now.get(key, defaults.get(key))
+        if (
+            before == after
+            or before == {}
+            or (before in LEFT_OPEN and after == resolved.get(key, before))
+        ):
             continue
         found.append(_change(key, before, after))
         if not (key in HARMLESS or key.partition(".")[0] in HARMLESS):
             matter.append(found[-1])
     if matter and not allowed:
         raise UserError(
-            f"the config is not that of {origin.folder}: {', '.join(matter)}; --allow-config-change "
-            "continues anyway"
+            f"the config is not that of {origin.folder}: {', '.join(matter)}; "
+            "--allow-config-change continues anyway"
         )
     if found:
         note(f"the config is not that of {origin.folder}: {', '.join(found)}")
@@ -123,7 +150,8 @@ def compare_inputs(
     *,
     allowed: bool,
 ) -> None:
-    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of `Platform.arithmetic`.
+    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of
+    `Platform.arithmetic`.
 
     Raises UserError if weights or completions depend on such an input, unless that is `allowed`.
     """
@@ -134,11 +162,16 @@ def compare_inputs(
         raise UserError(f"{line}; --allow-config-change continues anyway")
     if found:
         note(line)
-    was = origin.facts.arithmetic
-    if rows := [_change(key, was.get(key), now) for key, now in computing.items() if was.get(key) != now]:
+    earlier = origin.facts.arithmetic
+    rows = [
+        _change(key, earlier.get(key), now)
+        for key, now in computing.items()
+        if earlier.get(key) != now
+    ]
+    if rows:
         note(
-            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
-            "those of an uninterrupted run"
+            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for "
+            "bit those of an uninterrupted run"
         )
 
 
@@ -147,9 +180,12 @@ def _change(name: str, was: Any, now: Any) -> str:
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """The decisions of an earlier process for this config; None if their keys of [rollout] have changed."""
+    """The decisions of an earlier process for this config; None if their keys of [rollout] have
+    changed."""
     asked = origin.facts.config.get("rollout")
-    if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(config):
+    if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(
+        config
+    ):
         return None
     return attrs.asdict(origin.facts.decided)
 

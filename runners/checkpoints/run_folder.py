@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_files import read_lines
+from runners.files.json_files import open_own, read_lines
 from runners.files.run_files import EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
@@ -30,7 +30,7 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
     """
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        lock = open_own(folder / LOCK, os.O_RDWR)
     try:
         with disk_errors(f"{key}: {folder} cannot be locked"):
             _take(lock, folder)
@@ -50,20 +50,44 @@ def _take(lock: int, folder: Path) -> None:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if time.monotonic() > end:
             owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
-            raise UserError(f"{folder} is in use by process {owner}; wait for it, or choose another run.name")
+            raise UserError(
+                f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
+            )
         time.sleep(0.01)
+
+
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """What distinguishes a folder from a later one of the same path; None: there is none."""
+    with suppress(OSError):
+        facts = os.stat(folder)
+        return facts.st_dev, facts.st_ino
+    return None
+
+
+def check_place(folder: Path, place: tuple[int, int] | None) -> None:
+    """Raises UserError if `folder` is no longer the one of which `place_of` gave this: it was
+    renamed, and what has its path now may belong to another run."""
+    found = place_of(folder)
+    if found != place:
+        raise UserError(
+            f"{folder}: expected the folder in which this run began, found "
+            f"{'another' if found else 'none'}; nothing is saved until it has its name back"
+        )
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
     """All folders with a checkpoint's name, by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    found = {int(m[1]): path for path in paths if (m := _CHECKPOINT.fullmatch(path.name))}
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
+    found = {int(match[1]): path for match, path in matches if match}
     return dict(sorted(found.items()))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The run's whole checkpoints, oldest step first."""
-    return [path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()]
+    return [
+        path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()
+    ]
 
 
 def interrupted(folder: Path) -> str | None:
@@ -73,7 +97,9 @@ def interrupted(folder: Path) -> str | None:
     """
     with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
-        ends = [event for event in read_lines(folder / EVENTS) if event.get("event") in ("start", "end")]
+        ends = [
+            event for event in read_lines(folder / EVENTS) if event.get("event") in ("start", "end")
+        ]
     finished = not ends or (ends[-1]["event"], ends[-1].get("state")) == ("end", "finished")
     if not whole or (finished and (folder / "final" / "config.json").is_file()):
         return None
@@ -89,8 +115,8 @@ def clear(folder: Path) -> None:
 
 
 def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
-    """Renames the checkpoints of later steps, because the run continues from an earlier one. Returns the old
-    and the new names.
+    """Renames the checkpoints of later steps, because the run continues from an earlier one.
+    Returns the old and the new names.
 
     The new name is NAME.aside, or NAME.aside-2 and so on if that exists: nothing is replaced.
     """

@@ -1,6 +1,7 @@
 """Digests of a run's inputs besides its config; a resumed run compares them.
 
-Digests are SHA-256. Files and columns are read whole; for the weights under adapters see `base_digest`.
+Digests are SHA-256. Files and columns are read whole; for the weights under adapters see
+`base_digest`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def run_inputs(
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
-    others = {"answer", config.data.image}  # one is compared with the prompts, and reading images takes long
+    # one is compared with the prompts, and reading images takes long
+    others = {"answer", config.data.image}
     columns = sorted(examples[0].columns.keys() - others) if examples else []
     values = ([(name, example.columns[name]) for name in columns] for example in examples)
     found: dict[str, Any] = {
@@ -46,14 +48,20 @@ def run_inputs(
         "the tokens that end a completion": list(loaded.eos_ids),
     }
     processor = loaded.vision.processor if loaded.vision else None
-    template = processor.template if processor and processor.template else loaded.tokenizer.chat_template
+    template = (
+        processor.template if processor and processor.template else loaded.tokenizer.chat_template
+    )
     if writes_date(template):
         found[START] = loaded.tokenizer.start.isoformat()
     if gold:
-        found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
+        found["the gold completions"] = _digest(
+            repr((example.tokens, example.gold)) for example in gold
+        )
     if loaded.base_digest:
         found["the weights of the base model"] = loaded.base_digest
-    return found | {what: digest(Path(file)) for what, file in _files(config, rewards).items() if file}
+    return found | {
+        what: digest(Path(file)) for what, file in _files(config, rewards).items() if file
+    }
 
 
 def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | None]:
@@ -64,7 +72,10 @@ def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | 
             file = getattr(reward.function, "file", None) or function_file(name, config.folders)
             files[f"the file of the reward {name}"] = file
     named = {f"the file of the tool {name}": name for name in config.env.tools}
-    named |= {"the file of env.factory": config.env.factory, "the file of model.loader": config.model.loader}
+    named |= {
+        "the file of env.factory": config.env.factory,
+        "the file of model.loader": config.model.loader,
+    }
     for what, name in named.items():
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
     for file in adapter_files(Path(config.model.adapters)) if config.model.adapters else ():

@@ -31,16 +31,20 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and below it, the last changed one first. UserError if it does not exist."""
+    """The runs in a folder and below it, the last changed one first. UserError if it does not
+    exist."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; expected one that holds runs, such as outputs")
+        raise UserError(
+            f"{folder}: there is no such folder; expected one that holds runs, such as outputs"
+        )
     found = {file.parent for file in folder.rglob(RESOLVED) if file.is_file()}
     return sorted(map(summarize, found), key=lambda run: (-run.changed, run.folder))
 
 
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
-    record, state = RunRecord(folder), "stopped"
+    record = RunRecord(folder)
+    state = "stopped"
     if is_running(folder):
         state = "running"
     elif interrupted(folder) is not None:
@@ -65,8 +69,10 @@ def _advice(folder: Path, state: str) -> str:
         return ""
     if state == "finished":
         return shlex.join(["grpo", "chat", str(folder)])
-    command, config = ["grpo-run", str(folder / RESOLVED)], recorded_in(folder).get("run", {})
-    output, name = config.get("output_dir"), config.get("name")
+    command = ["grpo-run", str(folder / RESOLVED)]
+    config = recorded_in(folder).get("run", {})
+    output = config.get("output_dir")
+    name = config.get("name")
     if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.
         command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]

@@ -12,18 +12,27 @@ from typing import Any
 
 import click
 
-from runners.errors import ConfigError, UserError, first_line, is_out_of_memory, one_line, system_fault
+from runners.errors import (
+    ConfigError,
+    UserError,
+    first_line,
+    is_out_of_memory,
+    one_line,
+    system_fault,
+)
 from runners.machine.metal_faults import ADVICE, is_watchdog
-from runners.machine.terminal import OutputLost, drop_output, echo
+from runners.machine.terminal import OutputLost, drop_output, echo, escape_logs
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose `commands` are names of modules' attributes, imported only when they are shown or run.
+    """A group whose `commands` are names of modules' attributes, imported only when they are shown
+    or run.
 
-    A command's module imports nothing heavy at its top, so that the group's help can show its first line.
+    A command's module imports nothing heavy at its top, so that the group's help can show its first
+    line.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -37,27 +46,32 @@ class LazyGroup(click.Group):
 
 
 def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits with 130
-    (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
+    """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits
+    with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory and errors of the operating system count as user errors. Any other exception is a
-    bug and keeps its traceback.
+    Running out of memory and errors of the operating system count as user errors. Any other
+    exception is a bug and keeps its traceback.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        escape_logs()
         try:
             for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters
+                # an old terminal's encoding lacks some characters
+                if isinstance(stream, TextIOWrapper):
                     stream.reconfigure(errors="backslashreplace")
             return function(*args, **kwargs)
         except KeyboardInterrupt as error:
-            fault, lines = error, ["interrupted", getattr(error, "advice", "")]
+            fault = error
+            lines = ["interrupted", getattr(error, "advice", "")]
         except OutputLost as error:
             drop_output(sys.stdout)
-            fault, lines = error, [] if error.is_pipe else [str(error)]  # a pipe's reader may stop reading
+            fault = error
+            lines = [] if error.is_pipe else [str(error)]  # a pipe's reader may stop reading
         except UserError as error:
-            fault, lines = error, error.problems if isinstance(error, ConfigError) else [str(error)]
+            fault = error
+            lines = error.problems if isinstance(error, ConfigError) else [str(error)]
         except (OSError, RuntimeError, MemoryError) as error:
             fault = UserError()
             if is_out_of_memory(error):
@@ -97,8 +111,8 @@ def flag(name: str, meaning: str) -> Part:
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a command of a function, which then `ends_with_a_line`. The parts are its arguments, options and
-    groups of options, in order; `notes` are printed below its help."""
+    """Makes a command of a function, which then `ends_with_a_line`. The parts are its arguments,
+    options and groups of options, in order; `notes` are printed below its help."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         found = ends_with_a_line(function)

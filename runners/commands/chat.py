@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import INTERRUPTED, command
-from runners.commands.options import MODEL, PROMPT, SAMPLING, TRUST, open_model, resolve_prompt, sampling_of
-from runners.machine.terminal import echo
+from runners.commands.options import (
+    MODEL,
+    PROMPT,
+    SAMPLING,
+    TRUST,
+    open_model,
+    resolve_prompt,
+    sampling_of,
+)
+from runners.machine.terminal import echo, echo_output, echo_text
 
 if TYPE_CHECKING:
     from runners.inference.inference_model import InferenceModel
@@ -27,7 +35,13 @@ _COMMANDS = """\
 
 
 @command(
-    "chat", click.argument("model"), PROMPT, SAMPLING, MODEL, TRUST, notes=f"\b\nWhile chatting:\n{_COMMANDS}"
+    "chat",
+    click.argument("model"),
+    PROMPT,
+    SAMPLING,
+    MODEL,
+    TRUST,
+    notes=f"\b\nWhile chatting:\n{_COMMANDS}",
 )
 def chat_command(model: str, **values: Any) -> None:
     """Chat with a model.
@@ -60,12 +74,14 @@ def chat_command(model: str, **values: Any) -> None:
         if message == "/exit":
             break
         if message == "/help":
-            echo(_COMMANDS, nl=False, err=True)
+            echo_text(_COMMANDS, nl=False, err=True)
         elif message == "/clear":
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
-                show_reply(conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed))
+                show_reply(
+                    conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed)
+                )
             stopped = interrupts.stopped
     echo(speed.line(), err=True)
     if stopped:
@@ -76,14 +92,21 @@ def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversa
     """Starts a conversation with the resolved options."""
     from runners.inference.text_generation import Conversation, generation_key
 
-    how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
-    return Conversation(model, sampling_of(values, model), key=generation_key(values["seed"]), **how)
+    return Conversation(
+        model,
+        sampling_of(values, model),
+        key=generation_key(values["seed"]),
+        system=values["system"],
+        nudge=values["nudge"],
+        template_kwargs=values["template_kwargs"],
+        raw=values["raw"],
+    )
 
 
 def show_reply(pieces: Iterable[str]) -> None:
     """Streams a reply to standard output, followed by a line break."""
     for piece in pieces:
-        echo(piece, nl=False)
+        echo_output(piece)
     echo()
 
 
@@ -98,6 +121,6 @@ def _read() -> str:
         echo("", err=True)
         return "/exit"
     if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
-        echo(PROMPT_SIGN, nl=False, err=True)
+        echo_text(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else "/exit"

@@ -13,7 +13,7 @@ import click
 from runners.commands.base import command, flag, option
 from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError, show
-from runners.machine.terminal import aligned, echo
+from runners.machine.terminal import aligned, echo, echo_text
 
 if TYPE_CHECKING:
     from runners.data.prompts import Example
@@ -52,22 +52,28 @@ def check_command(config: str, overrides: Sequence[str], problems: int, sample: 
     if sample:
         from runners.evaluation.training_prompts import sample_completions
 
-        _show_sampled(*sample_completions(loaded, machine, sample))
+        completions, warnings = sample_completions(loaded, machine, sample)
+        _show_sampled(completions, warnings)
 
 
 def _show(checked: RewardCheck, sample: int) -> None:
-    low, high = checked.lengths[0], checked.lengths[-1]
+    low = checked.lengths[0]
+    high = checked.lengths[-1]
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")
     echo(f"prompt tokens  {low} to {high}, median {round(statistics.median(checked.lengths))}")
-    echo("first prompt\n" + indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
+    echo("first prompt")
+    echo_text(indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
         echo("mean rewards")
         named = zip(checked.rewards, checked.values_kan, strict=True)
-        rows = [("", *checked.kinds), *((name, *map(_mean, values_an)) for name, values_an in named)]
+        rows = [
+            ("", *checked.kinds),
+            *((name, *map(_mean, values_an)) for name, values_an in named),
+        ]
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
@@ -76,11 +82,15 @@ def _show(checked: RewardCheck, sample: int) -> None:
         echo(f"warning: {warning}")
 
 
-def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]) -> None:
+def _show_sampled(
+    completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]
+) -> None:
     """Prints sampled completions: the text, the answer that was read from it, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
-        echo(f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}")
-        echo(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
+        echo(
+            f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}"
+        )
+        echo_text(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
             verdict = "right" if one.right else f"wrong, the reference answer is {example.answer}"
             answer = "nothing" if one.answer is None else show(one.answer)
@@ -136,15 +146,19 @@ def difficulty_command(
     )
     echo_all(notices)
     lines = [line for line in measured if line["samples"]]
-    if not (rates := [line["passes"] / line["samples"] for line in lines]):
+    rates = [line["passes"] / line["samples"] for line in lines]
+    if not rates:
         raise UserError(f"{path}: no completion has a reward")
     kinds = {"never passed": sum(rate == 0 for rate in rates)}
     low = 0.0
     for name, high in BANDS.items():
-        kinds[f"{name}, {low:.0%} to {min(high, 1):.0%}"] = sum(low <= r < high and 0 < r < 1 for r in rates)
+        kinds[f"{name}, {low:.0%} to {min(high, 1):.0%}"] = sum(
+            low <= r < high and 0 < r < 1 for r in rates
+        )
         low = high
     kinds["always passed"] = sum(rate == 1 for rate in rates)
     echo(f"{len(rates):,} prompts; {sum(rates) / len(rates):.1%} of the completions passed")
     rows = [("", name, f"{count:,}", f"{count / len(rates):.0%}") for name, count in kinds.items()]
-    echo("\n".join(aligned(rows, right=(2, 3))))
+    for line in aligned(rows, right=(2, 3)):
+        echo(line)
     echo(f"data.difficulty = {path}")

@@ -50,7 +50,18 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     startup.prepare()
     from runners.conversion.convert import convert
 
-    how = {"quantization": quantization_of(values), "dtype": dtype or "", "note": partial(echo, err=True)}
-    named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column", "calibrate")
-    convert(source, out, **how, **{name: values[name] for name in named})
+    convert(
+        source,
+        out,
+        quantization=quantization_of(values),
+        dequantize=values["dequantize"],
+        dtype=dtype or "",
+        calibrate=values["calibrate"],
+        column=values["column"],
+        force=values["force"],
+        step=values["step"],
+        text_only=values["text_only"],
+        trust_remote_code=values["trust_remote_code"],
+        note=partial(echo, err=True),
+    )
     echo_weights(out)

@@ -1,4 +1,6 @@
-"""`grpo doctor`: what this machine provides for a run, what will be slow, and the command that fixes it."""
+"""`grpo doctor`: what this machine provides for a run, what will be slow, and the command that
+fixes it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,23 @@ import json
 import platform
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runners.commands.base import command, flag
-from runners.errors import UserError, gigabytes
-from runners.machine.terminal import aligned, echo
+from runners.errors import UserError, gigabytes, listed
+from runners.machine.terminal import aligned, echo, echo_text
 
-PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
+PACKAGES = (
+    "mlx",
+    "mlx-lm",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "tiktoken",
+)
 
 
 @command(
@@ -36,27 +46,27 @@ def doctor_command(as_json: bool) -> None:
     from runners.machine import startup
     from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
     from runners.machine.versions import installed_version
-    from runners.sandbox.sandbox import mechanism
+    from runners.sandbox.sandbox import check_sandbox
 
-    sandbox = None
-    with suppress(UserError):
-        sandbox = mechanism()
+    missing = check_sandbox(partial=True)
     found: dict[str, Any] = {
         "grpo_fn": installed_version("grpo_fn"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "compiler": shutil.which("g++") is not None,
-        "sandbox": sandbox,
+        "sandbox": f"lacks {listed(missing)}" if missing else "whole",
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
-    slow, problem = [], ""
+    slow = []
+    problem = ""
     try:
         machine = startup.prepare()
     except UserError as error:
         problem = str(error)
     else:
-        total, limit = total_memory(), memory_limit() if sys.platform == "linux" else None
+        total = total_memory()
+        limit = memory_limit() if sys.platform == "linux" else None
         slow = list(machine.notices)
         found |= {
             "device": f"{machine.device} ({machine.backend})",
@@ -68,10 +78,14 @@ def doctor_command(as_json: bool) -> None:
             "blas": Path(machine.blas).name if machine.blas else None,
         }
     if as_json:
-        echo(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
+        echo_text(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:
-        names = (name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_") for name in found)
-        echo("\n".join([*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]))
+        names = (
+            name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_")
+            for name in found
+        )
+        for line in [*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]:
+            echo(line)
         for line in slow:
             echo(f"slow: {line}")
         if not slow and not problem:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import click
 from runners.commands.base import command, option
 from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_text
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
@@ -66,6 +68,8 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
+        if name and not os.access(Path(name).expanduser().resolve().parent, os.W_OK):
+            raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
     from runners.machine import startup
 
     echo_all(startup.prepare().notices)
@@ -76,12 +80,14 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     from runners.files.json_files import json_line
 
     if out:
-        rows = (row for each in measured for row in each.completions)
-        Path(out).expanduser().write_text("".join(json_line(row) + "\n" for row in rows), encoding="utf-8")
+        rows = chain.from_iterable(each.completions for each in measured)
+        Path(out).expanduser().write_text(
+            "".join(json_line(row) + "\n" for row in rows), encoding="utf-8"
+        )
     if json_file:
         text = json.dumps(comparison_summary(measured), indent=2, allow_nan=False)
         Path(json_file).expanduser().write_text(f"{text}\n", encoding="utf-8")
-    echo(comparison_table(measured))
+    echo_text(comparison_table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:
@@ -101,24 +107,33 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
     from runners.evaluation.measurement import config_of_runs
     from runners.inference.inference_model import find_model, prompt_settings_of
 
-    overrides, note = _overrides(values), partial(echo, err=True)
+    overrides = _overrides(values)
+    note = partial(echo, err=True)
     if values["config"]:
         return load_config(values["config"], overrides)
     # The Hub's configuration that a run names belongs to its own source.
     other = ['data.name=""'] if values["data"] else []
-    if found := config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"])):
+    found = config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"]))
+    if found:
         return found
     preset = SHIPPED_PRESETS.get(models[0]) if len({*models}) == 1 else None
     if preset:
-        note(f"data, prompts and rewards as in the preset {preset}; --config, --data and --set replace them")
+        note(
+            f"data, prompts and rewards as in the preset {preset}; --config, --data and --set "
+            "replace them"
+        )
     config = load_config(preset, overrides)
     own = bool(config.model.loader)
-    prompts = {name: prompt_settings_of(*find_model(name, custom_loader=own)) for name in models}
-    asked = {name: prompt for name, prompt in prompts.items() if prompt}
+    asked = {}
+    for name in models:
+        path, adapters = find_model(name, custom_loader=own)
+        prompt = prompt_settings_of(path, adapters)
+        if prompt:
+            asked[name] = prompt
     if len(set(asked.values())) > 1:
         raise UserError(
-            f"{' and '.join(asked)} were trained with different prompt formats (grpo_prompt.json); --config "
-            "sets one for both"
+            f"{' and '.join(asked)} were trained with different prompt formats "
+            "(grpo_prompt.json); --config sets one for both"
         )
     for name, prompt in list(asked.items())[:1]:
         file = f"{name}: grpo_prompt.json"
@@ -141,7 +156,12 @@ def _overrides(values: dict[str, Any]) -> list[str]:
 
 
 def _measure_all(
-    models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
+    models: Sequence[str],
+    config: Config,
+    ks: tuple[int, ...],
+    num: int,
+    machine: Any,
+    values: dict[str, Any],
 ) -> list[ModelResult]:
     """Measures the models one after the other, so that only one is in memory."""
     from runners.data.datasets import load_rows, load_split, with_answers_of
@@ -170,8 +190,18 @@ def _measure_all(
         tools = environments.chat.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
-        how = {"num": num, "ks": ks, "rows": values["batch"] or 0, "environments": environments}
-        result = measure(loaded, name, chosen, config, every, note=partial(echo, err=True), **how)
+        result = measure(
+            loaded,
+            name,
+            chosen,
+            config,
+            every,
+            num=num,
+            ks=ks,
+            rows=values["batch"] or 0,
+            environments=environments,
+            note=partial(echo, err=True),
+        )
         measured.append(result)
         echo_all(result.problems)
         del loaded

@@ -57,13 +57,23 @@ def export_command(
     if len(targets) != 1:
         raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
     if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
-        raise UserError("--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR")
+        raise UserError(
+            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR"
+        )
     if (values["private"] and not push) or (values["kind"] and gguf is None):
         raise UserError("--private requires --push; --type requires --gguf")
-    from runners.conversion.export import export_folder, export_gguf, export_peft, open_source, upload
+    from runners.conversion.export import (
+        export_folder,
+        export_gguf,
+        export_peft,
+        open_source,
+        upload,
+    )
     from runners.conversion.gguf.writing import check_gguf
 
-    force, note, kind = values["force"], partial(echo, err=True), values["kind"] or "f16"
+    force = values["force"]
+    note = partial(echo, err=True)
+    kind = values["kind"] or "f16"
     if gguf is not None:
         check_gguf(kind)
     if peft is not None:
@@ -74,11 +84,20 @@ def export_command(
     opened = open_source(source, targets[0], force=force, trust_remote_code=trust, note=note)
     if gguf is not None:
         modelfile = export_gguf(opened, gguf, kind, force=force)
-        echo(f"{gguf}: {gigabytes(gguf.stat().st_size)}; import it with `ollama create NAME -f {modelfile}`")
+        echo(
+            f"{gguf}: {gigabytes(gguf.stat().st_size)}; import it with "
+            f"`ollama create NAME -f {modelfile}`"
+        )
         return
     dtype = values["dtype"] or ""
     export_folder(
-        opened, targets[0], quantization=quantization, dtype=dtype, force=force, title=push, online=bool(push)
+        opened,
+        targets[0],
+        quantization=quantization,
+        dtype=dtype,
+        force=force,
+        title=push,
+        online=bool(push),
     )
     echo_weights(targets[0])
     if push:

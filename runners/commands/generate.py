@@ -26,7 +26,7 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_output
 
 if TYPE_CHECKING:
     from runners.data.messages import Message
@@ -78,7 +78,13 @@ returns one, reward.
 """,
 )
 def generate_command(
-    model: str, prompt: str | None, prompts: str, num: int, out: str, images: tuple[str, ...], **values: Any
+    model: str,
+    prompt: str | None,
+    prompts: str,
+    num: int,
+    out: str,
+    images: tuple[str, ...],
+    **values: Any,
 ) -> None:
     """Generate completions for one prompt or many.
 
@@ -88,8 +94,12 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]):
-        raise UserError("--image requires a single PROMPT, without --prompts, --num, --out or tools")
+    if images and (
+        prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
+    ):
+        raise UserError(
+            "--image requires a single PROMPT, without --prompts, --num, --out or tools"
+        )
     from runners.data.messages import conversation, read_prompts
 
     text = ""
@@ -112,15 +122,30 @@ def generate_command(
 
     speed = Speed()
     with Interrupts() as interrupts:  # Ctrl-C ends the current batch, or the reply
-        watched = {"should_stop": lambda: interrupts.stopped, "speed": speed}
+
+        def should_stop() -> bool:
+            return interrupts.stopped
+
         if prompts or num > 1 or out or environments:
             with open(out or os.devnull, "w", encoding="utf-8") as file:
-                write = partial(print, file=file, flush=True) if out else echo
-                for row in _rows(loaded, conversations, num, values, environments, **watched):
+                write = (
+                    partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
+                )
+                rows = _rows(
+                    loaded,
+                    conversations,
+                    num,
+                    values,
+                    environments,
+                    should_stop=should_stop,
+                    speed=speed,
+                )
+                for row in rows:
                     write(json_line(row))
         else:
             shown = [ImageFile(name, path=Path(name).expanduser()) for name in images]
-            show_reply(open_conversation(loaded, values).reply(text, images=shown, **watched))
+            chat = open_conversation(loaded, values)
+            show_reply(chat.reply(text, images=shown, should_stop=should_stop, speed=speed))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
@@ -143,12 +168,22 @@ def _rows(
     from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.chat.schemas if environments else ()
-    how: dict[str, Any] = {name: values[name] for name in ("nudge", "template_kwargs", "raw")}
-    how |= {"tools": tools, "columns": values["row"], "most": values["max_tokens"]}
     system = values["system"]
-    found = sample_batches(
+    examples = [
+        model.example(
+            conversation(each, system),
+            nudge=values["nudge"],
+            template_kwargs=values["template_kwargs"],
+            raw=values["raw"],
+            tools=tools,
+            columns=values["row"],
+            most=values["max_tokens"],
+        )
+        for each in conversations
+    ]
+    batches = sample_batches(
         model.engine,
-        [model.example(conversation(each, system), **how) for each in conversations],
+        examples,
         attrs.evolve(sampling_of(values, model), num_generations=num),
         key=generation_key(values["seed"]),
         decoder=model.decoder,
@@ -157,7 +192,7 @@ def _rows(
         environments=environments,
         should_stop=should_stop,
     )
-    for done in found:
+    for done in batches:
         speed.add(done)
         rewards = None
         if environments is not None and done.played is not None:

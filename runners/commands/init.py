@@ -47,16 +47,20 @@ def init_command(model: str, data: str, out: str, question: str, answer: str) ->
     from runners.files.durable import save_text
     from runners.machine.memory_readings import usable_memory
 
-    found, about = survey_data(data, question, answer), survey_model(model)
+    found = survey_data(data, question, answer)
+    about = survey_model(model)
     echo(f"model    {about[0]}")
     echo(f"columns  {listed(found.columns)}")
     echo(f"data     {found.prompt or found.question} → {found.answer or 'no answers'}: {found.why}")
     rewards = target.with_name(f"{target.stem}_reward.py")
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
     if not found.answer:
-        echo("         --answer sets the column with reference answers, --question the one with questions")
+        echo(
+            "         --answer sets the column with reference answers, --question the one with "
+            "questions"
+        )
     if found.form == "none" and not rewards.exists():
-        save_text(rewards, REWARD.format(config=target.name))
+        save_text(rewards, REWARD)
         echo(f"written  {rewards}, an example reward; replace it with your own")
     save_text(target, text)
     echo(f"written  {target}")

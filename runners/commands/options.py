@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
     from runners.tokenization.prompt_settings import PromptSettings
 
-_COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
-_SHARE, _TOP = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
+_COUNT = click.IntRange(1)
+_NUMBER = click.IntRange(0)
+_SHARE = click.FloatRange(0, 1)
+_TOP = click.FloatRange(0, 1, min_open=True)
 _FACTOR = click.FloatRange(0, min_open=True)
 
 
@@ -106,12 +108,15 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
     """Returns the resolved options of SAMPLING and PROMPT as one value."""
     from grpo_fn import Sampling
 
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return Sampling(
         max_new_tokens=values["max_tokens"],
         eos_ids=model.eos_ids,
         stop=tuple(values["stop"]),
-        **{name: values[name] for name in names},
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=values["top_k"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
     )
 
 
@@ -119,8 +124,11 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """Returns the options of QUANTIZE as one value."""
     from runners.conversion.packing import QuantizationOptions
 
-    mode, recipe = values["mode"] or "", values["recipe"] or ""
-    return QuantizationOptions(mode=mode, bits=values["bits"], group_size=values["group_size"], recipe=recipe)
+    mode = values["mode"] or ""
+    recipe = values["recipe"] or ""
+    return QuantizationOptions(
+        mode=mode, bits=values["bits"], group_size=values["group_size"], recipe=recipe
+    )
 
 
 _PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
@@ -136,14 +144,16 @@ _OF_A_CHAT = ("system", "nudge", "template_kwargs")
 def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
     """Returns the options, with missing values of PROMPT and --max-tokens filled in.
 
-    The values come from the model's own settings, `prompt`, and are shown on stderr. Without such settings,
-    they are empty, and 512 tokens. `template_kwargs`, extra arguments for the chat template, has no option.
-    With `raw`, set by an option or by the model's settings, a prompt is a text that the model continues.
+    The values come from the model's own settings, `prompt`, and are shown on stderr. Without such
+    settings, they are empty, and 512 tokens. `template_kwargs`, extra arguments for the chat
+    template, has no option. With `raw`, set by an option or by the model's settings, a prompt is a
+    text that the model continues.
     """
     stop = tuple(filter(None, values["stop"])) if values["stop"] else None
     asked_raw = bool(values.get("raw"))
     raw = asked_raw or (prompt is not None and prompt.prompt_form == "raw")
-    found, used = {**values, "stop": stop, "template_kwargs": None, "raw": raw}, []
+    found = {**values, "stop": stop, "template_kwargs": None, "raw": raw}
+    used = []
     for name, (field, default) in _PROMPT_FIELDS.items():
         if found[name] is None:
             own = prompt is not None and not (asked_raw and name in _OF_A_CHAT)
@@ -156,7 +166,9 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 
 def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
-    """Builds the environments for the resolved options of TOOLS and TOOLS_OF; None if there are no tools."""
+    """Builds the environments for the resolved options of TOOLS and TOOLS_OF; None if there are no
+    tools.
+    """
     import attrs
 
     from runners.config.loading import load_config
@@ -164,17 +176,21 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
     from runners.environments.environments import build_environments
     from runners.user_code.worker import Worker
 
-    env, folders = EnvConfig(), (Path.cwd(),)
+    env = EnvConfig()
+    folders = (Path.cwd(),)
     if values["config"]:
         config = load_config(values["config"])
-        env, folders = config.env, config.folders
+        env = config.env
+        folders = config.folders
     if values["tools"] or values["factory"]:
         env = attrs.evolve(env, tools=tuple(values["tools"]), factory=values["factory"])
         folders = (Path.cwd(),)
     if values["row"] and not env.factory:
         raise UserError("--row: expected --env FILE:CLASS as well, found no environment")
     data = DataConfig(nudge=values["nudge"], chat_template_kwargs=dict(values["template_kwargs"]))
-    return build_environments(env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker())
+    return build_environments(
+        env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker()
+    )
 
 
 def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
@@ -189,15 +205,23 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
 
 
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
-    """Loads a command's model with the options of MODEL, and with its vision part; notices go to stderr."""
+    """Loads a command's model with the options of MODEL, and with its vision part; notices go to
+    stderr.
+    """
     from runners.machine import startup
 
     machine = startup.prepare()  # before anything imports MLX
     from runners.inference.inference_model import load_inference
 
-    how = {key: values[key] for key in ("adapter", "loader", "trust_remote_code")}
-    how |= {"with_prompt": not values["no_prompt_file"], "images": images}
-    loaded = load_inference(name, machine, **how)
+    loaded = load_inference(
+        name,
+        machine,
+        adapter=values["adapter"],
+        loader=values["loader"],
+        trust_remote_code=values["trust_remote_code"],
+        with_prompt=not values["no_prompt_file"],
+        images=images,
+    )
     echo_all((*machine.notices, *loaded.notices))
     return loaded
 

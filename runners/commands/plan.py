@@ -11,7 +11,7 @@ import click
 from runners.commands.base import command, flag, option
 from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo_text
 
 
 @command(
@@ -38,7 +38,7 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     from runners.memory.plan import make_plan
 
     text, problem = make_plan(loaded, machine, as_json=as_json, ranks=ranks)
-    echo(text)
+    echo_text(text)
     if problem:
         raise UserError(problem)
 
@@ -69,4 +69,4 @@ def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bo
     from runners.telemetry.report import PlainReport
 
     found = bench_steps(checked, steps=steps, report=PlainReport(sys.stderr))
-    echo(json.dumps(found, indent=1) if as_json else bench_table(found))
+    echo_text(json.dumps(found, indent=1) if as_json else bench_table(found))

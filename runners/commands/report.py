@@ -1,4 +1,6 @@
-"""`grpo report`: an HTML page for one run, or for several in the same plots; `grpo watch`: the live page."""
+"""`grpo report`: an HTML page for one run, or for several in the same plots; `grpo watch`: the
+live page.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 
     folders = [Path(run).expanduser() for run in runs]
-    target = Path(out).expanduser() if out else (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    target = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
+    if out:
+        target = Path(out).expanduser()
     written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_PAGE_BYTES)
-    more = f"; completions of {written.left_out:,} updates are left out (--all)" if written.left_out else ""
+    more = ""
+    if written.left_out:
+        more = f"; completions of {written.left_out:,} updates are left out (--all)"
     echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")
 
 

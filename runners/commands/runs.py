@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from runners.commands.base import command, flag
-from runners.machine.terminal import aligned, echo
+from runners.machine.terminal import aligned, echo, echo_output
 
 
 @command(
@@ -39,7 +39,7 @@ def runs_command(folder: str, as_json: bool) -> None:
     runs = find_runs(Path(folder).expanduser())
     if as_json:
         for run in runs:
-            echo(to_json(attrs.asdict(run)))
+            echo_output(to_json(attrs.asdict(run)), nl=True)
         return
     if not runs:
         echo(f"{folder} contains no runs")
@@ -50,6 +50,10 @@ def runs_command(folder: str, as_json: bool) -> None:
     for run in runs:
         measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
-        rows.append((run.folder, run.state, str(run.update), measured, number_text(run.reward), when))
+        rows.append(
+            (run.folder, run.state, str(run.update), measured, number_text(run.reward), when)
+        )
     for line, go_on in zip(aligned(rows), ["", *(run.go_on for run in runs)], strict=True):
-        echo(f"{line}\n  {go_on}" if go_on else line)
+        echo(line)
+        if go_on:
+            echo(f"  {go_on}")

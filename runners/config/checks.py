@@ -30,7 +30,9 @@ from runners.files.run_files import COMPLETIONS
 
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-_EXPECTED_DATA = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
+_EXPECTED_DATA = (
+    f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
+)
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
@@ -63,7 +65,8 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
 
     Faults go to `found.problems`, one line each.
     """
-    result, paths = dict(built), _Paths(found)
+    result = dict(built)
+    paths = _Paths(found)
     for key, resolved in _RESOLVED.items():
         section, name = key.split(".")
         if built[section] is not None:
@@ -83,9 +86,11 @@ class _Paths:
     found: Settings
 
     def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
-        """The three sections with what belongs to the form of answers, where the config does not set it.
+        """The three sections with what belongs to the form of answers, where the config does not
+        set it.
 
-        The form's prompt is put only before questions of a chat: other texts and messages are whole prompts.
+        The form's prompt is put only before questions of a chat: other texts and messages are whole
+        prompts.
         """
 
         def given(key: str) -> bool:
@@ -97,7 +102,9 @@ class _Paths:
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
-            self.found.notices.append(f"{self.found.label}: data.answer replaces the example reward")
+            self.found.notices.append(
+                f"{self.found.label}: data.answer replaces the example reward"
+            )
         if not given("answer.form"):
             own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
             answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
@@ -119,11 +126,14 @@ class _Paths:
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
-        prompt = {"system_prompt": asks.instruction if asks else "", "nudge": asks.nudge if asks else ""}
-        prompt = {key: value for key, value in prompt.items() if not given(f"data.{key}")}
+        data = attrs.evolve(data, name=data.name or usual)
+        if not given("data.system_prompt"):
+            data = attrs.evolve(data, system_prompt=asks.instruction if asks else "")
+        if not given("data.nudge"):
+            data = attrs.evolve(data, nudge=asks.nudge if asks else "")
         return {
             "answer": answer,
-            "data": attrs.evolve(data, name=data.name or usual, **prompt),
+            "data": data,
             "reward": attrs.evolve(reward, functions=functions),
         }
 
@@ -131,12 +141,18 @@ class _Paths:
         return name if name == SELF else self.source(name, key, EXPECTED_MODEL, (".safetensors",))
 
     def data(self, name: str, key: str) -> str:
-        return name if name.startswith(TASKS) else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+        return (
+            name
+            if name.startswith(TASKS)
+            else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+        )
 
     def completions(self, name: str, key: str) -> str:
         """A file, or that of a run's folder."""
         place = self.existing(name) if name else None
-        return self.file(os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key)
+        return self.file(
+            os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key
+        )
 
     def tools(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
@@ -155,12 +171,16 @@ class _Paths:
         return tuple(name if name in REWARD_NAMES else one(name) for name in names)
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
-        """A custom function as a config names it, with the path of a Python file resolved; empty: none."""
+        """A custom function as a config names it, with the path of a Python file resolved; empty:
+        none.
+        """
         module, _, function = name.rpartition(":")
         is_file = module.endswith(".py")
         if not name:
             return name
-        if not function.isidentifier() or not (is_file or all(map(str.isidentifier, module.split(".")))):
+        if not function.isidentifier() or not (
+            is_file or all(map(str.isidentifier, module.split(".")))
+        ):
             self.found.fault(key, f"expected {expected}, found {show(name)}{hint}")
             return name
         return f"{self.file(module, key)}:{function}" if is_file else name
@@ -175,18 +195,28 @@ class _Paths:
     def file(self, name: str, key: str, kind: str = "file") -> str:
         """The path of a file, or of a folder, that has to exist; empty: none."""
         path = self.existing(name) if name else ""
-        if path is None or (path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)):
+        if path is None or (
+            path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)
+        ):
             self.found.fault(key, f"no such {kind}: {show(name)}")
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
-        """The path of a model or of data; a shipped name and a possible name on the Hub stay as they are."""
+        """The path of a model or of data; a shipped name and a possible name on the Hub stay as
+        they are.
+        """
         if name in SHIPPED or not name:
             return name
-        if (path := self.existing(name)) is not None:
+        path = self.existing(name)
+        if path is not None:
             return path
-        is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
-        if other := other_name(name):
+        is_path = (
+            name.startswith((".", "/", "~"))
+            or name.endswith(("/", *suffixes))
+            or name.count("/") > 1
+        )
+        other = other_name(name)
+        if other:
             self.found.fault(key, f"{show(name)} is {other}")
         elif is_path:
             self.found.fault(key, f"no such file or folder: {show(name)}")
@@ -198,7 +228,9 @@ class _Paths:
         """The first that exists: `path` itself, with ~ expanded, or beside the config file."""
         expanded = os.path.expanduser(path)
         beside = os.path.normpath(os.path.join(self.found.folder, expanded))
-        return next((candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None)
+        return next(
+            (candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None
+        )
 
 
 _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
@@ -249,8 +281,10 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     model, data, rollout, loss, optim = (
         built[name] for name in ("model", "data", "rollout", "loss", "optim")
     )
-    rewards, weights = built["reward"].functions, built["reward"].weights
-    teacher, hint = built["teacher"].path, built["teacher"].hint
+    rewards = built["reward"].functions
+    weights = built["reward"].weights
+    teacher = built["teacher"].path
+    hint = built["teacher"].hint
     rows = optim.batch_size * rollout.num_generations
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
@@ -259,11 +293,14 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
-    packed = f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+    packed = (
+        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+    )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
             f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"),
-        ("optim.minibatches", optim.minibatches > rows, f"at most {rows}, the completions of a batch step"),
+        ("optim.minibatches", optim.minibatches > rows,
+            f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
         ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
@@ -271,20 +308,23 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
             'a file of `grpo difficulty` with data.curriculum = "static"'),
-        ("rollout.group_size", rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
+        ("rollout.group_size",
+            rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
             f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
-            '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations", '
-            "without images"),
+            '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
+            '"activations", without images'),
         ("loss.ref_quantization", loss.ref_quantization != "none" and model.tune != "full",
             f'"none" with {tuned}'),
         ("loss.ref_mixup", mixes and loss.ref_quantization != "none",
             f"1.0, or loss.ref_sync_every = 0, with {packed}"),
-        ("model.tune", model.adapters and model.tune == "full", '"lora" or "dora" with model.adapters'),
+        ("model.tune", model.adapters and model.tune == "full",
+            '"lora" or "dora" with model.adapters'),
         ("data.answer", not measures and not data.answer,
             f"a column, your own reward in reward.functions, {or_measured}"),
-        ("reward.functions", not measures and data.answer, f"at least one entry{unread}, {or_measured}"),
+        ("reward.functions", not measures and data.answer,
+            f"at least one entry{unread}, {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
             f"a list of {len(rewards)}, one for each of reward.functions"),
         ("reward.weights", weights and not any(weights), "one that is not 0"),
@@ -296,5 +336,6 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         if wrong:
             expect(key, expected)
     for text in built["stop"].when:
-        if fault := condition_fault(text, rewards):
+        fault = condition_fault(text, rewards)
+        if fault:
             found.fault("stop.when", fault)

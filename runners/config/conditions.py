@@ -28,7 +28,8 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition | None:
         """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
-        if not (found := _CONDITION.fullmatch(text)):
+        found = _CONDITION.fullmatch(text)
+        if not found:
             return None
         metric, sign, limit, readings = found.groups(default="1")
         try:
@@ -50,14 +51,18 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
 
     `rewards` are the config's reward.functions.
     """
-    if (condition := Condition.parse(text)) is None:
+    condition = Condition.parse(text)
+    if condition is None:
         return f"expected {_FORM}, found {show(text)}"
     known = [*COMPARABLE]
     for name in rewards:
         names = dict.fromkeys((name, name.rpartition(":")[2]))
-        known += [f"rewards/{spelling}/{part}" for spelling in names for part in ("mean", "std")]
+        for spelling in names:
+            known += [f"rewards/{spelling}/mean", f"rewards/{spelling}/std"]
         known += [f"eval/rewards/{spelling}" for spelling in names]
     if condition.metric in known:
         return ""
     hint = did_you_mean(condition.metric, known)
-    return f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"
+    return (
+        f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"
+    )

@@ -1,7 +1,8 @@
-"""MLX-GRPO's flat keys, at the top level of a file or in its table [mlx_grpo], and what they are here.
+"""MLX-GRPO's flat keys, at the top level of a file or in its table [mlx_grpo], and what they are
+here.
 
-MLX-GRPO has a default for every key, and some values that its script fixes. A flat file keeps both, so that
-its meaning does not change. docs/migrating.md is made from the tables below.
+MLX-GRPO has a default for every key, and some values that its script fixes. A flat file keeps both,
+so that its meaning does not change. docs/migrating.md is made from the tables below.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ def _betas(value: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _updates(value: Any, table: Mapping[str, Any]) -> Any:
-    """Batch steps as updates, at least one. A value of another type stays; its section refuses it."""
+    """Batch steps as updates, at least one.
+
+    A value of another type stays; its section refuses it.
+    """
     steps = table["gradient_accumulation_steps"]
     countable = type(value) is int and value > 0 and type(steps) is int and steps > 0
     return max(1, round(value / steps)) if countable else value
 
 
 def _quantization(value: Any, table: Mapping[str, Any]) -> Any:
-    return ("none", "affine-4")[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "affine-4" if value else "none"
+    return value
 
 
 @attrs.frozen
@@ -39,7 +45,8 @@ class FlatKey:
 
     target: str  # the key here
     default: Any = None  # MLX-GRPO's; None: the key is optional
-    convert: Callable[[Any, Mapping[str, Any]], Any] = _same  # from its value and all flat values to ours
+    # from its value and all flat values to ours
+    convert: Callable[[Any, Mapping[str, Any]], Any] = _same
     unless: str = ""  # a key that MLX-GRPO reads in its place
     note: str = ""  # for docs/migrating.md
 
@@ -75,7 +82,11 @@ FLAT_KEYS: dict[str, FlatKey] = {
     "num_epochs": FlatKey("optim.num_epochs", 1),
     "eval_every_updates": FlatKey("eval.every", 25),
     "eval_steps": FlatKey(
-        "eval.every", None, _updates, "eval_every_updates", " (updates; `eval_steps` counts batch steps)"
+        "eval.every",
+        None,
+        _updates,
+        "eval_every_updates",
+        " (updates; `eval_steps` counts batch steps)",
     ),
     "eval_subset_size": FlatKey("eval.samples", 200),
     "eval_samples": FlatKey("eval.samples", unless="eval_subset_size"),
@@ -109,7 +120,8 @@ def flat_table(table: Mapping[str, Any], sections: Collection[str]) -> Mapping[s
 
 
 def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """The (section.key, value, flat key) of a file's flat keys, and notices on values that are not used.
+    """The (section.key, value, flat key) of a file's flat keys, and notices on values that are not
+    used.
 
     Types and ranges are checked later, with the sections.
     """

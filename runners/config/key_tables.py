@@ -16,7 +16,8 @@ def explain(name: str) -> str:
     Raises ConfigError for an unknown one, with the nearest spelling.
     """
     asked = tuple(name.split("."))
-    if not (found := {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}):
+    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
+    if not found:
         raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
     parts = []
     for path, field in found.items():
@@ -28,7 +29,8 @@ def explain(name: str) -> str:
 
 def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
     """Type, default, range and meaning of a key, in Markdown."""
-    choices, within = rules.choices_of(field), field.metadata["range"]
+    choices = rules.choices_of(field)
+    within = field.metadata["range"]
     kind = "choice" if choices else rules.words(field.type).removeprefix("an ").removeprefix("a ")
     limits = ", ".join(f"`{choice}`" for choice in choices) or within
     if within and (within[0] in "<>-0123456789" or within[-1].isdigit()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,9 +17,10 @@ import attrs
 from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
 from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
-from runners.errors import ConfigError, show, spell_tables
+from runners.errors import ConfigError, show
 from runners.files.durable import save_text
 from runners.files.run_files import RESOLVED
+from runners.files.toml_files import toml_text
 
 if TYPE_CHECKING:
     from grpo_fn import LossSpec
@@ -49,7 +51,9 @@ class Config:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders in which custom files and modules are searched: the current one, then the config's."""
+        """The folders in which custom files and modules are searched: the current one, then the
+        config's.
+        """
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     @property
@@ -68,13 +72,14 @@ class Config:
     @property
     def answer_form(self) -> AnswerForm | None:
         """The form of answers; None: no answer is read."""
-        answer, data = self.answer, self.data
+        answer = self.answer
         return answer_form(
             answer.form,
             ignore_case=answer.ignore_case,
             ignore_spaces=answer.ignore_spaces,
-            given=data.nudge,
-            thoughts=data.thoughts,
+            given=self.data.nudge,
+            thoughts=self.data.thoughts,
+            partial_sandbox=answer.partial_sandbox,
         )
 
     def loss_spec(self) -> LossSpec:
@@ -84,8 +89,8 @@ class Config:
         """
         from grpo_fn import LossSpec, preset
 
-        changes = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        fields = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
+        changes = {name: value for name, value in fields.items() if value is not None}
         try:
             return preset(self.loss.preset, **changes)
         except ValueError as error:
@@ -102,7 +107,8 @@ class Config:
 
         spec = self.loss_spec()
         recipe = PRESETS[self.loss.preset]
-        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
+        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the
+        # batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
         of_batch = self.loss.baseline == "batch_mean" and recipe.scale == "group"
         preset_values = {
@@ -110,9 +116,13 @@ class Config:
             "baseline": "batch_mean" if gdpo else recipe.baseline,
             "scale": "batch" if gdpo or of_batch else recipe.scale,
             "dynamic_sampling": recipe.dynamic_sampling,
-            "overlong": sections.OverlongConfig(buffer=round(recipe.overlong * self.rollout.max_new_tokens)),
+            "overlong": sections.OverlongConfig(
+                buffer=round(recipe.overlong * self.rollout.max_new_tokens)
+            ),
         }
-        absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
+        absent = {
+            name: value for name, value in preset_values.items() if getattr(self.loss, name) is None
+        }
         complete = self.having("loss", **absent)
         _check_complete(complete)
         return complete
@@ -123,18 +133,22 @@ class Config:
             name: attrs.asdict(
                 getattr(self, name),
                 filter=lambda _, value: value is not None,
-                value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
+                value_serializer=lambda _, __, value: (
+                    list(value) if isinstance(value, tuple) else value
+                ),
             )
             for name in SECTIONS
         }
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        return spell_tables(self.to_dict())
+        return toml_text(self.to_dict())
 
 
 SECTIONS: dict[str, Any] = {
-    field.name: field.type for field in attrs.fields(attrs.resolve_types(Config)) if field.name != "settings"
+    field.name: field.type
+    for field in attrs.fields(attrs.resolve_types(Config))
+    if field.name != "settings"
 }
 
 
@@ -145,17 +159,21 @@ def load_config(
     recorded: Mapping[str, Mapping[str, Any]] | None = None,
     label: str = "--set",
 ) -> Config:
-    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
+    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value`
+    overrides.
 
-    It may also be a run's config.resolved.json. None means the defaults with the overrides; then `recorded`
-    may give values by section and key, which messages call `label`.
+    It may also be a run's config.resolved.json. None means the defaults with the overrides; then
+    `recorded` may give values by section and key, which messages call `label`.
 
     Relative paths in it are looked up in the current folder first, then beside the file.
 
     Raises:
-        ConfigError: one line for every fault: file, key, what was expected and found, the nearest spelling.
+        ConfigError: one line for every fault: file, key, what was expected and found, the nearest
+            spelling.
     """
-    found = Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
+    found = Settings(label=label, folder=Path())
+    if config is not None:
+        found = read_settings(str(config), KEYS)
     for section, table in (recorded or {}).items():
         found.put((section,), table, label)
     for override in overrides:
@@ -173,7 +191,8 @@ def load_config(
 def write_resolved(config: Config) -> Path:
     """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
 
-    A crash leaves either the old or the new file. Raises UserError if the folder cannot be written to.
+    A crash leaves either the old or the new file. Raises UserError if the folder cannot be written
+    to.
     """
     path = Path(config.run.output_dir) / config.run.name / RESOLVED
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -182,12 +201,15 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_complete(config: Config) -> None:
-    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups without
-    variance divided by their own deviation, and unknown mechanisms."""
+    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups
+    without variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 
-    loss, turns, faults = config.loss, config.env.answers, []
-    of_batch, of_turn = loss.baseline == "batch_mean", loss.baseline == "turn"
+    loss = config.loss
+    turns = config.env.answers
+    faults = []
+    of_batch = loss.baseline == "batch_mean"
+    of_turn = loss.baseline == "turn"
     about_turns = "[env], whose turns it is about"
     for key, wrong, expected in (
         ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
@@ -195,9 +217,10 @@ def _check_complete(config: Config) -> None:
         ("loss.ref_quantization", loss.ref_quantization != "none" and not loss.beta,
             '"none", or loss.beta > 0 (without a reference there is nothing to quantize)'),
         ("loss.scale", of_batch and loss.scale == "group",
-            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all equal has a '
-            "deviation of 0)"),
-        ("loss.scale", of_turn and loss.scale == "batch", '"group" or "none" with loss.baseline = "turn"'),
+            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all '
+            "equal has a deviation of 0)"),
+        ("loss.scale", of_turn and loss.scale == "batch",
+            '"group" or "none" with loss.baseline = "turn"'),
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,
@@ -241,7 +264,8 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
     """A section from its raw table; None if it has faults, which are added to `found.problems`."""
     before = len(found.problems)
     values = known_values((name,), raw, found)
-    if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
+    # the one key without a default
+    if name == "model" and isinstance(raw, Mapping) and "path" not in raw:
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     return None if len(found.problems) > before else rules.structure(values, SECTIONS[name])
 
@@ -255,7 +279,7 @@ def _leaves(kind: Any, path: KeyPath) -> dict[KeyPath, attrs.Attribute]:
     return found
 
 
-KEYS: dict[KeyPath, attrs.Attribute] = {
-    path: field for name, cls in SECTIONS.items() for path, field in _leaves(cls, (name,)).items()
-}
+KEYS: dict[KeyPath, attrs.Attribute] = dict(
+    chain.from_iterable(_leaves(cls, (name,)).items() for name, cls in SECTIONS.items())
+)
 """The field of every key, by its path."""

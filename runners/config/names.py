@@ -34,7 +34,10 @@ def reward(completions, **columns):
     texts = [completion[-1]["content"].rstrip() for completion in completions]
     return [float(len(text.split()) <= 120 and text.endswith((".", "!", "?"))) for text in texts]
 '''
-"""The reward that `grpo init` writes for data without answers. Unchanged, it gives way to `data.answer`."""
+"""The reward that `grpo init` writes for data without answers.
+
+Unchanged, it gives way to `data.answer`.
+"""
 
 REWARD_ARGUMENTS = (
     "completions",
@@ -66,8 +69,11 @@ _OTHER_NAMES = {
 
 
 def other_name(text: str) -> str:
-    """What a text is that names no folder and nothing on the Hub, and what is expected; "": nothing known."""
+    """What a text is that names no folder and nothing on the Hub, and what is expected; "": nothing
+    known.
+    """
     for pattern, meaning in _OTHER_NAMES.items():
-        if match := re.fullmatch(pattern, text, re.IGNORECASE):
+        match = re.fullmatch(pattern, text, re.IGNORECASE)
+        if match:
             return meaning.format(*match.groups())
     return ""

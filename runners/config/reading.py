@@ -33,7 +33,8 @@ class Settings:
     origins: dict[KeyPath, str] = attrs.field(factory=dict)  # the file or --set
     problems: list[str] = attrs.field(factory=list)
     notices: list[str] = attrs.field(factory=list)
-    flat_names: dict[KeyPath, str] = attrs.field(factory=dict)  # what a file calls them, with MLX-GRPO's keys
+    # what a file calls them, with MLX-GRPO's keys
+    flat_names: dict[KeyPath, str] = attrs.field(factory=dict)
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
         """Set one value; a table is merged into an existing table."""
@@ -43,7 +44,11 @@ class Settings:
             if not isinstance(table, dict):
                 return  # the file has a value in place of a table: reported with the section
         self.origins[path] = origin
-        if isinstance(value, Mapping) and isinstance(table.setdefault(path[-1], {}), dict) and len(path) < 3:
+        if (
+            isinstance(value, Mapping)
+            and isinstance(table.setdefault(path[-1], {}), dict)
+            and len(path) < 3
+        ):
             for key, item in value.items():
                 self.put((*path, key), item, origin)
         else:
@@ -70,9 +75,9 @@ def preset_names() -> list[str]:
 def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Settings:
     """The values of a config file, or of a packaged preset named `config`.
 
-    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It has sections, or the
-    keys of MLX-GRPO. `keys` has all keys.
-    Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It has
+    sections, or the keys of MLX-GRPO. `keys` has all keys. Raises ConfigError if the file does not
+    exist or cannot be read as TOML or JSON.
     """
     path, label = _locate(config)
     settings = Settings(label=label, folder=path.parent)
@@ -86,7 +91,9 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
         if key in sections:
             settings.put((key,), value, label)
         else:
-            moved = "; MLX-GRPO's keys are in sections here: docs/migrating.md; a file has either kind"
+            moved = (
+                "; MLX-GRPO's keys are in sections here: docs/migrating.md; a file has either kind"
+            )
             hint = moved if key in ("model_name", flat_keys.TABLE) else key_hint((key,), keys)
             settings.fault((key,), f"unknown key{hint}")
     return settings
@@ -106,7 +113,9 @@ def _put_flat(settings: Settings, table: Mapping[str, Any], prefix: str) -> None
     settings.notices += [f"{settings.label}: {notice}" for notice in notices]
 
 
-def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, attrs.Attribute]) -> None:
+def apply_override(
+    settings: Settings, override: str, keys: Mapping[KeyPath, attrs.Attribute]
+) -> None:
     """Apply one `--set section.key=value`.
 
     The value is TOML; if the key holds a string, quotes may be left out.
@@ -128,35 +137,44 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
 
 
 def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
-    """A hint for an unknown key: the nearest name, in its section if there is one, or what there is."""
+    """A hint for an unknown key: the nearest name, in its section if there is one, or what there
+    is.
+    """
     sections = dict.fromkeys(known[0] for known in keys)
     inside = [known for known in keys if known[0] == path[0]]
-    ranked = [*reversed(list(keys)), *reversed(inside)]
-    names = {part: ".".join(known) for known in ranked for part in known[-1 if path[1:] else 1 :]}
+    names = {}
+    for known in [*reversed(list(keys)), *reversed(inside)]:
+        parts = known[-1:] if path[1:] else known[1:]
+        names |= dict.fromkeys(parts, ".".join(known))
     if not inside:
         names |= {key: flat.target for key, flat in flat_keys.FLAT_KEYS.items()}
         names |= {section: section for section in sections}
-    if near := nearest(path[-1], names) or nearest(path[0], [] if inside else sections):
+    near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
+    if near:
         return f"; did you mean {names[near]}?"
     takes = f"{path[0]} takes {', '.join('.'.join(known[1:]) for known in inside)}"
     return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"
 
 
 def _locate(config: str) -> tuple[Path, str]:
-    path, presets = Path(os.path.expanduser(config)), preset_names()
+    path = Path(os.path.expanduser(config))
+    presets = preset_names()
     if config in presets and not os.path.isfile(path):
         return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
     if config and os.path.exists(path):
         return path, config
     near = nearest(Path(config).name.removesuffix(".toml"), presets)
-    hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
+    hint = (
+        f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
+    )
     raise ConfigError([f"{config or 'CONFIG'}: no such file or preset{hint}"])
 
 
 def parse(
     path: Path, label: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
 ) -> dict[str, Any]:
-    """The tables of a file, JSON if its name ends in .json, else TOML; `label` names it in messages.
+    """The tables of a file, JSON if its name ends in .json, else TOML; `label` names it in
+    messages.
 
     Raises ConfigError, in bounded time, if it cannot be read, or is larger than a config may be.
     """

@@ -1,6 +1,7 @@
 """The settings that a run has recorded in its folder. The file is untrusted, like the folder.
 
-Only the config's own keys with possible values are taken, as values. Anything else in the file does nothing.
+Only the config's own keys with possible values are taken, as values. Anything else in the file does
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from runners.files.run_files import RESOLVED
 
 
 def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder is or belongs to; None if there is no run."""
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is
+    no run.
+    """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
@@ -27,10 +30,16 @@ def run_of(model: str) -> Path | None:
 def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
     """The values in a run's config.resolved.json, by section and key, in JSON's types.
 
-    Raises UserError if it cannot be read as a JSON object, and for a link or anything else but a file.
+    Raises UserError if it cannot be read as a JSON object, and for a link or anything else but a
+    file.
     """
-    found, tables = Settings(label=str(file), folder=Path()), parse(file, str(file), open_file)
-    return {name: known_values((name,), table, found) for name, table in tables.items() if name in SECTIONS}
+    found = Settings(label=str(file), folder=Path())
+    tables = parse(file, str(file), open_file)
+    return {
+        name: known_values((name,), table, found)
+        for name, table in tables.items()
+        if name in SECTIONS
+    }
 
 
 def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Keys of the config: a field's type, default, range and meaning, and the check of a value by them.
 
-Types are strict: only an integer is converted, if a number is expected. "3" and 1.0 are not integers, and
-true is not a number.
+Types are strict: only an integer is converted, if a number is expected. "3" and 1.0 are not
+integers, and true is not a number.
 """
 
 import math
@@ -25,17 +25,34 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 # Arguments of transformers' apply_chat_template itself, which do not reach the template.
 _NOT_THE_TEMPLATE_S = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *(
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+    ),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+}
 
 
 class Mismatch(ValueError):
-    """A value that its key does not accept. `expected` says what it accepts, with the nearest spelling."""
+    """A value that its key does not accept.
+
+    `expected` says what it accepts, with the nearest spelling.
+    """
 
     def __init__(self, value: object, expected: str, name: str = "", hint: str = ""):
-        self.expected, self.hint = expected, hint
+        self.expected = expected
+        self.hint = hint
         super().__init__(f"{name}: {self.reason(value)}" if name else self.reason(value))
 
     def reason(self, value: object) -> str:
@@ -43,11 +60,13 @@ class Mismatch(ValueError):
         return f"expected {self.expected}, found {show(value)}{self.hint}"
 
 
-def key(default: Any, meaning: str, within: str = "", choices: tuple[str, ...] = (), **more: Any) -> Any:
+def key(
+    default: Any, meaning: str, within: str = "", choices: tuple[str, ...] = (), **more: Any
+) -> Any:
     """A field of a section, with its meaning in Markdown: docs/config.md and --explain show it.
 
-    `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices` are the
-    names that a text may be, if its type does not list them.
+    `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices`
+    are the names that a text may be, if its type does not list them.
     """
     metadata = {"meaning": meaning, "range": within, "choices": choices}
     return attrs.field(default=default, validator=_validate, metadata=metadata, **more)
@@ -63,13 +82,18 @@ def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
 def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
     if value is None and type(None) in get_args(field.type):
         return
-    options, within = choices_of(field), field.metadata["range"]
+    options = choices_of(field)
+    within = field.metadata["range"]
     if options and value not in options:
-        raise Mismatch(value, f"one of {', '.join(options)}", field.name, did_you_mean(str(value), options))
+        raise Mismatch(
+            value, f"one of {', '.join(options)}", field.name, did_you_mean(str(value), options)
+        )
     if type(value) is int and field.type is int and "<= x" not in within and value > INT_MAX:
         raise Mismatch(value, "an integer of at most 31 bits", field.name)
     if within and not is_within(value, within):
-        joint = " " if within[0] in "<>" else ", " if within.startswith("each: ") else ": "
+        joint = ", " if within.startswith("each: ") else ": "
+        if within[0] in "<>":
+            joint = " "
         raise Mismatch(value, f"{words(field.type)}{joint}{within}", field.name)
 
 
@@ -78,7 +102,8 @@ def is_within(value: Any, within: str) -> bool:
     if within in _RULES:
         return _RULES[within](value)
     if within.startswith("each: "):
-        return all(is_within(item, within.removeprefix("each: ")) for item in value)
+        items = value.values() if isinstance(value, Mapping) else value
+        return all(is_within(item, within.removeprefix("each: ")) for item in items)
     return any(_compare(value, *part.split()) for part in within.split(" or "))
 
 
@@ -146,13 +171,18 @@ def check(value: object, field: attrs.Attribute) -> Any:
 
 def structure(value: Any, kind: Any) -> Any:
     """`value` (from TOML or JSON) as a `kind`. Raises Mismatch if it is not one."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if type(None) in arguments:
         return None if value is None else structure(value, arguments[0])
     if attrs.has(kind):
         fields = attrs.fields_dict(kind)
         return kind(**{name: structure(item, fields[name].type) for name, item in value.items()})
-    if origin is tuple and isinstance(value, list) and (arguments[-1] is ... or len(value) == len(arguments)):
+    if (
+        origin is tuple
+        and isinstance(value, list)
+        and (arguments[-1] is ... or len(value) == len(arguments))
+    ):
         try:
             return tuple(structure(item, arguments[0]) for item in value)
         except Mismatch:
@@ -161,7 +191,10 @@ def structure(value: Any, kind: Any) -> Any:
         if not all(type(item) in (bool, int, float, str) for item in value.values()):
             raise Mismatch(value, words(kind))
         exact = arguments[1] in (int, float)
-        return {str(k): structure(item, arguments[1] if exact else type(item)) for k, item in value.items()}
+        return {
+            str(k): structure(item, arguments[1] if exact else type(item))
+            for k, item in value.items()
+        }
     if kind is float:
         return _float(value)
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer

@@ -26,9 +26,10 @@ def resolve_function(
 ) -> Callable[..., Any]:
     """The function for a name in a config.
 
-    A relative file is searched in each of `base_dirs` in turn (without them, in the working directory). The
-    folders of `base_dirs` and the file's own folder are appended to Python's path, so that modules there can
-    be named and a file can import its neighbours. They stay there, because an import may come later.
+    A relative file is searched in each of `base_dirs` in turn (without them, in the working
+    directory). The folders of `base_dirs` and the file's own folder are appended to Python's path,
+    so that modules there can be named and a file can import its neighbours. They stay there,
+    because an import may come later.
 
     Args:
         name: as in the config.
@@ -37,8 +38,9 @@ def resolve_function(
         takes: the names of the positional arguments that it will get; None: not checked.
         classes: a class is accepted too; it is called to make an instance.
 
-    Raises UserError, in one line, for a missing file or module, a failing import, a missing function (with
-    the nearest spelling), or something that cannot be called at all or not with these arguments.
+    Raises UserError, in one line, for a missing file or module, a failing import, a missing
+    function (with the nearest spelling), or something that cannot be called at all or not with
+    these arguments.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -46,25 +48,33 @@ def resolve_function(
     what = f"{key} {show(name)}"
     module = (_load_file if _is_file(place) else _load_module)(what, place, _folders(base_dirs))
     if not hasattr(module, attribute):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        public = [key for key in vars(module) if not key.startswith("_")]
+        known = [key for key in public if callable(getattr(module, key))]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if not callable(function) or (inspect.isclass(function) and not classes):
-        expected = "one class, whose reset(**row) can choose by a column" if classes else "a function"
-        found = f"the class {attribute}" if inspect.isclass(function) else type(function).__name__
+        expected = (
+            "one class, whose reset(**row) can choose by a column" if classes else "a function"
+        )
+        is_class = inspect.isclass(function)
+        found = f"the class {attribute}" if is_class else type(function).__name__
         raise UserError(f"{what}: expected {expected}, found {found}")
     try:
         signature = inspect.signature(function)
-        signature.bind(*takes) if takes is not None else None
+        if takes is not None:
+            signature.bind(*takes)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what}: expected {attribute}({', '.join(takes or ())}): {error}") from error
+        raise UserError(
+            f"{what}: expected {attribute}({', '.join(takes or ())}): {error}"
+        ) from error
     return function
 
 
 def public_functions(
     file: str, base_dirs: Iterable[str | Path] = (), *, key: str
 ) -> dict[str, Callable[..., Any]]:
-    """The functions that a Python file defines, by name, without those that start with an underscore.
+    """The functions that a Python file defines, by name, without those that start with an
+    underscore.
 
     Raises UserError as `resolve_function` does, and if the file defines no function.
     """
@@ -73,7 +83,9 @@ def public_functions(
     found = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
     }
     if not found:
         raise UserError(f"{what}: expected a function at least, or file.py:function, found none")
@@ -81,7 +93,9 @@ def public_functions(
 
 
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
-    """The file of the module in which `resolve_function` found a function; None if it has no file."""
+    """The file of the module in which `resolve_function` found a function; None if it has
+    no file.
+    """
     place = name.rpartition(":")[0]
     if _is_file(place):
         candidates = (folder / Path(place).expanduser() for folder in _folders(base_dirs))
@@ -112,18 +126,23 @@ def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
 
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     candidates = [folder / Path(place).expanduser() for folder in dirs]
-    if (path := next(filter(Path.is_file, candidates), None)) is None:
+    path = next(filter(Path.is_file, candidates), None)
+    if path is None:
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
     path = path.resolve()
     _extend_path([path.parent])
     importlib.invalidate_caches()
-    # By the name that a neighbour, or a process of a pool, imports it by, unless another module has it.
+    # By the name that a neighbour, or a process of a pool, imports it by, unless another module has
+    # it.
     name = path.stem
     known = sys.modules.get(name)
-    spec = known.__spec__ if known else importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+    if known is not None:
+        namesake = known.__spec__
+    else:
+        namesake = importlib.util.find_spec(name) if name.isidentifier() else None
+    if namesake is None or namesake.origin is None or Path(namesake.origin).resolve() != path:
         name = re.sub(r"\W", "_", str(path))
     if name in sys.modules:
         return sys.modules[name]

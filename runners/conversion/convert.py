@@ -1,4 +1,6 @@
-"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized if asked."""
+"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized if
+asked.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,14 @@ def convert(
     """Writes the MLX folder `target`, completely or not at all, and returns it.
 
     Args:
-        source: a folder or Hub name that mlx-lm knows, a GGUF file, or a folder of nanochat's checkpoints.
+        source: a folder or Hub name that mlx-lm knows, a GGUF file, or a folder of nanochat's
+            checkpoints.
         target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
         dequantize: unpack a quantized model, before any packing.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
-        calibrate: a file of prompts, with their `column`; the model completes them, and linear layers are
-            rounded to keep their outputs there. Empty: to nearest.
+        calibrate: a file of prompts, with their `column`; the model completes them, and linear
+            layers are rounded to keep their outputs there. Empty: to nearest.
         step: which nanochat checkpoint; None: the last.
         text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that comes with the model.
@@ -71,12 +74,14 @@ def convert(
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:
             raise UserError(
-                f"{path}: the model sees; mlx_vlm.convert converts it, --text-only its language part"
+                f"{path}: the model sees; mlx_vlm.convert converts it, --text-only its language "
+                "part"
             )
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
         if checkpoint is not None:
-            convert_checkpoint(*checkpoint, temporary)
+            model, meta, encoding = checkpoint
+            convert_checkpoint(model, meta, encoding, temporary)
         elif is_gguf:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
             dequantize = False
@@ -92,7 +97,8 @@ def convert(
             module, config, tokenizer, _ = read_model(path, trust_remote_code)
             collect = moments_from(calibrate, column, tokenizer, note)
         else:
-            (module, config), collect = load_module(path, trust_remote_code), None
+            module, config = load_module(path, trust_remote_code)
+            collect = None
         module, config = repack(module, config, quantization, dtype, dequantize, collect)
         if path == temporary:  # the file that the weights are read from is replaced
             mx.eval(module.parameters())
@@ -113,7 +119,9 @@ def check_apart(target: Path, *sources: Path) -> None:
 
 
 def write_weights(folder: Path, module: nn.Module, config: dict[str, Any]) -> None:
-    """Writes config.json and the weights into a folder, in place of those it has; the module is emptied."""
+    """Writes config.json and the weights into a folder, in place of those it has; the module is
+    emptied.
+    """
     from mlx_lm.utils import save_config, save_model
 
     for file in (*folder.glob("model*.safetensors"), *folder.glob("*.index.json")):

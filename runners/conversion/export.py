@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,13 +25,20 @@ from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.inference.inference_model import find_model
-from runners.models.adapters import ADAPTER_CONFIG, base_of, fused_layers, read_adapters, read_folder
+from runners.models.adapters import (
+    ADAPTER_CONFIG,
+    base_of,
+    fused_layers,
+    read_adapters,
+    read_folder,
+)
 from runners.models.folders import copy_companions
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 _LICENCE = ("license", "license_name", "license_link")
+_IS_LICENCE = re.compile(r"(https://)?[A-Za-z0-9 ._/+#()-]{1,200}")
 
 
 @attrs.frozen(eq=False)
@@ -39,7 +47,8 @@ class Opened:
 
     folder: Path  # its own, or its adapters'
     model: Path  # its own, or the base's of adapters
-    origin: str  # what it was trained from, as its run or its adapters name it: a folder or a Hub name, or ""
+    # what it was trained from, as its run or its adapters name it: a folder or a Hub name, or ""
+    origin: str
     module: nn.Module
     config: dict[str, Any]
     tokenizer: Any
@@ -49,7 +58,11 @@ class Opened:
     @property
     def base(self) -> str:
         """The Hub name that the model comes from, "" where it has none."""
-        is_name = "/" in self.origin and HUB_NAME.fullmatch(self.origin) and not Path(self.origin).exists()
+        is_name = (
+            "/" in self.origin
+            and HUB_NAME.fullmatch(self.origin)
+            and not Path(self.origin).exists()
+        )
         return self.origin if is_name else ""
 
 
@@ -61,19 +74,23 @@ def open_source(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name, to be written to a
-    target; an existing one needs `force`.
+    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name, to be
+    written to a target; an existing one needs `force`.
 
-    For a run it is `final`, else the newest whole checkpoint. Adapters are fused into the weights by mlx-lm's
-    `fuse`. On packed weights the layers that they change become unpacked, because rounding them again would
-    undo much of a small update. `note` takes notices.
+    For a run it is `final`, else the newest whole checkpoint. Adapters are fused into the weights
+    by mlx-lm's `fuse`. On packed weights the layers that they change become unpacked, because
+    rounding them again would undo much of a small update. `note` takes notices.
 
     Raises UserError for missing or unfit parts, and for a target that cannot be written.
     """
     check_target(target, force)
     model, adapters = find_model(name, "", note)
     folder = adapters or model
-    origin = base_of(adapters) if adapters else _origin(model) if Path(name).expanduser().exists() else name
+    origin = name
+    if adapters:
+        origin = base_of(adapters)
+    elif Path(name).expanduser().exists():
+        origin = _origin(model)
     check_apart(target, folder, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:
@@ -83,7 +100,9 @@ def open_source(
         config.pop("quantization_config", None)
         if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
-    return Opened(folder, model, origin, module, config, tokenizer, read_prompt(folder), run_facts(folder))
+    return Opened(
+        folder, model, origin, module, config, tokenizer, read_prompt(folder), run_facts(folder)
+    )
 
 
 def export_folder(
@@ -160,10 +179,11 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Uploads a folder to the Hub, creates the repository if it is missing, and returns the commit's address.
+    """Uploads a folder to the Hub, creates the repository if it is missing, and returns the
+    commit's address.
 
-    It does not use mlx-lm's `upload_to_hub`, which replaces the folder's card. Raises UserError if the Hub
-    refuses or cannot be reached.
+    It does not use mlx-lm's `upload_to_hub`, which replaces the folder's card. Raises UserError if
+    the Hub refuses or cannot be reached.
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
@@ -171,7 +191,9 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     api = HfApi(library_name="grpo_fn")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by grpo export")
+        done = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Upload by grpo export"
+        )
     except (HTTPError, OSError, ValueError) as error:
         raise UserError(
             f'--push "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
@@ -180,7 +202,9 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
 
 
 def _origin(folder: Path) -> str:
-    """What a model was trained from: its adapters beside the merged weights say so, or its run's config."""
+    """What a model was trained from: its adapters beside the merged weights say so, or its run's
+    config.
+    """
     stated = folder / ADAPTER_CONFIG
     if stated.is_file():
         return str(read_json(stated).get("model") or "")
@@ -191,13 +215,17 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
     """license, license_name and license_link of the base model's card: beside it, or on the Hub."""
     from huggingface_hub import ModelCard, hf_hub_download
 
-    beside = [Path(place).expanduser() / "README.md" for place in (opened.origin, opened.model) if place]
+    beside = [
+        Path(place).expanduser() / "README.md" for place in (opened.origin, opened.model) if place
+    ]
     file = next(filter(Path.is_file, beside), None)
     with suppress(Exception):  # no card, no network, or YAML that is none
         file = file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
         data = ModelCard.load(file).data.to_dict()
-        # Texts alone: a stranger's lists of references grow beyond any memory when spelled.
-        return {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
+        # A stranger's lists of references grow beyond any memory when spelled, and their texts may
+        # be pages.
+        texts = {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
+        return {key: text for key, text in texts.items() if _IS_LICENCE.fullmatch(text)}
     return {}
 
 

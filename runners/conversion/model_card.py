@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Any
 
 import attrs
@@ -17,10 +16,12 @@ import attrs
 import grpo_fn
 from runners.config.names import HUB_NAME, SHIPPED
 from runners.config.recorded import read_recorded
-from runners.errors import one_line, spell, spell_tables
+from runners.errors import printable, spell
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
+from runners.files.toml_files import toml_text
+from runners.machine.terminal import visible
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
@@ -44,10 +45,11 @@ class RunFacts:
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run, or to one
-    that does not tell what was trained on what.
+    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run, or
+    to one that does not tell what was trained on what.
 
-    For a checkpoint only events up to its step count. Raises UserError for files that cannot be read.
+    For a checkpoint only events up to its step count. Raises UserError for files that cannot be
+    read.
     """
     run = model.resolve().parent
     if not (run / RESOLVED).is_file():
@@ -74,14 +76,18 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         return _name(value) if isinstance(value, str) else [_name(each) for each in value]
 
     return {
-        section: {key: shared(key, value) for key, value in table.items() if key not in _KEYS_LEFT_OUT}
+        section: {
+            key: shared(key, value) for key, value in table.items() if key not in _KEYS_LEFT_OUT
+        }
         for section, table in config.items()
         if section not in _SECTIONS_LEFT_OUT
     }
 
 
 def _name(text: str) -> str:
-    """The last part of a path, with a file's function; a Hub name or a module's function as it is."""
+    """The last part of a path, with a file's function; a Hub name or a module's function as
+    it is.
+    """
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py"):
         return f"{PurePath(place).name}:{function}"
@@ -107,7 +113,8 @@ def model_card(
         prompt: how the model was asked in training; None: not known.
         quantized: how the weights are packed, in words; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
-        licence: license, license_name and license_link of the base model's card, as far as they are known.
+        licence: license, license_name and license_link of the base model's card, as far as they are
+            known.
     """
     from huggingface_hub import ModelCardData
 
@@ -120,47 +127,56 @@ def model_card(
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    lines = ["---", front.to_yaml(), "---", "", f"# {_plain(title)}", ""]
-    written, packed = f"by grpo_fn {grpo_fn.__version__}", f"The weights are quantized: {quantized}."
+    heading = title if HUB_NAME.fullmatch(title) else _code(title)
+    lines = ["---", front.to_yaml(), "---", "", f"# {heading}", ""]
+    written = f"by grpo_fn {grpo_fn.__version__}"
+    packed = f"The weights are quantized: {quantized}."
     if facts is None:
-        lines += [f"Written {written}{f' from {_plain(base)}' if base else ''}.", ""]
+        lines += [f"Written {written}{f' from {_code(base)}' if base else ''}.", ""]
     else:
-        model, preset = facts.config["model"], facts.config["loss"]["preset"]
+        model = facts.config["model"]
+        preset = facts.config["loss"]["preset"]
         lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
         for what, name in (("Model", base or model["path"]), ("Data", source)):
-            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _plain(name)}")
+            lines.append(
+                f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}"
+            )
         lines.append("")
         packed += " The results are those of full precision."
     lines += [packed, ""] if quantized else []
     lines += _results(facts) if facts else []
     lines += _prompt(prompt) if prompt else []
     if facts is not None:
-        lines += ["## Config", "", *_fenced(spell_tables(facts.config).strip(), "toml")]
+        lines += ["## Config", "", *_fenced(toml_text(facts.config).strip(), "toml")]
+    named = shlex.quote(printable(title))
     lines += ["## Use", ""]
-    model_argument = shlex.quote(title)
     if prompt is not None:
-        lines += _fenced(f'grpo generate {model_argument} "…"', "sh")
+        lines += _fenced(f'grpo generate {named} "…"', "sh")
         lines += [
-            f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that file; it "
-            "takes the system message as `--system-prompt` and the first words as `--prefill-response`:",
+            f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
+            "file; it takes the system message as `--system-prompt` and the first words as "
+            "`--prefill-response`:",
             "",
         ]
-    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {model_argument} --prompt "…"', "sh")])
+    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {named} --prompt "…"', "sh")])
 
 
 def _results(facts: RunFacts) -> list[str]:
     lines = ["## Results", "", "| | before | after |", "|---|---|---|"]
     for key, name in _MEASURED.items():
-        if measured := [line for line in facts.evaluations if finite_number(line.get(key)) is not None]:
-            first, last = measured[0], measured[-1]
+        measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
+        if measured:
+            first = measured[0]
+            last = measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
             count = whole_number(last.get("em_subset")) or ""
             lines.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
     many = max(len(facts.updates) // _SHARE, 1)
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
-        if values := [value for value in found if value is not None]:
-            lines.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
+        values = [value for value in found if value is not None]
+        if values:
+            lines.append(f"| {name} | {_mean(values[:many]):.4g} | {_mean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
         what = "training reward and length are means over the first and the last"
@@ -168,17 +184,25 @@ def _results(facts: RunFacts) -> list[str]:
     return [*lines, ""]
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # no sum of finite numbers overflows
+
+
 def _figure(line: Mapping[str, Any], key: str) -> str:
     """A measured mean with its 95 % interval, if the line has what it takes."""
-    mean, count = float(line[key]), whole_number(line.get("em_subset"))
-    spread, form = finite_number(line.get("eval/reward_std")), ".1%" if key == "em" else ".4g"
+    mean = float(line[key])
+    count = whole_number(line.get("em_subset"))
+    spread = finite_number(line.get("eval/reward_std"))
+    form = ".1%" if key == "em" else ".4g"
     interval: tuple[float, float] | None = None
     if key == "em" and count and 0 <= mean <= 1:
         interval = wilson(round(mean * count), count)
     elif key != "em" and count and spread is not None:
         half = 1.96 * spread / count**0.5
         interval = (mean - half, mean + half)
-    return f"{mean:{form}}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
+    if interval is None:
+        return f"{mean:{form}}"
+    return f"{mean:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def _prompt(prompt: PromptSettings) -> list[str]:
@@ -189,20 +213,24 @@ def _prompt(prompt: PromptSettings) -> list[str]:
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
         "The chat template got, besides the messages:": spell(kwargs) if kwargs else "",
     }
-    return [
-        "## Prompt",
-        "",
-        *(line for what, text in shown.items() if text for line in (what, "", *_fenced(text))),
-        f"A reply had at most {prompt.max_new_tokens:,} tokens.",
-        "",
-    ]
+    lines = ["## Prompt", ""]
+    for what, text in shown.items():
+        if text:
+            lines += [what, "", *_fenced(text)]
+    return [*lines, f"A reply had at most {prompt.max_new_tokens:,} tokens.", ""]
 
 
-def _plain(name: str) -> str:
-    """A name in Markdown, in one line and without its marks."""
-    return re.sub(r"([\\`*\[\]<>&]|\b_|_\b)", r"\\\1", one_line(name, {}))
+def _code(text: str) -> str:
+    """A foreign text as a code span, in which neither Markdown nor HTML is read."""
+    ticks = _ticks(text, 1)
+    return f"{ticks} {printable(text)} {ticks}"
 
 
 def _fenced(text: str, language: str = "text") -> list[str]:
-    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return [f"{ticks}{language}", text, ticks, ""]
+    ticks = _ticks(text, 3)
+    return [f"{ticks}{language}", visible(text), ticks, ""]
+
+
+def _ticks(text: str, least: int) -> str:
+    """More backticks than the text has in a row."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])

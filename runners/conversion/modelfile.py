@@ -17,18 +17,27 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 
 
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
-    """The text, for the GGUF file of that name beside it. `prompt`: how the model was asked; None: unknown.
+    """The text, for the GGUF file of that name beside it. `prompt`: how the model was asked; None:
+    unknown.
 
-    A system message that SYSTEM cannot hold is part of the template. Raises UserError for a chat template
-    that hides what it is given, and for a stop string or a file name that a Modelfile cannot hold.
+    A system message that SYSTEM cannot hold is part of the template. Raises UserError for a chat
+    template that hides what it is given, and for a stop string or a file name that a Modelfile
+    cannot hold.
     """
     nudge = prompt.nudge if prompt else ""
     raw = prompt is not None and prompt.prompt_form == "raw"
     kwargs = prompt.chat_template_kwargs if prompt else NO_KWARGS
     system = prompt.system_prompt if prompt and prompt.system_prompt.strip() and not raw else ""
     inside = system if _fault(system) else ""
-    template = f"{{{{ .Prompt }}}}{_literal(nudge)}" if raw else _template(tokenizer, nudge, kwargs, inside)
-    lines = [f"FROM {_value('the file', f'./{file}')}", f"TEMPLATE {_value('the chat template', template)}"]
+    template = (
+        f"{{{{ .Prompt }}}}{_literal(nudge)}"
+        if raw
+        else _template(tokenizer, nudge, kwargs, inside)
+    )
+    lines = [
+        f"FROM {_value('the file', f'./{file}')}",
+        f"TEMPLATE {_value('the chat template', template)}",
+    ]
     if prompt is None:
         return "\n".join([*lines, ""])
     if system and not inside:
@@ -43,7 +52,8 @@ def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
 
 
 def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str) -> str:
-    """The chat template in Go's language: what stands between a conversation's words, by the next role.
+    """The chat template in Go's language: what stands between a conversation's words, by the next
+    role.
 
     A conversation without a system message gets the one `inside`.
     """
@@ -63,12 +73,16 @@ def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str
         ("else", again),
     )
     before = f"{{{{ if not .System }}}}{_literal(told + inside)}{{{{ end }}}}" if inside else ""
-    turns = "".join(f"{{{{ {when} }}}}{_literal(text)}{{{{ .Content }}}}" for when, text in branches)
+    turns = "".join(
+        f"{{{{ {when} }}}}{_literal(text)}{{{{ .Content }}}}" for when, text in branches
+    )
     loop = f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}"
     return before + loop + _literal(ready + nudge)
 
 
-def _between(tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[str, Any]) -> list[str]:
+def _between(
+    tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[str, Any]
+) -> list[str]:
     text, _ = render(
         tokenizer, [{"role": role, "content": word} for role, word in talk], template_kwargs=kwargs
     )
@@ -76,13 +90,17 @@ def _between(tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[st
     for _, word in talk:
         before, met, text = text.partition(word)
         if not met:
-            raise UserError("the chat template does not show every turn: no Modelfile can be made of it")
+            raise UserError(
+                "the chat template does not show every turn: no Modelfile can be made of it"
+            )
         found.append(before)
     return [*found, text]
 
 
 def _literal(text: str) -> str:
-    """A text inside a template: what Go or the Modelfile would read otherwise is a string of Go's."""
+    """A text inside a template: what Go or the Modelfile would read otherwise is a string
+    of Go's.
+    """
     return "".join(map(_shown, text))
 
 
@@ -99,13 +117,15 @@ def _is_kept(character: str) -> bool:
 
 def _fault(text: str) -> str:
     """Why a Modelfile cannot hold a text as a value, which has no escapes; "" if it can."""
-    if lost := [character for character in text if not _is_kept(character)]:
+    lost = [character for character in text if not _is_kept(character)]
+    if lost:
         return f"Ollama drops the character {lost[0]!a}"
     return 'a line that ends with """ ends the value' if re.search(r'"""\s*[\r\n]', text) else ""
 
 
 def _value(what: str, text: str) -> str:
     """A value as Ollama reads it: one word, or in quotes that end where a line does."""
-    if fault := _fault(text):
+    fault = _fault(text)
+    if fault:
         raise UserError(f"{what}: a Modelfile cannot hold it: {fault}; found {one_line(text, {})}")
     return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

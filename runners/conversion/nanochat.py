@@ -1,9 +1,11 @@
-"""nanochat's files, of which nothing runs what a pickle could: checkpoints of PyTorch, tokenizer.pkl.
+"""nanochat's files, of which nothing runs what a pickle could: checkpoints of PyTorch,
+tokenizer.pkl.
 
-model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm uses
-nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled with
-`weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the opcodes that hold
-texts, bytes, numbers and tables, and one name, that of Encoding, in whose place it makes an empty object.
+model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm
+uses nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled
+with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the
+opcodes that hold texts, bytes, numbers and tables, and one name, that of Encoding, in whose place
+it makes an empty object.
 """
 
 from __future__ import annotations
@@ -31,25 +33,45 @@ _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
 PICKLE_NAME = "tokenizer.pkl"
-# What protocols 4 and 5 write for an Encoding. Nothing here calls what it names, builds tuples that nest, or
-# reserves more memory than the file has bytes.
+# What protocols 4 and 5 write for an Encoding. Nothing here calls what it names, builds tuples that
+# nest, or reserves more memory than the file has bytes.
 _ADMITTED = {
-    *("PROTO", "FRAME", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "BUILD", "STOP"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "BININT", "BININT1", "BININT2"),
+    *(
+        "PROTO",
+        "FRAME",
+        "MEMOIZE",
+        "BINGET",
+        "LONG_BINGET",
+        "STACK_GLOBAL",
+        "NEWOBJ",
+        "BUILD",
+        "STOP",
+    ),
+    *(
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "SHORT_BINBYTES",
+        "BINBYTES",
+        "BININT",
+        "BININT1",
+        "BININT2",
+    ),
     *("EMPTY_DICT", "EMPTY_TUPLE", "MARK", "SETITEM", "SETITEMS"),
 }
 _FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path] | None:
-    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one; None if it
-    has no checkpoints.
+    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one;
+    None if it has no checkpoints.
 
-    nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and BASE/tokenizer/tokenizer.pkl,
-    but the tokenizer may lie in the folder. Raises UserError if that step or the tokenizer is missing.
+    nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and
+    BASE/tokenizer/tokenizer.pkl, but the tokenizer may lie in the folder. Raises UserError if that
+    step or the tokenizer is missing.
     """
     files = folder.iterdir() if folder.is_dir() else ()
-    steps = {int(m[1]): file for file in files if (m := _MODEL.fullmatch(file.name))}
+    matches = [(_MODEL.fullmatch(file.name), file) for file in files]
+    steps = {int(match[1]): file for match, file in matches if match}
     if step is not None and step not in steps:
         raise UserError(f"{folder}: no step {step}; found {listed([*map(str, sorted(steps))])}")
     if not steps:
@@ -57,16 +79,20 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]
-    if (found := next((file for place in places if (file := find_pickle(place))), None)) is None:
-        raise UserError(f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}")
+    found = next(filter(None, map(find_pickle, places)), None)
+    if found is None:
+        raise UserError(
+            f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}"
+        )
     return model, meta, found
 
 
 def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
-    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises UserError
-    without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is seen by loading it.
+    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises
+    UserError without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is
+    seen by loading it.
     """
     sizes = _sizes(meta)
     config = {
@@ -80,11 +106,15 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
         "max_position_embeddings": sizes["sequence_len"],
         "intermediate_size": 4 * sizes["n_embd"],
     }
-    tensors, rows = _tensors(model), sizes["vocab_size"]
+    tensors = _tensors(model)
+    rows = sizes["vocab_size"]
     from safetensors.torch import save_file
 
     save_file(
-        {name: (x[:rows] if name in _VOCABULARY else x).contiguous() for name, x in tensors.items()},
+        {
+            name: (x[:rows] if name in _VOCABULARY else x).contiguous()
+            for name, x in tensors.items()
+        },
         str(target / "model.safetensors"),
         metadata={"format": "mlx"},
     )
@@ -97,13 +127,18 @@ def _sizes(meta: Path) -> dict[str, int]:
     if not isinstance(found, Mapping):
         raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
     for name in _SIZES:
-        if type(size := found.get(name)) is not int or size < 1:
-            raise UserError(f"{meta}: model_config.{name}: expected a positive integer, found {size!r}")
+        size = found.get(name)
+        if type(size) is not int or size < 1:
+            raise UserError(
+                f"{meta}: model_config.{name}: expected a positive integer, found {size!r}"
+            )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
-    plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
-    if others := found.keys() - {*_SIZES} - plain:
+    plain = {"window_pattern"} if {*str(found.get("window_pattern"))} == {"L"} else set()
+    others = found.keys() - {*_SIZES} - plain
+    if others:
         raise UserError(
-            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not have"
+            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not "
+            "have"
         )
     return {name: found[name] for name in _SIZES}
 
@@ -117,11 +152,15 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
     except Exception as error:  # errors of pickle, zip and torch have no common class
-        raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
+        raise UserError(
+            f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})"
+        ) from error
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
+    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout);
+    or None.
+    """
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next((place for place in places if place.is_file()), None)
 
@@ -129,8 +168,8 @@ def find_pickle(folder: Path) -> Path | None:
 def read_encoding(file: Path) -> tiktoken.Encoding:
     """The encoding in a pickle of protocol 4 or 5.
 
-    Raises UserError if the file cannot be read, if it names something else than tiktoken's Encoding, which is
-    neither imported nor called, or if its content is not a vocabulary.
+    Raises UserError if the file cannot be read, if it names something else than tiktoken's
+    Encoding, which is neither imported nor called, or if its content is not a vocabulary.
     """
     import tiktoken
 
@@ -147,7 +186,9 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """In place of Encoding what keeps its state; UserError for every other name: nothing is imported."""
+        """In place of Encoding what keeps its state; UserError for every other name: nothing is
+        imported.
+        """
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":
             raise UserError(f"it asks for {show(name)}; nothing was run")
@@ -160,9 +201,19 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         raise UserError("it has no vocabulary of its own")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
-    kinds = {*map(type, ranks)} <= {bytes}, {*map(type, special)} <= {str}, {*map(type, ids)} <= {int}
-    if not all(kinds) or len(set(ids)) != len(ids) or not all(0 <= number < 2**31 for number in ids):
-        raise UserError("its vocabulary is no table from bytes and names to different numbers below 2^31")
+    kinds = (
+        {*map(type, ranks)} <= {bytes},
+        {*map(type, special)} <= {str},
+        {*map(type, ids)} <= {int},
+    )
+    if (
+        not all(kinds)
+        or len(set(ids)) != len(ids)
+        or not all(0 <= number < 2**31 for number in ids)
+    ):
+        raise UserError(
+            "its vocabulary is no table from bytes and names to different numbers below 2^31"
+        )
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise UserError("it has no token for some byte, so not every text has tokens")
     return {key: state[key] for key in _FIELDS}

@@ -1,4 +1,6 @@
-"""How `grpo convert` and `grpo export` pack weights: to nearest by mlx-lm, or calibrated on prompts."""
+"""How `grpo convert` and `grpo export` pack weights: to nearest by mlx-lm, or calibrated on
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from runners.errors import UserError
 from runners.models.model_reader import cast_floating
 
 GROUP = 64  # of affine quantization by default, here and in mlx-lm
-PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows at a time
+PROMPTS = 64  # of the file at most
+TOKENS = 128  # of a completion
+ROWS = 8  # at a time
 Collect = Callable[[nn.Module, int], Moments]
 
 
@@ -46,10 +50,13 @@ class QuantizationOptions:
     def __attrs_post_init__(self) -> None:
         """Raises UserError for options that exclude each other."""
         if self.group_size and not self.wanted:
-            raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
+            raise UserError(
+                "--group-size without --bits, --mode or --recipe: nothing would be quantized"
+            )
         if self.recipe and (self.bits or not self.affine):
             raise UserError(
-                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode out"
+                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode "
+                "out"
             )
 
 
@@ -57,15 +64,18 @@ NOT_PACKED = QuantizationOptions()
 
 
 def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], None]) -> Collect:
-    """A function (module, group size) -> moments of its linear layers, on a file's prompts and completions.
+    """A function (module, group size) -> moments of its linear layers, on a file's prompts and
+    completions.
 
-    The completions are the model's own, drawn with a fixed key. UserError for the file as `read_prompts`.
+    The completions are the model's own, drawn with a fixed key. UserError for the file as
+    `read_prompts`.
     """
-    found = read_prompts(file, column, option="--calibrate")
-    prompts = [render(tokenizer, messages)[1] for messages in found[:PROMPTS]]
+    rows = read_prompts(file, column, option="--calibrate")
+    prompts = [render(tokenizer, messages)[1] for messages in rows[:PROMPTS]]
 
     def collect(module: nn.Module, group_size: int) -> Moments:
-        policy, found = g.Policy.for_inference(module), {}
+        policy = g.Policy.for_inference(module)
+        moments = {}
         names = [
             f"{path}.weight"
             for path, layer in module.named_modules()
@@ -80,8 +90,10 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
             rollout = g.generate(policy, {}, some, sampling, key=mx.random.key(start))
             batch = g.make_batch(rollout, mx.zeros((len(some), 1)))
             lengths_b = batch.prompt_lengths_b + rollout.lengths_b
-            found = added(found, input_moments(policy, {}, batch.tokens_bl, lengths_b, names, group_size))
-        return found
+            moments = added(
+                moments, input_moments(policy, {}, batch.tokens_bl, lengths_b, names, group_size)
+            )
+        return moments
 
     return collect
 
@@ -96,33 +108,43 @@ def repack(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The module cast, unpacked and packed by mlx-lm as asked, in place, and its new config.json.
 
-    Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect` linear layers are
-    rounded by the moments that it gives. Raises UserError if the recipe does not fit the model, or if nothing
-    could be packed: mlx-lm silently skips a layer whose width is no multiple of the group.
+    Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect` linear layers
+    are rounded by the moments that it gives. Raises UserError if the recipe does not fit the model,
+    or if nothing could be packed: mlx-lm silently skips a layer whose width is no multiple of the
+    group.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import dequantize_model, quantize_model
 
     if dtype:
         may_cast = getattr(module, "cast_predicate", lambda name: True)
-        leaves = {name: x for name, x in named_leaves(module.parameters()).items() if may_cast(name)}
+        leaves = {
+            name: x for name, x in named_leaves(module.parameters()).items() if may_cast(name)
+        }
         cast_floating(module, getattr(mx, dtype), leaves)
         config = config | {key: dtype for key in ("torch_dtype", "dtype") if key in config}
     if dequantize:
         module = dequantize_model(module)
-        config = {key: config[key] for key in config if key not in ("quantization", "quantization_config")}
+        config = {
+            key: config[key] for key in config if key not in ("quantization", "quantization_config")
+        }
     if not quantization.wanted:
         return module, config
-    mode, group_size = quantization.mode or "affine", quantization.group_size
+    mode = quantization.mode or "affine"
+    group_size = quantization.group_size
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
         try:
-            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size or GROUP)
+            predicate = mixed_quant_predicate_builder(
+                quantization.recipe, module, group_size or GROUP
+            )
         except ValueError as error:
             raise UserError(f"--recipe {quantization.recipe}: {error}") from error
     before = _packed(module)
     moments = collect(module, group_size or GROUP) if collect else {}
-    weights = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments}
+    weights = {
+        name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments
+    }
     # stdout is for what a command has to say, and mlx-lm reports its progress there.
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -132,7 +154,11 @@ def repack(
         except ValueError as error:  # bits or a group that the mode does not have
             raise UserError(f"the weights cannot be quantized: {error}") from error
     if _packed(module) == before:
-        why = "the weights are quantized already" if before else "no layer's width is a multiple of the group"
+        why = (
+            "the weights are quantized already"
+            if before
+            else "no layer's width is a multiple of the group"
+        )
         raise UserError(f"nothing was quantized: {why}")
     carries = carries_of(moments)
     for path, layer in module.named_modules():  # again, from the full weights

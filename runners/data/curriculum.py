@@ -1,12 +1,13 @@
 """Which prompts a run draws: those whose pass rate is near a target teach most.
 
     p̂ = (passes + m) / (weight + 1)                 a prompt's rate, pooled with one of m
-    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw; the age is in batch steps
+    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw, with age in batch steps
 
-m is the rate of all completions so far, itself pooled with one of the target rate; a new prompt has m.
-The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log of the
-likelihood ratio); the second lets a prompt rest after it was drawn. What is known of a prompt fades with its
-age, passes and weight alike, so that prompts are drawn again once the policy may have changed.
+m is the rate of all completions so far, itself pooled with one of the target rate; a new prompt has
+m. The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log
+of the likelihood ratio); the second lets a prompt rest after it was drawn. What is known of a
+prompt fades with its age, passes and weight alike, so that prompts are drawn again once the policy
+may have changed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from runners.data.prompts import Example
 from runners.errors import UserError
 from runners.files.json_files import read_lines
 
+_MOST = 1 << 24  # completions of a prompt, which float32 counts exactly
 NEVER = -1  # in place of a step or a rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
 
@@ -43,18 +45,25 @@ class Estimates:
 
     @classmethod
     def of(cls, counts: Sequence[tuple[float, float]]) -> Estimates:
-        """Of prompts whose (passes, completions) were measured before the run; (0, 0): not measured."""
+        """Of prompts whose (passes, completions) were measured before the run; (0, 0): not
+        measured."""
         passes_n, weight_n = np.array(counts, np.float32).reshape(-1, 2).T.copy()
-        first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(np.float32)
+        first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(
+            np.float32
+        )
         return cls(passes_n, weight_n, np.full(len(counts), NEVER, np.int32), first_n)
 
 
-Outcome = tuple[int, int, int]  # a group's prompt (its number), completions that passed, completions
+# a group's prompt (its number), completions that passed, completions
+Outcome = tuple[int, int, int]
 
 
 def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
-    """After the groups of a batch step. A prompt without a reward is one that was drawn all the same."""
-    new = Estimates(*(array.copy() for array in attrs.astuple(known)))
+    """After the groups of a batch step. A prompt without a reward is one that was drawn all the
+    same."""
+    new = Estimates(
+        known.passes_n.copy(), known.weight_n.copy(), known.step_n.copy(), known.first_n.copy()
+    )
     for prompt, passes, completions in outcomes:
         faded = decay ** max(step - max(int(new.step_n[prompt]), 0), 0)
         new.passes_n[prompt] = new.passes_n[prompt] * faded + passes
@@ -65,21 +74,29 @@ def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: flo
     return new
 
 
-def draw_weights(known: Estimates, step: int, *, target: float, decay: float, size: int) -> np.ndarray:
+def draw_weights(
+    known: Estimates, step: int, *, target: float, decay: float, size: int
+) -> np.ndarray:
     """The weight w of each prompt, float64 [N], in a draw at a batch step of groups of `size`."""
     faded_n = decay ** np.maximum(step - np.maximum(known.step_n, 0), 0).astype(np.float64)
-    passes_n, weight_n = known.passes_n * faded_n, known.weight_n * faded_n
+    passes_n = known.passes_n * faded_n
+    weight_n = known.weight_n * faded_n
     common = (passes_n.sum() + target) / (weight_n.sum() + 1)
     rate_n = np.clip((passes_n + common) / (weight_n + 1), 1e-4, 1 - 1e-4)
-    divergence_n = target * np.log(target / rate_n) + (1 - target) * np.log((1 - target) / (1 - rate_n))
+    divergence_n = target * np.log(target / rate_n) + (1 - target) * np.log(
+        (1 - target) / (1 - rate_n)
+    )
     return np.exp(-2 * size * divergence_n) * np.where(known.step_n == NEVER, 1.0, 1 - faded_n)
 
 
-def drawn_by_weight(weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int) -> list[int]:
+def drawn_by_weight(
+    weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int
+) -> list[int]:
     """Prompts drawn by their weights without replacement, none of `taken` while there are others.
 
-    The bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w win. They
-    depend on the seed and on how many prompts came before alone, so that all ranks draw the same.
+    The bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w
+    win. They depend on the seed and on how many prompts came before alone, so that all ranks draw
+    the same.
     """
     key = fold_in(mx.random.key(seed), CURRICULUM, position)
     bits_n = np.array(random_bits(key[None], 0, len(weights_n), 1)).reshape(-1).astype(np.float64)
@@ -90,14 +107,18 @@ def drawn_by_weight(weights_n: np.ndarray, number: int, taken: Collection[int], 
 
 
 def explores(position: int, share: float) -> int | None:
-    """The place in the usual order that draw number `position` takes; None: it is drawn by weight."""
-    before, after = int(position * share), int((position + 1) * share)
+    """The place in the usual order that draw number `position` takes; None: it is drawn by
+    weight."""
+    before = int(position * share)
+    after = int((position + 1) * share)
     return before if after > before else None
 
 
-def passed(names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float) -> np.ndarray:
-    """Whether each completion passed, bool [B]: a right answer by the built-in reward that compares with the
-    gold one; where the rewards lack it, a combined reward of `at_least`."""
+def passed(
+    names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float
+) -> np.ndarray:
+    """Whether each completion passed, bool [B]: a right answer by the built-in reward that compares
+    with the gold one; where the rewards lack it, a combined reward of `at_least`."""
     if REWARD_NAMES[0] in names:
         return values_kb[list(names).index(REWARD_NAMES[0])] > 0
     return rewards_b >= at_least
@@ -111,7 +132,8 @@ def prompt_id(example: Example) -> str:
 
 
 def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]:
-    """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes, completions).
+    """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes,
+    completions).
 
     A prompt's first group sets its first rate, and so is counted as `new` alone.
     """
@@ -119,9 +141,14 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
     for first, passes, completions in outcomes:
         band = "new" if first < 0 else next(name for name, below in BANDS.items() if first < below)
         groups[band].append((passes, completions))
-    metrics = {f"groups/share/{name}": len(rows) / len(outcomes) for name, rows in groups.items() if outcomes}
+    metrics = {
+        f"groups/share/{name}": len(rows) / len(outcomes)
+        for name, rows in groups.items()
+        if outcomes
+    }
     for name, rows in groups.items():
-        if total := sum(completions for _, completions in rows):
+        total = sum(completions for _, completions in rows)
+        if total:
             metrics[f"groups/pass_rate/{name}"] = sum(passes for passes, _ in rows) / total
     return metrics
 
@@ -132,17 +159,26 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
     lines = list(read_lines(path, bad=bad))
     keys = ("prompt", "passes", "samples")
     kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
-    if bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
+    counted = not kinds - {(str, int, int)}
+    if bad or not (
+        counted and all(0 <= line["passes"] <= line["samples"] <= _MOST for line in lines)
+    ):
         expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
         raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
     return lines
 
 
+def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
+    """Whether measured (passes, completions) have a rate from low to high."""
+    passes, completions = count
+    return completions > 0 and low <= passes / completions <= high
+
+
 def with_difficulty(
     examples: Sequence[Example], config: DataConfig
 ) -> tuple[list[Example], Estimates | None, list[str]]:
-    """The training prompts as data.curriculum has them, numbered in their order; what a run knows of them
-    before its first step, None without a curriculum; and a line on those that are left out.
+    """The training prompts as data.curriculum has them, numbered in their order; what a run knows
+    of them before its first step, None without a curriculum; and a line on those that are left out.
 
     Raises UserError if none is left, or if no prompt is in the file.
     """
@@ -157,11 +193,14 @@ def with_difficulty(
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        if not (kept := [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]):
-            raise UserError(f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)")
+        kept = [(each, count) for each, count in kept if _is_within(count, low, high)]
+        if not kept:
+            raise UserError(
+                f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)"
+            )
     notice = (
-        f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are left out, as "
-        "their pass rate is outside of data.pass_rates, or was not measured"
+        f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are "
+        "left out, as their pass rate is outside of data.pass_rates, or was not measured"
     )
     numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
     known = Estimates.of([count for _, count in kept])

@@ -1,7 +1,9 @@
-"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
+"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by
+row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +34,43 @@ from runners.images.image_files import image_files
 from runners.machine.versions import install_hint
 from runners.quickstart import DATA
 from runners.sandbox.code_tests import read_tests
-from runners.sandbox.sandbox import mechanism
+from runners.sandbox.sandbox import check_sandbox
 
 _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
 _CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _TOGETHER = 1000  # rows that become Python's objects at a time
-_TRAIN, _HELD_OUT = 1000, 200  # problems, if data.max_samples does not say otherwise
+_TRAIN = 1000  # problems of a task, if data.max_samples does not say otherwise
+_HELD_OUT = 200  # the same for the held-out ones
 _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed s is that of s + n
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
-    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split "train". If
-    there is only one split (a file, or `eval_split` equal to `split`), the last tenth of its usable rows, at
-    least one and at most 1,000, is held out for evaluation and not trained on. `data.transform` (found in
-    `folders`, as in `resolve_function`) gets each row first; it returns the row to use, or None.
+    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
+    "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth
+    of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained
+    on. `data.transform` (found in `folders`, as in `resolve_function`) gets each row first; it
+    returns the row to use, or None.
 
-    A row without a question and, unless `data.answer` is empty, an answer is a bad row: `on_bad_row` "raise"
-    raises an error with its place, "skip" leaves it out and notes it in `Rows.faults`. Raises UserError for a
-    missing source, split or field (with those found), a bad row, and a split without a usable row.
+    A row without a question and, unless `data.answer` is empty, an answer is a bad row:
+    `on_bad_row` "raise" raises an error with its place, "skip" leaves it out and notes it in
+    `Rows.faults`. Raises UserError for a missing source, split or field (with those found), a bad
+    row, and a split without a usable row.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
     if is_file and config.split != "train":
-        raise UserError(f'{source} is a file, the split "train", but data.split is {show(config.split)}')
+        raise UserError(
+            f'{source} is a file, the split "train", but data.split is {show(config.split)}'
+        )
     train = load_split(config, config.split, folders=folders, key="data.split")
     if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
-            wanted = "expected two usable rows at least, as one is held out for evaluation, found one"
+            wanted = (
+                "expected two usable rows at least, as one is held out for evaluation, found one"
+            )
             raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
         evaluation = Rows(train[-count:])
@@ -74,57 +83,70 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`; a default
-    system prompt that asks for a number asks for an answer if most gold ones are none.
+    """The config for these rows: without gold answers if no row has the column `data.answer`; a
+    default system prompt that asks for a number asks for an answer if most gold ones are none.
 
-    Raises UserError where programs have no sandbox, for tests that no program can pass, and for lists that
-    answer another form than "code".
+    Raises UserError where programs have no sandbox, for tests that no program can pass, and for
+    lists that answer another form than "code".
     """
-    form, name = config.answer.form, config.data.answer
+    form = config.answer.form
+    name = config.data.answer
     if form == "code":
-        mechanism()  # before a model is loaded
-    rows = [row for part in parts for row in part]
+        check_sandbox(partial=config.answer.partial_sandbox)  # before a model is loaded
+    rows = list(chain.from_iterable(parts))
     if not any(name in row for row in rows):
-        data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
+        data = attrs.evolve(config.data, answer="")
+        answer = attrs.evolve(config.answer, form=NONE)
         return attrs.evolve(config, data=data, answer=answer)
     for row in rows:
-        value, wanted = row.get(name), 'a text or a number; the tests of a program need form = "code"'
+        value = row.get(name)
         try:
             if form == "code":
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
-                raise ValueError(f"expected {wanted}")
+                raise ValueError(
+                    'expected a text or a number; the tests of a program need form = "code"'
+                )
         except ValueError as error:
             raise UserError(f"{row.place}: {name}: {error}") from error
-    golds = [gold for row in rows[:_LOOKED_AT] if (gold := gold_answer(row.get(name))) is not None]
-    prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
+    read = [gold_answer(row.get(name)) for row in rows[:_LOOKED_AT]]
+    golds = [gold for gold in read if gold is not None]
+    prompt = config.data.system_prompt
+    texts = sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
         return config
-    return config.having("data", system_prompt=prompt.replace("the final number", "the final answer"))
+    return config.having(
+        "data", system_prompt=prompt.replace("the final number", "the final answer")
+    )
 
 
 def load_split(
     config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
 ) -> Rows:
-    """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
+    """All usable rows of one split, or of a single file whatever the split's name; nothing is held
+    out.
 
     `key` is the config's for the split. Raises UserError as `load_rows` does.
     """
     name = config.transform
-    transform = resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
-    source, where = _local(config), f"{config.source} ({split})"
+    transform = (
+        resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
+    )
+    source = _local(config)
+    where = f"{config.source} ({split})"
     if source is None:
         is_task = config.source.startswith(TASKS)
         found = task_rows(config, split) if is_task else hub_rows(config, split, key)
     else:
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else where
-        found = [row for path in paths for row in read_file(path)]
+        found = list(chain.from_iterable(map(read_file, paths)))
     return _usable(found, config, where, transform)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its n examples: an int64 permutation, pure in its arguments."""
+    """The order in which an epoch takes its n examples: an int64 permutation, pure in its
+    arguments."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
@@ -134,26 +156,34 @@ def _local(config: DataConfig) -> Path | None:
     if source.exists():
         if config.name:
             name = f"data.name is {show(config.name)}, a configuration on the Hub"
-            raise UserError(f"{name}, but data.source {show(config.source)} is local; leave data.name out")
+            raise UserError(
+                f"{name}, but data.source {show(config.source)} is local; leave data.name out"
+            )
         return source
     # A Hub name has at most one slash and no suffix of a file.
     looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
     if looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA:
-        raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
+        raise UserError(
+            f"data.source is {show(config.source)}, but there is no file or folder {source}"
+        )
     return None
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
     """The rows with a question and an answer; others raise an error or are counted."""
-    rows, kept = Rows(), found
+    rows = Rows()
+    kept = found
     if transform is not None:
-        kept = [made for row in found if (made := transformed(row, transform)) is not None]
+        made = [transformed(row, transform) for row in found]
+        kept = [row for row in made if row is not None]
         rows.dropped = len(found) - len(kept)
     if config.answer == DataConfig().answer and not any(config.answer in row for row in kept):
-        config = attrs.evolve(config, answer="")  # the usual name, which data without gold answers lacks
+        # the usual name, which data without gold answers lacks
+        config = attrs.evolve(config, answer="")
     _check_fields(kept, config, where)
     for row in kept:
-        if not (fault := row.fault or _fault(row, config)):
+        fault = row.fault or _fault(row, config)
+        if not fault:
             rows.append(row)
             continue
         message = f"{row.place}: {fault}"
@@ -166,7 +196,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
 
 
 def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
-    found = list(dict.fromkeys(name for row in rows for name in row))
+    found = list(dict.fromkeys(chain.from_iterable(rows)))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     named = (("answer", config.answer), ("image", config.image), ("completion", config.completion))
     for key, field in (asked, *named):
@@ -181,12 +211,14 @@ def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     field = config.prompt or config.question
-    question, answer = prompt_of(row, config), row.get(config.answer)
+    question = prompt_of(row, config)
+    answer = row.get(config.answer)
     if question is None:
         return f"no {field}"
     if not config.prompt and not isinstance(question, str):
         return f"{field}: expected text, found {type(question).__name__}"
-    if fault := prompt_fault(question):
+    fault = prompt_fault(question)
+    if fault:
         ended = gold_turn(question) is not None and config.completion != field
         hint = f"; data.completion = {show(field)} takes that turn as the gold completion"
         return f"{field} {fault}{hint if ended else ''}"
@@ -202,23 +234,29 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     except UserError as error:
         return f"{config.image} {error}"
     except UnicodeEncodeError as error:
-        return f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+        return (
+            f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+        )
     return ""
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
-    if other := other_name(config.source):
+    other = other_name(config.source)
+    if other:
         raise UserError(f"data.source = {show(config.source)} is {other}")
     import datasets
 
     try:
-        found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
+        found = datasets.load_dataset(
+            config.source, config.name or _CONFIGS.get(config.source), split=split
+        )
         # As Arrow's tables: images and sounds stay the bytes of their files.
         tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-        rows = enumerate((row for table in tables for row in table_rows(table)), 1)
+        rows = enumerate(chain.from_iterable(map(table_rows, tables)), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
-    except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
+    # from the Hub, the network, the disk or the format: each is shown to the user
+    except Exception as error:
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
         raise UserError(f"{place}, which the Hub did not give: {error_line(error)}") from error
 
@@ -226,9 +264,9 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 def task_rows(config: DataConfig, split: str) -> list[Row]:
     """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
 
-    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its questions
-    is trained on. The same config gives the same problems. Raises UserError if reasoning-gym is missing, and
-    for an unknown task or setting in `data.name`.
+    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its
+    questions is trained on. The same config gives the same problems. Raises UserError if
+    reasoning-gym is missing, and for an unknown task or setting in `data.name`.
     """
     if split != config.split:
         return list(_rows(config, split, _FIRST, _HELD_OUT))
@@ -241,20 +279,30 @@ def task_rows(config: DataConfig, split: str) -> list[Row]:
 
 def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]:
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports] (an extra)
+        # an extra
+        from reasoning_gym.factory import (  # pyright: ignore[reportMissingImports]
+            DATASETS,
+            create_dataset,
+        )
     except ImportError as error:
         raise UserError(
             f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
         ) from error
     task = config.source.removeprefix(TASKS)
     if task not in DATASETS:
-        raise UserError(f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}")
+        raise UserError(
+            f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}"
+        )
     try:
         settings = json.loads(config.name or "{}")
         for number, entry in enumerate(create_dataset(task, **settings, seed=seed, size=size), 1):
             values: dict[str, Any] = {name: entry[name] for name in ("question", "answer")}
-            yield Row({**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}")
-    except Exception as error:  # no JSON, or settings that the task refuses, most often by assertions
+            yield Row(
+                {**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}"
+            )
+    # no JSON, or settings that the task refuses, most often by assertions
+    except Exception as error:
         raise UserError(
-            f"data.source = {show(config.source)}, data.name = {show(config.name)}: {error_line(error)}"
+            f"data.source = {show(config.source)}, data.name = {show(config.name)}: "
+            f"{error_line(error)}"
         ) from error

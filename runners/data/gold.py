@@ -10,7 +10,7 @@ import attrs
 
 from runners.answers.values import value_text
 from runners.config.loading import Config
-from runners.data.messages import gold_turn
+from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import end_of_turn, has_template
 from runners.data.row_files import Row, Rows, read_file
@@ -29,7 +29,9 @@ class GoldReader:
     tokenizer: Any  # mlx-lm's wrapper
     find_stop: FindStop | None  # of rollout.stop
 
-    def of_rows(self, examples: Sequence[Example], rows: Rows, split: str) -> tuple[list[Example], list[str]]:
+    def of_rows(
+        self, examples: Sequence[Example], rows: Rows, split: str
+    ) -> tuple[list[Example], list[str]]:
         """Of a data set's rows; and lines on those that are left out.
 
         Raises UserError for a row without a gold completion, unless `data.on_bad_row` is "skip".
@@ -39,7 +41,9 @@ class GoldReader:
         texts = [gold_text(rows[example.number].get(column)) for example in examples]
         for example, text in zip(examples, texts, strict=True):
             if not text and data.on_bad_row == "raise":
-                fault = f"{rows[example.number].place}: no gold completion in {column or 'any column'}"
+                fault = (
+                    f"{rows[example.number].place}: no gold completion in {column or 'any column'}"
+                )
                 raise UserError(f'{fault} (data.on_bad_row = "skip" would leave it out)')
         return self._with_gold(examples, texts, split)
 
@@ -48,25 +52,40 @@ class GoldReader:
 
         Raises UserError if the file has none.
         """
-        sft, found = self.config.sft, dict[str, Row]()
+        sft = self.config.sft
+        found = dict[str, Row]()
         read = read_file(Path(sft.completions))
         for row in read:
             if row.fault:
                 raise UserError(f"{row.place}: {row.fault}")
             reward = row.get("reward")
             good = isinstance(reward, int | float) and reward >= sft.min_reward
-            if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
-                context, prompt, completion = (row.get(key) for key in ("context", "prompt", "completion"))
-                messages = [*(context or ()), {"role": "user", "content": prompt}]
-                same = repr([context, prompt, completion])
-                found.setdefault(same, Row({"prompt": messages, "completion": completion}, row.place))
+            if (
+                good
+                and row.get("finished", True)
+                and not row.get("messages")
+                and not row.get("images")
+            ):
+                context = row.get("context") or []
+                completion = row.get("completion")
+                turns = context if isinstance(context, list) else [context]
+                messages = [*turns, {"role": "user", "content": row.get("prompt")}]
+                fault = prompt_fault(messages)
+                if fault:
+                    raise UserError(f"{row.place}: {fault}")
+                same = repr([messages, completion])
+                found.setdefault(
+                    same, Row({"prompt": messages, "completion": completion}, row.place)
+                )
         if not found:
             raise UserError(
-                f"{sft.completions}: none of {len(read)} completions has ended by itself with a reward of at "
-                f"least sft.min_reward = {sft.min_reward:g}"
+                f"{sft.completions}: none of {len(read)} completions has ended by itself with a "
+                f"reward of at least sft.min_reward = {sft.min_reward:g}"
             )
         rows = Rows(found.values())
-        data = attrs.evolve(self.config.data, prompt="prompt", system_prompt="", answer="", image="")
+        data = attrs.evolve(
+            self.config.data, prompt="prompt", system_prompt="", answer="", image=""
+        )
         examples, too_long = build_examples(rows, data, self.tokenizer)
         texts = [gold_text(rows[example.number]["completion"]) for example in examples]
         made, notices = self._with_gold(examples, texts, "supervised")
@@ -77,28 +96,39 @@ class GoldReader:
         self, examples: Sequence[Example], texts: Iterable[str | None], split: str
     ) -> tuple[list[Example], list[str]]:
         """The examples whose texts are completions, not longer than those of a rollout."""
-        limit, end, both = self.config.rollout.max_new_tokens, self._end(), zip(examples, texts, strict=True)
-        made = [attrs.evolve(each, gold=self._tokens(each, text, end)) for each, text in both if text]
+        limit = self.config.rollout.max_new_tokens
+        end = self._end()
+        both = zip(examples, texts, strict=True)
+        made = [
+            attrs.evolve(each, gold=self._tokens(each, text, end)) for each, text in both if text
+        ]
         kept = [example for example in made if len(example.gold) <= limit]
         if made and not kept:
             raise UserError(
-                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} gold completions of the "
-                f"{split} data has {min(len(example.gold) for example in made)} tokens"
+                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} gold "
+                f"completions of the {split} data has {min(len(example.gold) for example in made)} "
+                "tokens"
             )
         counts = (
             (len(examples) - len(made), "no gold completion"),
-            (len(made) - len(kept), f"gold completions longer than rollout.max_new_tokens = {limit} tokens"),
+            (
+                len(made) - len(kept),
+                f"gold completions longer than rollout.max_new_tokens = {limit} tokens",
+            ),
         )
         line = f"{split} data: {{}} of {len(examples)} rows left out: {{}}"
         return kept, [line.format(count, why) for count, why in counts if count]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
-        """A completion as a model samples it: behind its given words, up to a stop string or an end token."""
+        """A completion as a model samples it: behind its given words, up to a stop string or an end
+        token."""
         text = text if self.config.data.prompt_form == "raw" else text.strip()
         for given in (example.opening, example.opening.strip(), self.config.data.nudge):
             text = text.removeprefix(given)
         whole = encode(self.tokenizer, example.text + text, add_special_tokens=False)
-        before = next((n for n in (0, 1) if whole[: len(example.tokens) - n] == example.tokens[n:]), None)
+        before = next(
+            (n for n in (0, 1) if whole[: len(example.tokens) - n] == example.tokens[n:]), None
+        )
         if before is None:  # tokens across the border, or a prompt with images
             tokens = encode(self.tokenizer, text, add_special_tokens=False)
         else:
@@ -118,7 +148,8 @@ class GoldReader:
 
 
 def gold_text(value: Any) -> str | None:
-    """The gold completion in a column: a text, a number, or the assistant's turn that ends messages."""
+    """The gold completion in a column: a text, a number, or the assistant's turn that ends
+    messages."""
     if isinstance(value, list | tuple | None):
         return gold_turn(value)
     return None if isinstance(value, Mapping) else value_text(value)

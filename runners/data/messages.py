@@ -36,9 +36,12 @@ def prompt_fault(value: Any) -> str:
 
 
 def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
-    """A row's prompt, unchecked: without the assistant's last turn where that is the gold completion."""
+    """A row's prompt, unchecked: without the assistant's last turn where that is the gold
+    completion."""
     value: Any = row.get(config.prompt or config.question)
-    return value[:-1] if config.completion == config.prompt and gold_turn(value) is not None else value
+    return (
+        value[:-1] if config.completion == config.prompt and gold_turn(value) is not None else value
+    )
 
 
 def gold_turn(value: Any) -> str | None:
@@ -51,12 +54,17 @@ def gold_turn(value: Any) -> str | None:
 
 
 def conversation(value: Any, system: str = "") -> tuple[Message, ...]:
-    """The messages of a prompt without a fault; `system`, if not blank, is put in front of those without one.
+    """The messages of a prompt without a fault; `system`, if not blank, is put in front of those
+    without one.
 
-    A content is one text. Keys that Arrow adds where only others have them are left out: a template may take
-    a `tool_calls` of None for calls.
+    A content is one text. Keys that Arrow adds where only others have them are left out: a template
+    may take a `tool_calls` of None for calls.
     """
-    found = ({"role": "user", "content": value},) if isinstance(value, str) else tuple(map(_cleaned, value))
+    found = (
+        ({"role": "user", "content": value},)
+        if isinstance(value, str)
+        else tuple(map(_cleaned, value))
+    )
     if not system.strip() or found[0]["role"] == "system":
         return found
     return ({"role": "system", "content": system}, *found)
@@ -76,16 +84,23 @@ def _without_none(value: Any) -> Any:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
-def read_prompts(name: str, column: str, system: str = "", option: str = "--prompts") -> list[list[Message]]:
+def read_prompts(
+    name: str, column: str, system: str = "", option: str = "--prompts"
+) -> list[list[Message]]:
     """The conversations of a file, none of which ends with the assistant's turn.
 
-    `name` is a .txt file with a prompt on each line that is not blank, "-" for such lines on standard input,
-    or a file of rows, whose `column` holds a text or a list of messages. `system` opens every conversation;
-    messages must not have one as well. `option` named the file, for errors. Raises UserError, with the line,
-    for a row that is not a prompt, and for a file without prompts.
+    `name` is a .txt file with a prompt on each line that is not blank, "-" for such lines on
+    standard input, or a file of rows, whose `column` holds a text or a list of messages. `system`
+    opens every conversation; messages must not have one as well. `option` named the file, for
+    errors. Raises UserError, with the line, for a row that is not a prompt, and for a file without
+    prompts.
     """
     path = Path(name).expanduser()
     if name != "-" and path.suffix.lower() in SUFFIXES:
@@ -102,12 +117,16 @@ def read_prompts(name: str, column: str, system: str = "", option: str = "--prom
         fault = row.fault
         if not fault and column not in row:
             fault = (
-                f"no column {show(column)} (--column); found {listed(list(row))}{did_you_mean(column, row)}"
+                f"no column {show(column)} (--column); found {listed(list(row))}"
+                f"{did_you_mean(column, row)}"
             )
-        if fault := fault or prompt_fault(value):
+        fault = fault or prompt_fault(value)
+        if fault:
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
-            raise UserError(f"{row.place}: the messages have a system message, and --system gives another")
+            raise UserError(
+                f"{row.place}: the messages have a system message, and --system gives another"
+            )
         found.append(list(conversation(value, system)))
     if not found:
         raise UserError(f"{option} {name}: there is no prompt in it")

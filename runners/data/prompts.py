@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,26 @@ class Example:
     answer: str  # the gold answer; empty if the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
-    number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
+    # of the row, among the split's usable ones; with a curriculum, among the run's prompts
+    number: int = 0
     gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
     opening: str = ""  # the first words of a completion, before the nudge: the chat template's
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """The folder of a row's paths: `data.image_folder`, else that of the data; None for data of the Hub."""
+    """The folder of a row's paths: `data.image_folder`, else that of the data; None for data of the
+    Hub."""
     if config.image_folder:
         return Path(config.image_folder).expanduser()
     source = DATA.get(config.source) or Path(config.source).expanduser()
-    return source.parent if source.is_file() else source if source.is_dir() else None
+    if source.is_file():
+        return source.parent
+    return source if source.is_dir() else None
 
 
-def processor_of(config: DataConfig, path: Path, stated: Mapping[str, Any]) -> ImageProcessor | None:
+def processor_of(
+    config: DataConfig, path: Path, stated: Mapping[str, Any]
+) -> ImageProcessor | None:
     """The image processor of a model folder and its config.json; None without `data.image`.
 
     Raises UserError as `load_processor` does.
@@ -62,11 +69,13 @@ def build_examples(
     processor: ImageProcessor | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], int]:
-    """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
+    """The examples of usable rows in order, and how many are left out as longer than
+    max_prompt_length.
 
-    Every example has all `columns`, by default the `reward_columns` of the rows; one that its row lacks is
-    None. A row that the chat template or the tokenizer refuses raises UserError with its place; with
-    `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is left.
+    Every example has all `columns`, by default the `reward_columns` of the rows; one that its row
+    lacks is None. A row that the chat template or the tokenizer refuses raises UserError with its
+    place; with `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is
+    left.
     """
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
@@ -91,7 +100,9 @@ def build_examples(
         )
         values = {column: row.get(field) for column, field in fields.items()}
         answers = {"answer": gold} if config.answer else {}
-        return Example(messages, text, tokens, gold, {**values, **answers}, images, number, opening=begun)
+        return Example(
+            messages, text, tokens, gold, {**values, **answers}, images, number, opening=begun
+        )
 
     examples: list[Example] = []
     faults: dict[str, str] = getattr(rows, "faults", {})
@@ -102,14 +113,16 @@ def build_examples(
         except UserError as error:
             faults[place] = f"{place}: {error}"
             if config.on_bad_row == "raise":
-                raise UserError(f'{faults[place]} (data.on_bad_row = "skip" would leave it out)') from error
+                raise UserError(
+                    f'{faults[place]} (data.on_bad_row = "skip" would leave it out)'
+                ) from error
     if rows and not examples:
         raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
     kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
     if rows and not kept:
         raise UserError(
-            f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(examples)} "
-            f"prompts has {min(len(example.tokens) for example in examples)} tokens"
+            f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of "
+            f"{len(examples)} prompts has {min(len(example.tokens) for example in examples)} tokens"
         )
     return kept, len(examples) - len(kept)
 
@@ -117,11 +130,12 @@ def build_examples(
 def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
     """The columns that rewards can name, each with its field in the rows.
 
-    They are the fields of all rows together and, if the data has a column of reference answers, `answer`. A
-    field with the name of an argument that every reward gets (completions, prompts, completion_ids), `self`,
-    or an `answer` beside the column of reference answers becomes ``column_completions`` and so on.
+    They are the fields of all rows together and, if the data has a column of reference answers,
+    `answer`. A field with the name of an argument that every reward gets (completions, prompts,
+    completion_ids), `self`, or an `answer` beside the column of reference answers becomes
+    ``column_completions`` and so on.
     """
-    fields = dict.fromkeys(field for row in rows for field in row)
+    fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}
     if answer not in ("", "answer"):
         taken.add("answer")
@@ -135,19 +149,25 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") ->
 
 
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:
-    """The examples' columns as lists for the scorer, each entry repeated for its G completions in a row."""
-    return {
-        name: [example.columns[name] for example in examples for _ in range(num_generations)]
-        for name in (examples[0].columns if examples else ())
-    }
+    """The examples' columns as lists for the scorer, each entry repeated for its G completions in a
+    row."""
+    rows = repeated(examples, num_generations)
+    names = examples[0].columns if examples else ()
+    return {name: [row.columns[name] for row in rows] for name in names}
+
+
+def repeated(examples: Sequence[Example], number: int) -> list[Example]:
+    """Each example `number` times in a row: once for each of its completions."""
+    return list(chain.from_iterable([example] * number for example in examples))
 
 
 def gold_answer(value: object) -> str | None:
-    """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None: no answer.
+    """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None:
+    no answer.
 
-    Texts, numbers and truth values can be answers; NaN cannot. A number, also one that is a text with an
-    exponent, is written in plain decimals, a truth value as ``true`` or ``false``; lists and objects, the
-    tests of a program, as JSON.
+    Texts, numbers and truth values can be answers; NaN cannot. A number, also one that is a text
+    with an exponent, is written in plain decimals, a truth value as ``true`` or ``false``; lists
+    and objects, the tests of a program, as JSON.
     """
     if isinstance(value, bool | np.bool_):
         return str(value).lower()

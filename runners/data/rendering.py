@@ -1,4 +1,5 @@
-"""A conversation as text and tokens: by the tokenizer's chat template, or in plain form without one."""
+"""A conversation as text and tokens: by the tokenizer's chat template, or in plain form without
+one."""
 
 from __future__ import annotations
 
@@ -37,15 +38,16 @@ def render(
 ) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
 
-    `raw`: the text is that of the last message, which the model continues. `tools` are schemas; a template
-    that does not show them gets them in the system prompt. `template_kwargs` are further arguments of the
-    template, `chat_template` replaces it. `images` come before the last user message's text; a `processor`
-    has a template of its own, and says how many tokens each image takes.
+    `raw`: the text is that of the last message, which the model continues. `tools` are schemas; a
+    template that does not show them gets them in the system prompt. `template_kwargs` are further
+    arguments of the template, `chat_template` replaces it. `images` come before the last user
+    message's text; a `processor` has a template of its own, and says how many tokens each image
+    takes.
 
-    If a template refuses or drops the system role, the system prompt opens the first user message. Without a
-    template the form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, after BOS if
-    the tokenizer adds it (an EOS is never added). Raises UserError if the template fails or renders nothing,
-    and as `runners.tokenization.text.encode` does.
+    If a template refuses or drops the system role, the system prompt opens the first user message.
+    Without a template the form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines
+    between, after BOS if the tokenizer adds it (an EOS is never added). Raises UserError if the
+    template fails or renders nothing, and as `runners.tokenization.text.encode` does.
     """
     if raw:
         text = f"{messages[-1]['content']}{nudge}"
@@ -66,24 +68,29 @@ def render(
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
-    if not (tokens := encode(tokenizer, text + nudge, add_special_tokens=False)):
+    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
+    if not tokens:
         raise UserError("the tokenizer makes no tokens of the prompt")
     return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 
 
-def _with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tuple[dict[str, Any], ...]:
-    """The messages with so many images before the text of the last one, or of the last that a user wrote, in
-    the form for chat templates."""
+def _with_image_parts(
+    messages: Sequence[Mapping[str, Any]], images: int
+) -> tuple[dict[str, Any], ...]:
+    """The messages with so many images before the text of the last one, or of the last that a user
+    wrote, in the form for chat templates."""
     users = [n for n, message in enumerate(messages) if message["role"] == "user"]
     last = users[-1] if users else len(messages) - 1
     parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
     return tuple(
-        {**message, "content": parts} if n == last else dict(message) for n, message in enumerate(messages)
+        {**message, "content": parts} if n == last else dict(message)
+        for n, message in enumerate(messages)
     )
 
 
 def use_template(tokenizer: Any, file: str) -> str:
-    """Replaces a tokenizer's chat template by that in a file, and returns its text; without a file nothing.
+    """Replaces a tokenizer's chat template by that in a file, and returns its text; without a file
+    nothing.
 
     Raises UserError for a file that cannot be read.
     """
@@ -93,12 +100,15 @@ def use_template(tokenizer: Any, file: str) -> str:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template {file}: cannot be read as text ({error})") from error
-    tokenizer.chat_template, tokenizer.has_chat_template, tokenizer._chat_template = text, True, None
+    tokenizer.chat_template = text
+    tokenizer.has_chat_template = True
+    tokenizer._chat_template = None
     return text
 
 
 def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ()) -> list[str]:
-    """Lines on a missing chat template, and on one whose turns do not end as the model's completions do.
+    """Lines on a missing chat template, and on one whose turns do not end as the model's
+    completions do.
 
     `stop`: strings that end a completion besides.
     """
@@ -106,9 +116,11 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
         return []
     if not has_template(tokenizer):
         return [
-            "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); "
-            "a model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json; "
-            'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they are'
+            "the tokenizer has no chat template: prompts are plain text (System: …, User: …, "
+            "Assistant: …); a model that was tuned for chats has one in chat_template.jinja or "
+            "tokenizer_config.json; "
+            'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they '
+            "are"
         ]
     end = end_of_turn(tokenizer, data.chat_template_kwargs)
     if not end or any(text in end for text in stop):
@@ -117,8 +129,9 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
     if ends.intersection(encode(tokenizer, end, add_special_tokens=False)):
         return []
     return [
-        f"the chat template ends a turn with {show(end)}, none of whose tokens ends a completion: they may "
-        f"all reach the length limit; rollout.stop = [{show(end)}], or eos_token_id in generation_config.json"
+        f"the chat template ends a turn with {show(end)}, none of whose tokens ends a completion: "
+        f"they may all reach the length limit; rollout.stop = [{show(end)}], or eos_token_id in "
+        "generation_config.json"
     ]
 
 
@@ -127,17 +140,21 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     words = "the words"
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]
     try:
-        text = apply_template(tokenizer, turns, template_kwargs=template_kwargs, add_generation_prompt=False)
+        text = apply_template(
+            tokenizer, turns, template_kwargs=template_kwargs, add_generation_prompt=False
+        )
     except Exception:  # a template may raise anything; the prompts' own rendering reports it
         return ""
     return text.rpartition(words)[2].strip() if words in text else ""
 
 
 def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
-    """What the template writes behind the header of a reply, such as ``<think>``: the reply's first words.
+    """What the template writes behind the header of a reply, such as ``<think>``: the reply's first
+    words.
 
-    The header is what the reply's start and an earlier turn of the assistant have in common. A pair of tags
-    that the template closes itself is no part of the reply. Empty also if the header is unknown.
+    The header is what the reply's start and an earlier turn of the assistant have in common. A pair
+    of tags that the template closes itself is no part of the reply. Empty also if the header is
+    unknown.
     """
     if raw or not has_template(tokenizer):
         return ""
@@ -150,7 +167,8 @@ def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = F
         )
 
     try:
-        before, start = text([question], head=False), text([question], head=True)
+        before = text([question], head=False)
+        start = text([question], head=True)
         earlier = _EMPTY_PAIR.sub("", text(turns, head=False))
     except Exception:  # a template may raise anything; the prompts' own rendering reports it
         return ""
@@ -170,8 +188,10 @@ def writes_date(template: Any) -> bool:
 
 
 def _dated(template: str, start: datetime) -> str:
-    """The template with a fixed date. Transformers passes no function to a template: this is a macro."""
-    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in _DATE_CODES]
+    """The template with a fixed date. Transformers passes no function to a template: this is a
+    macro."""
+    flagged = itertools.product(("", "-"), _DATE_CODES)
+    codes = [f"%{flag}{letter}" for flag, letter in flagged]
     filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
     return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{template}"
 
@@ -189,9 +209,11 @@ def apply_template(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; errors of the template pass through.
+    """The text of a conversation by the tokenizer's chat template; errors of the template pass
+    through.
 
-    A template that writes a date writes that of `tokenizer.start`, the start of the run, if there is one.
+    A template that writes a date writes that of `tokenizer.start`, the start of the run, if there
+    is one.
     """
     options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
     start = getattr(tokenizer, "start", None)
@@ -211,8 +233,11 @@ def _conversation(
 ) -> str:
     def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
         try:
-            return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
-        except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
+            return apply_template(
+                tokenizer, conversation, tools=tools, template_kwargs=template_kwargs
+            )
+        # a template may raise anything, most often jinja2's TemplateError
+        except Exception as error:
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
     system, *rest = messages
@@ -226,7 +251,9 @@ def _conversation(
     except UserError:
         if not rest or rest[0]["role"] != "user" or any(each["role"] == "system" for each in rest):
             raise
-    return apply([{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]])
+    return apply(
+        [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+    )
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
@@ -234,14 +261,16 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in tools]
     form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
     told = f"To call one, write {form} and end your turn."
-    described, rest = "\n".join(["You can call these tools:", *lines, told]), list(messages)
+    described = "\n".join(["You can call these tools:", *lines, told])
+    rest = list(messages)
     if rest and rest[0]["role"] == "system":
         described = f"{rest.pop(0)['content']}\n\n{described}"
     return [{"role": "system", "content": described}, *rest]
 
 
 def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text that no template wrote: after BOS if the tokenizer adds it, without EOS."""
+    """The tokens of a text that no template wrote: after BOS if the tokenizer adds it, without
+    EOS."""
     tokens = encode(tokenizer, text, add_special_tokens=False)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None or tokens[:1] == (bos,) or encode(tokenizer, text)[:1] != (bos,):

@@ -1,7 +1,8 @@
 """Rows of local files (.jsonl, .json, .csv, .parquet), each with its place and its fault, if any.
 
-The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report the bad
-row and continue after it, they guess no types, and they leave no second copy of the file in a cache.
+The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report
+the bad row and continue after it, they guess no types, and they leave no second copy of the file in
+a cache.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,18 @@ Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
-_SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
-LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
+# older ones of the Hub have a digest at the end
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")
+LEAST = 1 << 26  # bytes that any file may unpack to
+RATIO = 64  # larger files may unpack to this many times their own size
+_DEPTH = 100  # of lists and objects inside each other
 _CELL = 16  # bytes that any value takes in addition
 _NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
-    """A row's columns, with its place in the data, and the fault that kept it from being read, if any."""
+    """A row's columns, with its place in the data, and the fault that kept it from being read, if
+    any."""
 
     def __init__(self, values: Mapping[str, Any], place: str, fault: str = "") -> None:
         super().__init__(values)
@@ -44,10 +50,12 @@ class Rows(list[Row]):
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
         self.dropped = 0  # by data.transform
-        self.faults: dict[str, str] = {}  # of bad rows, also those that a template refused: place -> line
+        # of bad rows, also those that a template refused: place -> line
+        self.faults: dict[str, str] = {}
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
-        """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit` tokens."""
+        """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit`
+        tokens."""
         found = []
         if self.dropped:
             found.append(f"{split} data: {self.dropped} rows left out by data.transform")
@@ -68,43 +76,58 @@ def split_name(split: str) -> str:
 
 
 def find_split(folder: Path, split: str, key: str) -> list[Path]:
-    """The files of a folder that hold a split: ``train.jsonl``, or shards, ``train-00000-of-00002.parquet``.
+    """The files of a folder that hold a split: ``train.jsonl``, or shards,
+    ``train-00000-of-00002.parquet``.
 
-    Without data files in the folder itself, those of its folder ``data`` count, as in the Hub's repositories.
+    Without data files in the folder itself, those of its folder ``data`` count, as in the Hub's
+    repositories.
 
-    Raises UserError, with the config's `key` and the files found, if there is none; if a split is there
-    twice, in two formats or as a whole beside its shards; and if a shard is missing.
+    Raises UserError, with the config's `key` and the files found, if there is none; if a split is
+    there twice, in two formats or as a whole beside its shards; and if a shard is missing.
     """
     found: dict[str, list[Path]] = {}
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise UserError(f"data.source {folder} cannot be read: {error.strerror or error}") from error
+        raise UserError(
+            f"data.source {folder} cannot be read: {error.strerror or error}"
+        ) from error
     for path in entries:
         if path.is_file() and path.suffix.lower() in SUFFIXES:
             found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
     if not found and (folder / "data").is_dir():
         return find_split(folder / "data", split, key)
     if split_name(split) not in found:
-        only = f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
+        only = (
+            f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
+        )
         raise UserError(
             f"{key}: expected {split}.jsonl, .json, .csv or .parquet in {folder}, found "
             f"{', '.join(found) or 'no data file'}{did_you_mean(split, found) or only}"
         )
     files = found[split_name(split)]
     shards = [_SHARD.search(path.stem) for path in files]
-    kinds = {(path.suffix.lower(), shard and shard[2]) for path, shard in zip(files, shards, strict=True)}
+    kinds = {
+        (path.suffix.lower(), shard and shard[2]) for path, shard in zip(files, shards, strict=True)
+    }
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
         raise UserError(f"{key}: expected {show(split)} whole and once in {folder}, found {names}")
-    return sorted(files, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
+    return sorted(files, key=_shard_number)
+
+
+def _shard_number(path: Path) -> int:
+    """A shard's number; 0 for a whole file."""
+    shard = _SHARD.search(path.stem)
+    return int(shard[1]) if shard else 0
 
 
 def read_file(path: Path) -> list[Row]:
     """Every row of a file in order, unreadable ones with their fault; blank lines are skipped.
 
-    Raises UserError if the file as a whole cannot be read: an unknown suffix, text that is not UTF-8, JSON
-    that is not a list of rows, a broken CSV or Parquet file, or one that would unpack to many times its size.
+    Raises UserError if the file as a whole cannot be read: an unknown suffix, text that is not
+    UTF-8, JSON that is not a list of rows, a broken CSV or Parquet file, or one that would unpack
+    to many times its size.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -118,7 +141,8 @@ def read_file(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
         raise UserError(
             f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
         ) from error
@@ -138,14 +162,30 @@ def read_file(path: Path) -> list[Row]:
 def _json_row(place: str, line: str) -> Row:
     try:
         return _as_row(place, json.loads(line))
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+    # an integer of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:
         return Row({}, place, f"not JSON: {error}")
 
 
 def _as_row(place: str, value: Any) -> Row:
+    if _is_deep(value):
+        return Row(
+            {}, place, f"expected at most {_DEPTH} lists and objects inside each other, found more"
+        )
     if isinstance(value, dict):
         return Row(value, place)
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value has more levels than functions that call themselves can follow."""
+    level = [value]
+    depth = 0
+    while level and depth <= _DEPTH:
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [*chain.from_iterable(x.values() if isinstance(x, dict) else x for x in inner)]
+        depth += 1
+    return depth > _DEPTH
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:
@@ -161,7 +201,9 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
             if len(cells) == len(header):
                 yield Row(dict(zip(header, cells, strict=True)), place)
             else:
-                yield Row({}, place, f"expected {len(header)} cells, as in the header, found {len(cells)}")
+                yield Row(
+                    {}, place, f"expected {len(header)} cells, as in the header, found {len(cells)}"
+                )
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
@@ -169,15 +211,16 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
 def transformed(row: Row, transform: Transform) -> Row | None:
     """The result of the function for a row; None if it leaves the row out.
 
-    A row that could not be read is not passed to it. If it raises, or returns something else than a row or
-    None, that is a fault of the row.
+    A row that could not be read is not passed to it. If it raises, or returns something else than a
+    row or None, that is a fault of the row.
     """
     if row.fault:
         return row
     source = getattr(getattr(transform, "__code__", None), "co_filename", None)
     try:
         values = transform(dict(row))
-    except (Exception, SystemExit) as error:  # raised by the custom function: reported with the row's place
+    # raised by the custom function: reported with the row's place
+    except (Exception, SystemExit) as error:
         return Row({}, row.place, f"data.transform failed: {error_line(error, source)}")
     if values is None:
         return None
@@ -190,14 +233,17 @@ def transformed(row: Row, transform: Transform) -> Row | None:
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Each row's values.
 
-    Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size. A repeated
-    string costs such a file almost nothing: any row may be as large as all that its row group stores. So no
-    more rows are read together than fit into the limit even then.
+    Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size. A
+    repeated string costs such a file almost nothing: any row may be as large as all that its row
+    group stores. So no more rows are read together than fit into the limit even then.
     """
     import pyarrow.parquet
 
-    most, unpacked = max(LEAST, RATIO * path.stat().st_size), 0
-    too_large = UserError(f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself")
+    most = max(LEAST, RATIO * path.stat().st_size)
+    unpacked = 0
+    too_large = UserError(
+        f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself"
+    )
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -205,7 +251,10 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{path} has two columns of one name")
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
-            stored = [sum(c.total_uncompressed_size + _CELL * c.num_values for c in each) for each in chunks]
+            stored = [
+                sum(c.total_uncompressed_size + _CELL * c.num_values for c in each)
+                for each in chunks
+            ]
             if sum(stored) > most:
                 raise too_large
             for batch in file.iter_batches(most // max([1, *stored])):
@@ -217,14 +266,18 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         if isinstance(error, OSError) and error.errno:
             raise
         # Also text that is not UTF-8, and dates that Python cannot hold.
-        raise UserError(f"{path} is not a usable Parquet file: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"{path} is not a usable Parquet file: {' '.join(str(error).split())}"
+        ) from error
 
 
 def table_rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of an Arrow table or batch. The float32 0.1 is 0.1 in them, not 0.10000000149011612."""
+    """The rows of an Arrow table or batch. The float32 0.1 is 0.1 in them, not
+    0.10000000149011612."""
     rows = table.to_pylist()
     for field in table.schema:
-        if kind := _NARROW.get(str(field.type)):
+        kind = _NARROW.get(str(field.type))
+        if kind:
             for row in rows:
                 row[field.name] = row[field.name] and float(str(kind(row[field.name])))
     return rows

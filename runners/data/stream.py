@@ -17,11 +17,13 @@ from runners.data.prompts import Example
 
 @attrs.frozen(eq=False)
 class PromptOrder:
-    """The usual order of a run's training examples: epoch after epoch, each in its own permutation."""
+    """The usual order of a run's training examples: epoch after epoch, each in its own
+    permutation."""
 
     examples: Sequence[Example]
     seed: int
-    rates_n: np.ndarray | None = None  # measured pass rates: each epoch goes from easy to hard; None: mixed
+    # measured pass rates: each epoch goes from easy to hard; None: mixed
+    rates_n: np.ndarray | None = None
 
     def epoch(self, position: int) -> float:
         """Epochs done once `position` examples have been handed out, with fractions."""
@@ -67,9 +69,9 @@ def drawn(
 ) -> Drawn:
     """The next `number` examples; a batch may extend into the next epoch.
 
-    With `weighted`, a share of them follows the usual order and the others are drawn by weight: no prompt
-    twice in a batch step, whose earlier draws are `taken`, while there are others. One by weight replaces
-    what the usual order would repeat.
+    With `weighted`, a share of them follows the usual order and the others are drawn by weight: no
+    prompt twice in a batch step, whose earlier draws are `taken`, while there are others. One by
+    weight replaces what the usual order would repeat.
     """
     places = range(position, position + number)
     if weighted is None:
@@ -97,7 +99,10 @@ class RunLength:
     @classmethod
     def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
         """From the config and the numbers of training examples and of gold completions."""
-        optim, sft, first, own = config.optim, config.sft, 0, 0
+        optim = config.optim
+        sft = config.sft
+        first = 0
+        own = 0
         if gold:
             accumulated = gold_batch(config) * optim.gradient_accumulation_steps
             first = sft.updates or math.ceil(gold * max(sft.epochs, 1) / accumulated)
@@ -106,7 +111,9 @@ class RunLength:
             return cls(own, first, own, first)
         steps = optim.max_steps or math.ceil(examples * optim.num_epochs / optim.batch_size)
         phases = math.ceil(steps / optim.gradient_accumulation_steps)
-        return cls(own + steps, first + phases * optim.num_iterations * optim.minibatches, own, first)
+        return cls(
+            own + steps, first + phases * optim.num_iterations * optim.minibatches, own, first
+        )
 
 
 def gold_batch(config: Config) -> int:

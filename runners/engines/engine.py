@@ -1,8 +1,9 @@
-"""Anything that samples: the protocol of engines, a queue of rows, and the plain values that cross it.
+"""Anything that samples: the protocol of engines, a queue of rows, and the plain values that cross
+it.
 
-A request is a prompt and a seed for each of its completions. An engine decodes what was submitted, in any
-order and together as it likes: a completion depends on its seed, its prompt and the weights alone, to the
-rounding of batched products. Conversations, rewards and training stand above it.
+A request is a prompt and a seed for each of its completions. An engine decodes what was submitted,
+in any order and together as it likes: a completion depends on its seed, its prompt and the weights
+alone, to the rounding of batched products. Conversations, rewards and training stand above it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from grpo_fn.trees import Tree
 
 DEFAULT_ROWS = 256  # completions sampled at a time by default
 ShouldStop = Callable[[], bool]  # asked between the steps of decoding
-Advance = Callable[[str, int, int], None]  # takes what is counted, how many are done, and how many there are
-Seed = tuple[int, int]  # a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+# takes what is counted, how many are done, and how many there are
+Advance = Callable[[str, int, int], None]
+# a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+Seed = tuple[int, int]
 Ticket = NewType("Ticket", int)
 
 
@@ -30,7 +33,8 @@ def never() -> bool:
 
 
 def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
-    """A function for whatever waits: it raises Interrupted once `should_stop` says so; None for `never`."""
+    """A function for whatever waits: it raises Interrupted once `should_stop` says so; None for
+    `never`."""
 
     def check() -> None:
         if should_stop():
@@ -51,7 +55,8 @@ class Weights:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Request:
-    """A prompt to complete, once for each seed; all completions share the prompt's keys and values."""
+    """A prompt to complete, once for each seed; all completions share the prompt's keys and
+    values."""
 
     prompt: tuple[int, ...]  # token ids
     seeds: tuple[Seed, ...]
@@ -59,7 +64,8 @@ class Request:
     images: PromptImages | None = None  # None: the prompt has none
     # The next two only save time: a request that continues another one computes no token twice.
     keep: bool = False  # whether another request will continue this one
-    continues: Ticket | None = None  # a kept request of one completion, with whose tokens the prompt begins
+    # a kept request of one completion, with whose tokens the prompt begins
+    continues: Ticket | None = None
 
 
 Finish = Literal["stop", "length", "cancelled"]
@@ -72,7 +78,8 @@ class Row:
     tokens: tuple[int, ...]  # the one that ends it included
     logp: tuple[float, ...]  # log μ of each, nats, under the distribution that it was drawn from
     finish: Finish  # by a stop id or a stop string, at the length limit, or by `cancel`
-    versions: tuple[tuple[int, int], ...]  # (version of the weights, tokens drawn with them), in order
+    # (version of the weights, tokens drawn with them), in order
+    versions: tuple[tuple[int, int], ...]
     entropy: tuple[float, ...] | None = None  # of the sampler at each token, nats, if asked for
 
 
@@ -82,14 +89,16 @@ class Token:
 
     id: int
     logp: float  # as in `Row`
-    prompt_tokens: int  # tokens of its prompt that were computed; the others' keys and values were kept
+    # tokens of its prompt that were computed; the others' keys and values were kept
+    prompt_tokens: int
 
 
 @attrs.frozen
 class Traits:
     """What an engine's rows have."""
 
-    drawn_logp: bool  # whether log-probs are of the distribution drawn from: temperature, top-p and so on
+    # whether log-probs are of the distribution drawn from: temperature, top-p and so on
+    drawn_logp: bool
     entropy: bool
     images: bool  # whether prompts may have images
 
@@ -120,23 +129,27 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """Queue a request. Of `sampling`, the number of completions is not read: the request has a seed for
-        each."""
+        """Queue a request. Of `sampling`, the number of completions is not read: the request has a
+        seed for each."""
         ...
 
-    def collect(self, least: int = 1, *, should_stop: ShouldStop = never) -> dict[Ticket, tuple[Row, ...]]:
+    def collect(
+        self, least: int = 1, *, should_stop: ShouldStop = never
+    ) -> dict[Ticket, tuple[Row, ...]]:
         """The requests that have been completed since the last call, in the order of their seeds.
 
-        Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0 for a
-        moment at most. Raises ValueError for a request that cannot be sampled: see `grpo_fn.generate`.
+        Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0
+        for a moment at most. Raises ValueError for a request that cannot be sampled: see
+        `grpo_fn.generate`.
         """
         ...
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
-        """The tokens of a request's first completion as they come, in place of `collect`; `should_stop` ends
-        it early, as does a caller that closes it."""
+        """The tokens of a request's first completion as they come, in place of `collect`;
+        `should_stop` ends it early, as does a caller that closes it."""
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request: what it has so far is collected as "cancelled". What was kept of it is freed."""
+        """End a request: what it has so far is collected as "cancelled". What was kept of it is
+        freed."""
         ...

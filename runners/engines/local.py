@@ -59,16 +59,20 @@ class LocalEngine:
     _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
     _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the rows under way
     _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
-    _waiting: list[Ticket] = attrs.field(factory=list, init=False)  # submitted, but not in the queue yet
-    _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)  # of the queue's rows
-    _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)  # rows that a request may continue
+    # submitted, but not in the queue yet
+    _waiting: list[Ticket] = attrs.field(factory=list, init=False)
+    # of the queue's rows
+    _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)
+    # rows that a request may continue
+    _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
     _stops: dict[tuple[str, ...], FindStop | None] = attrs.field(factory=dict, init=False)
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
     _most: int = attrs.field(default=0, init=False)  # tokens that these rows may have
     _reported: float = attrs.field(default=0.0, init=False)
-    _tried: int = attrs.field(default=0, init=False)  # rows of one request for which memory ran out once
+    # rows of one request for which memory ran out once
+    _tried: int = attrs.field(default=0, init=False)
 
     @property
     def traits(self) -> Traits:
@@ -100,7 +104,9 @@ class LocalEngine:
         self._waiting.append(ticket)
         return ticket
 
-    def collect(self, least: int = 1, *, should_stop: ShouldStop = never) -> dict[Ticket, tuple[Row, ...]]:
+    def collect(
+        self, least: int = 1, *, should_stop: ShouldStop = never
+    ) -> dict[Ticket, tuple[Row, ...]]:
         """See `Engine`."""
         done = self._done()
         while len(done) < max(least, 1) and not should_stop() and self._step():
@@ -213,7 +219,12 @@ class LocalEngine:
                 self._kept[ticket] = number
 
     def _row(
-        self, job: _Job, tokens: list[int], logp: list[float], entropy: list[float] | None, finish: Finish
+        self,
+        job: _Job,
+        tokens: list[int],
+        logp: list[float],
+        entropy: list[float] | None,
+        finish: Finish,
     ) -> Row:
         if entropy is None and job.sampling.with_entropy:
             entropy = [0.0] * len(tokens)
@@ -221,7 +232,8 @@ class LocalEngine:
         return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
 
     def _enqueue(self, queue: RowQueue) -> None:
-        """What was submitted goes into the queue; requests with the same prompt share its computation."""
+        """What was submitted goes into the queue; requests with the same prompt share its
+        computation."""
         while self._waiting:
             first = self._jobs[self._waiting[0]]
             count = 1
@@ -308,6 +320,11 @@ class LocalEngine:
 def _is_alike(job: _Job, first: _Job) -> bool:
     """Whether two requests can share the computation of their prompt."""
     one, other = job.request, first.request
-    plain = one.images is None and other.images is None and one.continues is None and other.continues is None
+    plain = (
+        one.images is None
+        and other.images is None
+        and one.continues is None
+        and other.continues is None
+    )
     same = (one.prompt, one.drawn, one.keep) == (other.prompt, other.drawn, other.keep)
     return plain and same and job.sampling == first.sampling

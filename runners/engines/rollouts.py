@@ -1,4 +1,5 @@
-"""Rollouts from any engine: completions of prompts, and conversations whose turns are answered from outside."""
+"""Rollouts from any engine: completions of prompts, and conversations whose turns are answered from
+outside."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts of it."""
+    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts
+    of it."""
 
     def __init__(self, rollout: g.Rollout) -> None:
         """`rollout`: what had been sampled; its rows may be empty."""
@@ -69,7 +71,11 @@ def seeds_of(key: mx.array, numbers: Sequence[int], sampling: g.Sampling) -> lis
 
 
 def generate(
-    engine: Engine, requests: Sequence[Request], sampling: g.Sampling, *, should_stop: ShouldStop = never
+    engine: Engine,
+    requests: Sequence[Request],
+    sampling: g.Sampling,
+    *,
+    should_stop: ShouldStop = never,
 ) -> g.Rollout:
     """The completions of requests of G seeds each.
 
@@ -85,7 +91,7 @@ def generate(
         for ticket in left:
             engine.cancel(ticket)
     rows |= engine.collect(len(left)) if left else {}
-    whole = [row for ticket in tickets for row in rows[ticket]]
+    whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
     images = [request.images for request in requests]
     rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
     if left:
@@ -115,7 +121,8 @@ def _rollout(
         prompts,
         sampling.num_generations,
         ended,
-        vocabulary=1 + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
+        vocabulary=1
+        + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
         images=images if any(each is not None for each in images) else None,
         sampled=flags if flags else None,
         version_b=mx.array(versions, mx.int32),
@@ -172,15 +179,18 @@ def converse(
     together: bool = True,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """Conversations: each turn that ends may have a reply, whose tokens follow it, and then goes on.
+    """Conversations: each turn that ends may have a reply, whose tokens follow it, and then goes
+    on.
 
     Args:
-        engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens included.
-        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's prompts have
-            in common is put in front of its completion, as given tokens.
+        engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens
+            included.
+        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's
+            prompts have in common is put in front of its completion, as given tokens.
         replies: answers turns. Rows are numbered as the requests.
-        together: begin turns when no row decodes any more and all replies are there: the same numbers bit for
-            bit each time. False: begin as soon as a reply is there, so that a slow one delays no other row.
+        together: begin turns when no row decodes any more and all replies are there: the same
+            numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
+            one delays no other row.
 
     Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
@@ -198,7 +208,9 @@ def converse(
             continues=talk.ticket,
         )
         room = sampling.max_new_tokens - len(talk.tokens)
-        talk.ticket = engine.submit(request, attrs.evolve(sampling, num_generations=1, max_new_tokens=room))
+        talk.ticket = engine.submit(
+            request, attrs.evolve(sampling, num_generations=1, max_new_tokens=room)
+        )
         decoding[talk.ticket] = row
 
     def hear(ticket: Ticket, turn: Row) -> None:
@@ -216,7 +228,9 @@ def converse(
         talk = talks[row]
         if tokens is None:
             engine.cancel(_ticket(talk))
-        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:  # no room for an answer to it
+        elif (
+            len(talk.tokens) + len(tokens) >= sampling.max_new_tokens
+        ):  # no room for an answer to it
             talk.finish = "length"
             engine.cancel(_ticket(talk))
         else:
@@ -262,7 +276,8 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
     rows = set(found)
     if not rows <= waiting or len(rows) < least:
         raise ValueError(
-            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows {sorted(waiting)}"
+            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows "
+            f"{sorted(waiting)}"
         )
 
 
@@ -284,5 +299,7 @@ def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
     same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     count = sum(1 for _ in same)
     if not count:
-        raise UserError("the prompts of a group have no first token in common: a template begins with one")
+        raise UserError(
+            "the prompts of a group have no first token in common: a template begins with one"
+        )
     return count

@@ -39,5 +39,6 @@ def decoding_of(config: Config) -> g.Decoding:
 
 
 def usual_launch(platform: Platform) -> str:
-    """What rollout.launch = "auto" is: a CPU has no launch time to hide, and pipelining copies caches."""
+    """What rollout.launch = "auto" is: a CPU has no launch time to hide, and pipelining copies
+    caches."""
     return "eval" if platform.backend == "cpu" else "async"

@@ -31,7 +31,9 @@ def calculate(expression: str) -> str:
         return ""
     try:
         match _parsed(expression):
-            case ast.Call(ast.Attribute(ast.Constant(str(text)), "count"), [ast.Constant(str(part))], []):
+            case ast.Call(
+                ast.Attribute(ast.Constant(str(text)), "count"), [ast.Constant(str(part))], []
+            ):
                 return str(text.count(part))
         return str(_value(_parsed(expression.replace(",", ""))))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):

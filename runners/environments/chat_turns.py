@@ -1,7 +1,7 @@
 """The tokens after a model's turn in a chat: observations, and the header of the next turn.
 
-Earlier turns are not tokenised again. The template renders a small conversation with the observations; the
-part after its last assistant turn is appended to the existing tokens.
+Earlier turns are not tokenised again. The template renders a small conversation with the
+observations; the part after its last assistant turn is appended to the existing tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ class ChatTurns:
     mark_ids: tuple[int, ...] = ()  # of nanochat's marks
 
     def check(self, tool: str) -> None:
-        """UserError if the template cannot show the tools, or cannot continue after a call of `tool`."""
-        how = {"tools": self.schemas, "template_kwargs": self.template_kwargs}
+        """UserError if the template cannot show the tools, or cannot continue after a call of
+        `tool`."""
         try:
-            render(self.tokenizer, (_ASKED,), **how)
+            render(
+                self.tokenizer,
+                (_ASKED,),
+                tools=self.schemas,
+                template_kwargs=self.template_kwargs,
+            )
             self.follow((), [{"role": "tool", "name": tool, "content": "1"}])
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"the tokenizer's chat template fails with tools: {error_line(error)}") from error
+            raise UserError(
+                f"the tokenizer's chat template fails with tools: {error_line(error)}"
+            ) from error
 
     def text(self, tokens: Sequence[int]) -> str:
         """A turn as written, without the token that ended it."""
@@ -57,7 +64,9 @@ class ChatTurns:
             return content, False
         return self.decoder.part(tokens[:most]) + " [cut]", True
 
-    def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    def follow(
+        self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]
+    ) -> tuple[int, ...]:
         """The tokens after a turn with these tokens: its end, the observations, the next header."""
         if self.mark_ids:  # nanochat's turn goes on behind them
             said = "".join(each["content"] for each in observations)
@@ -66,20 +75,26 @@ class ChatTurns:
         if not has_template(self.tokenizer):
             following = "".join(f"\n\nTool: {each['content']}" for each in observations)
             return encode(self.tokenizer, f"{following}\n\nAssistant: ", add_special_tokens=False)
-        return self._behind(tokens, *self._rendered(self._forms(observations)))
+        before, after = self._rendered(self._forms(observations))
+        return self._behind(tokens, before, after)
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ends = [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
         place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
         close = before[place:] if place >= 0 else ""
-        if tokens and tokens[-1] in self.end_ids:  # the turn has ended, with any of the model's end tokens
+        # the turn has ended, with any of the model's end tokens
+        if tokens and tokens[-1] in self.end_ids:
             close = close[max((len(text) for text in ends if close.startswith(text)), default=0) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
-    def _forms(self, observations: Sequence[dict[str, Any]]) -> list[tuple[Message, Sequence[Message]]]:
-        """An assistant's turn and the messages after it, in all forms of templates, the best first."""
-        calls, tools = [], []
+    def _forms(
+        self, observations: Sequence[dict[str, Any]]
+    ) -> list[tuple[Message, Sequence[Message]]]:
+        """An assistant's turn and the messages after it, in all forms of templates, the best
+        first."""
+        calls = []
+        tools = []
         for number, each in enumerate(observations):
             function = {"name": each.get("name") or "tool", "arguments": {}}
             calls.append({"id": f"call{number:05d}", "type": "function", "function": function})
@@ -93,7 +108,8 @@ class ChatTurns:
         ]
 
     def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
-        """A conversation up to its assistant's turn, and the rest of it, in the first form that works."""
+        """A conversation up to its assistant's turn, and the rest of it, in the first form that
+        works."""
         fault = ""
         for assistant, following in forms:
             try:
@@ -107,7 +123,8 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's message behind an assistant's turn" + fault
+            "the tokenizer's chat template cannot put a tool's message behind an assistant's turn"
+            + fault
         )
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:

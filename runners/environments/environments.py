@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
 from runners.config.loading import Config
 from runners.config.sections import DataConfig, EnvConfig
-from runners.data.prompts import Example
+from runners.data.prompts import Example, repeated
 from runners.data.rendering import render
 from runners.engines.engine import Engine, Request, ShouldStop, interruptible, never
 from runners.engines.rollouts import Cancelled, converse, seeds_of
@@ -25,8 +25,7 @@ from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.experience import FinishedEpisode
-from runners.rewards.scoring import Reward, Scorer, UserFunction, resolve_rewards
-from runners.rewards.scoring import loading as reward_loading
+from runners.rewards.scoring import Reward, Scorer, UserFunction, load_reward, resolve_rewards
 from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker
@@ -50,7 +49,7 @@ class Environments:
     thoughts: tuple[str, ...]  # the tags around them
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None  # the sum of its own rewards of turns
-    _idle: list[int]  # instances that no episode uses
+    _idle: list[int] = attrs.field(alias="idle")  # instances that no episode uses
     _hung: list[int] = attrs.field(factory=list)  # those that are not used again
 
     @property
@@ -70,19 +69,20 @@ class Environments:
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the previous call are reused, so rewards must be finished with them. Completion g
-        of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1, 2, …
-        Raises Cancelled if `should_stop` ended it.
+        The environments of the previous call are reused, so rewards must be finished with them.
+        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
+        2, … Raises Cancelled if `should_stop` ended it.
         """
-        rows = [example for example in examples for _ in range(sampling.num_generations)]
+        rows = repeated(examples, sampling.num_generations)
         numbers = range(len(examples)) if numbers is None else numbers
-        seeds = [seed for group in seeds_of(key, numbers, sampling) for seed in group]
+        seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
         try:
             session = self.begin(rows, should_stop)
         except Interrupted:
             raise Cancelled(converse(engine, (), sampling, self.begin(()))) from None
         requests = [
-            Request(prompt=prompt, seeds=(seed,)) for prompt, seed in zip(session.prompts, seeds, strict=True)
+            Request(prompt=prompt, seeds=(seed,))
+            for prompt, seed in zip(session.prompts, seeds, strict=True)
         ]
         ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
         sampling = attrs.evolve(sampling, eos_ids=ends)
@@ -98,10 +98,12 @@ class Environments:
         return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
-        """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
+        """The environments' own rewards; None for one without, and None if the class has no
+        `get_reward`."""
         if self.reward is None:
             return None
-        count, numbers = len(played), [each.environment for each in played]
+        count = len(played)
+        numbers = [each.environment for each in played]
         scores = Scorer([self.reward], self.config.timeout).score(
             [""] * count, [[]] * count, {}, environments=numbers
         )
@@ -109,17 +111,20 @@ class Environments:
         return [None if each.fault or value != value else value for value, each in rows]
 
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
-        """The session of these rows' episodes, after `reset`. They keep their instances until `release`.
+        """The session of these rows' episodes, after `reset`. They keep their instances until
+        `release`.
 
         `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
         """
-        episodes, prompts = [Episode(row) for row in rows], [row.tokens for row in rows]
+        episodes = [Episode(row) for row in rows]
+        prompts = [row.tokens for row in rows]
         if self.has_instances:
             episodes, prompts = self._reset(rows, should_stop)
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
-        """The episodes are over: their instances may be reset for others, except those with hanging calls."""
+        """The episodes are over: their instances may be reset for others, except those with hanging
+        calls."""
         for episode in session.episodes:
             if episode.environment is not None:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
@@ -137,21 +142,34 @@ class Environments:
         self._hung = []
         numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            columns, timeout = dict(example.columns), self.config.timeout
-            self.calls.submit(row, "runners.environments.instances:reset", number, columns, timeout=timeout)
+            columns = dict(example.columns)
+            timeout = self.config.timeout
+            self.calls.submit(
+                row, "runners.environments.instances:reset", number, columns, timeout=timeout
+            )
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(rows):
             outcomes |= self.calls.collect(1, interruptible(should_stop))
         self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
-        episodes, prompts = [], []
+        episodes = []
+        prompts = []
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            fault, greeting, prompt = outcomes[row].fault, outcomes[row].value, example.tokens
-            episodes.append(Episode(example, None if fault else number, fault=fault and f"reset: {fault}"))
+            fault = outcomes[row].fault
+            greeting = outcomes[row].value
+            prompt = example.tokens
+            episodes.append(
+                Episode(example, None if fault else number, fault=fault and f"reset: {fault}")
+            )
             if greeting:  # it is appended to the last message
                 *before, last = example.messages
                 messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
-                how = {"tools": self.chat.schemas, "template_kwargs": self.chat.template_kwargs}
-                prompt = render(self.chat.tokenizer, messages, self.nudge, **how)[1]
+                _, prompt = render(
+                    self.chat.tokenizer,
+                    messages,
+                    self.nudge,
+                    tools=self.chat.schemas,
+                    template_kwargs=self.chat.template_kwargs,
+                )
             prompts.append(prompt)
         return episodes, prompts
 
@@ -161,31 +179,37 @@ class Environments:
             self.calls.worker.submit(drop, numbers, mode=THREAD)
 
 
-def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
-    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
-    if not env.factory and not env.tools:
-        return ()
-    return "runners.environments.instances:load", env.factory, tuple(env.tools), tuple(map(str, folders))
+def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[str | Path]) -> None:
+    """Imports [env]'s factory and tools, if there are any; `load` is `Worker.load` or `preload`."""
+    if env.factory or env.tools:
+        load(
+            "runners.environments.instances:load",
+            env.factory,
+            tuple(env.tools),
+            tuple(map(str, folders)),
+        )
 
 
 def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is some, it is started now, and imports it."""
+    """The process for the code that a config names. If there is some, it is started now, and
+    imports it."""
     worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
         if ":" in name:
-            worker.preload(*reward_loading(name, config.folders))
-    if tools := loading(config.env, config.folders):
-        worker.preload(*tools)
+            load_reward(worker.preload, name, config.folders)
+    _import_tools(worker.preload, config.env, config.folders)
     return worker
 
 
 def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The config's rewards, when all code that it names is imported: its own ones in the worker, or with
-    reward.timeout = 0 in this process. UserError if some cannot be."""
-    reward, place = config.reward, worker if config.reward.timeout else None
-    rewards = resolve_rewards(reward.functions, reward.weights, config.folders, place, config.answer_form)
-    if tools := loading(config.env, config.folders):
-        worker.load(*tools)
+    """The config's rewards, when all code that it names is imported: its own ones in the worker, or
+    with reward.timeout = 0 in this process. UserError if some cannot be."""
+    reward = config.reward
+    place = worker if config.reward.timeout else None
+    rewards = resolve_rewards(
+        reward.functions, reward.weights, config.folders, place, config.answer_form
+    )
+    _import_tools(worker.load, config.env, config.folders)
     return rewards
 
 
@@ -207,47 +231,71 @@ def build_environments(
     if not env.factory and not env.tools:
         return None
     calls = Calls(worker, env.workers)
-    worker.load(*loading(env, folders))
+    _import_tools(worker.load, env, folders)
     first = next(_numbers)
     found = _asked(calls, env, "describe", first)
     tools = {tool.name: tool for tool in itertools.starmap(Tool, found["tools"])}
-    marks, schemas = mark_ids(tokenizer) if len(tools) == 1 else (), [tool.schema for tool in tools.values()]
+    marks = mark_ids(tokenizer) if len(tools) == 1 else ()
+    schemas = [tool.schema for tool in tools.values()]
     reader = CallReader.of(tokenizer, schemas, marked=bool(marks))
     shown = [] if marks else schemas  # nanochat's template has a place for none
-    chat = ChatTurns(tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks)
+    chat = ChatTurns(
+        tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks
+    )
     chat.check(next(iter(tools), "tool"))
     rewards: dict[str, Reward] = {}
-    for method, takes in ((GET_REWARD, ("environments",)), (GET_TURN_REWARDS, ("environments", "log_extra"))):
-        if name := found["rewards"].get(method):
+    for method, takes in (
+        (GET_REWARD, ("environments",)),
+        (GET_TURN_REWARDS, ("environments", "log_extra")),
+    ):
+        name = found["rewards"].get(method)
+        if name:
             rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
-    idle = [first] if env.factory else []
-    own = (rewards.get(GET_REWARD), rewards.get(GET_TURN_REWARDS))
-    return Environments(env, calls, tools, chat, reader, data.nudge, data.thoughts, *own, idle)
+    return Environments(
+        config=env,
+        calls=calls,
+        tools=tools,
+        chat=chat,
+        reader=reader,
+        nudge=data.nudge,
+        thoughts=data.thoughts,
+        reward=rewards.get(GET_REWARD),
+        turn_reward=rewards.get(GET_TURN_REWARDS),
+        idle=[first] if env.factory else [],
+    )
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:
-    """An operation on an environment before any episode. Raises UserError, also if it takes too long."""
-    key, name = f"env.factory {env.factory}", f"runners.environments.instances:{operation}"
+    """An operation on an environment before any episode. Raises UserError, also if it takes too
+    long."""
+    key = f"env.factory {env.factory}"
+    name = f"runners.environments.instances:{operation}"
     calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
     (outcome,) = calls.collect(1).values()
     if outcome.fault:
-        raise UserError(outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}")
+        raise UserError(
+            outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}"
+        )
     return outcome.value
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The config's rewards and the environment's, that of its turns last. UserError if there are none, or one
-    lacks an argument."""
+    """The config's rewards and the environment's, that of its turns last. UserError if there are
+    none, or one lacks an argument."""
     for reward in rewards:
-        if "environments" in reward.parameters.needed and not isinstance(reward.function, UserFunction):
+        if "environments" in reward.parameters.needed and not isinstance(
+            reward.function, UserFunction
+        ):
             raise UserError(
-                f"reward {reward.name} takes environments, which are in the process of user code; expected "
-                "reward.timeout above 0, found 0, with which rewards are called in the run's own process"
+                f"reward {reward.name} takes environments, which are in the process of user code; "
+                "expected reward.timeout above 0, found 0, with which rewards are called in the "
+                "run's own process"
             )
     found = () if environments is None else (environments.reward, environments.turn_reward)
     own = tuple(reward for reward in found if reward is not None)
     if not rewards and not own:
         raise UserError(
-            "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
+            "reward.functions is empty, and the environment has no get_reward; expected at least "
+            "one reward"
         )
     return (*rewards, *own)

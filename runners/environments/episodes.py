@@ -1,4 +1,5 @@
-"""A rollout's episodes: an environment for each row, its turns and calls, and their data for rewards."""
+"""A rollout's episodes: an environment for each row, its turns and calls, and their data for
+rewards."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Home(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes observations."""
+    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes
+    observations."""
 
     episodes: Sequence[Episode]  # started ones of all rows
     prompts: Sequence[tuple[int, ...]]  # of each row
@@ -60,7 +62,9 @@ class Session:
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: a turn without a call, or one too many, ends the conversation."""
-        episode, limits, known = self.episodes[row], self._home.config, self._home.tools
+        episode = self.episodes[row]
+        limits = self._home.config
+        known = self._home.tools
         calls = self._read(episode, tokens)
         if not calls or episode.fault or episode.counts["turns"] >= limits.max_turns:
             return False
@@ -72,8 +76,15 @@ class Session:
         tools = [known.get(call.name) for call in calls[:room]]
         mode = TOGETHER if tools and all(tool and tool.is_async for tool in tools) else THREAD
         most = limits.max_observation_tokens * LONGEST + 1
-        call = "runners.environments.instances:call", episode.environment, made, most
-        self._home.calls.submit(row, *call, timeout=limits.timeout, mode=mode)
+        self._home.calls.submit(
+            row,
+            "runners.environments.instances:call",
+            episode.environment,
+            made,
+            most,
+            timeout=limits.timeout,
+            mode=mode,
+        )
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
@@ -87,20 +98,30 @@ class Session:
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
             own = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
-            begins = [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
+            pairs = enumerate(zip((False, *sampled), sampled, strict=False))
+            begins = [n for n, (before, mine) in pairs if mine and not before]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
-            facts = (episode.messages, episode.environment, episode.counts, episode.fault)
-            finished.append(FinishedEpisode(*facts, own, episode.seconds))
+            finished.append(
+                FinishedEpisode(
+                    messages=episode.messages,
+                    environment=episode.environment,
+                    counts=episode.counts,
+                    fault=episode.fault,
+                    sampled=own,
+                    seconds=episode.seconds,
+                )
+            )
         return finished
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
         lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
         thoughts, said = split_thoughts(lead + self._home.chat.text(tokens), self._home.thoughts)
         if not thoughts:  # what is said begins with the nudge, which is no part of a call
-            thoughts, said = lead, (said or "").removeprefix(lead)
+            thoughts = lead
+            said = (said or "").removeprefix(lead)
         content, calls = ("", []) if said is None else self._home.reader.read(said)
         message: Message = {"role": "assistant", "content": thoughts + content}
         if calls:
@@ -116,13 +137,18 @@ class Session:
         return f"there is no tool {call.name}{did_you_mean(call.name, list(self._home.tools))}"
 
     def _reply(self, row: int, outcome: Outcome) -> Sequence[int] | None:
-        episode, (tokens, refused) = self.episodes[row], self._turns.pop(row)
+        episode = self.episodes[row]
+        tokens, refused = self._turns.pop(row)
         episode.seconds += outcome.seconds
         if outcome.ended:  # the call may go on, or its process was ended
             episode.counts["timeouts"] += outcome.timed_out
             episode.hung = True
-        limits, observations = self._home.config, []
-        used_up = f"not called: a conversation has {limits.max_tool_calls} tool calls, and they are used up"
+        limits = self._home.config
+        observations = []
+        used_up = (
+            f"not called: a conversation has {limits.max_tool_calls} tool calls, and they are used "
+            "up"
+        )
         results = [("tool", outcome.fault, True)] if outcome.fault else outcome.value
         for name, text, failed in (*results, *(failure(name, used_up) for name in refused)):
             episode.counts["failures"] += failed

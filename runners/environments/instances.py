@@ -1,4 +1,5 @@
-"""Environments and tools where they run, in the process of user code: made, reset and called by number.
+"""Environments and tools where they run, in the process of user code: made, reset and called by
+number.
 
 These are operations of `runners.user_code`. What comes back is plain: texts, names and schemas.
 """
@@ -24,10 +25,11 @@ Result = tuple[str, str, bool]  # of a call: the tool, its text, whether it fail
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:
-    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, and for two
-    functions of one name."""
+    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, and
+    for two functions of one name."""
     dirs = tuple(map(Path, folders))
-    store["tools"], store["factory"] = {}, None
+    store["tools"] = {}
+    store["factory"] = None
     for text in tools:
         if text.endswith(".py"):
             functions = public_functions(text, dirs, key="env.tools")
@@ -35,17 +37,23 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
             function = resolve_function(text, dirs, key="env.tools")
             functions = {getattr(function, "__name__", text.rpartition(":")[2]): function}
         for name in functions.keys() & store["tools"].keys():
-            raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
+            raise UserError(
+                f"env.tools {show(text)}: there is a tool {name} already; rename one of them"
+            )
         store["tools"] |= functions
     if factory:
-        store["factory"] = resolve_function(factory, dirs, key="env.factory", takes=(), classes=True)
-    store["reward", GET_REWARD], store["reward", GET_TURN_REWARDS] = get_rewards, get_turn_rewards
-    importlib.import_module("transformers.utils.chat_template_utils")  # which `describe` must not wait for
+        store["factory"] = resolve_function(
+            factory, dirs, key="env.factory", takes=(), classes=True
+        )
+    store["reward", GET_REWARD] = get_rewards
+    store["reward", GET_TURN_REWARDS] = get_turn_rewards
+    # which `describe` must not wait for
+    importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two methods
-    for rewards those that it has, each with the reward's name.
+    """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two
+    methods for rewards those that it has, each with the reward's name.
 
     Raises UserError for tools that cannot be described to a model, and for what is no environment.
     """
@@ -59,24 +67,30 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
         name = type(environment).__name__
         if not callable(getattr(type(environment), "reset", None)):
             raise UserError(
-                f"{key}: {name} has no method reset(self, **row); expected a class with one, and with public "
-                "methods as its tools"
+                f"{key}: {name} has no method reset(self, **row); expected a class with one, and "
+                "with public methods as its tools"
             )
         methods = _methods(environment)
-        if twice := sorted(methods.keys() & store["tools"].keys()):
+        twice = sorted(methods.keys() & store["tools"].keys())
+        if twice:
             raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
         named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
-        rewards = {method: named[method] for method in named if callable(getattr(environment, method, None))}
-    tools = [
-        (name, _schema(function, name, of), inspect.iscoroutinefunction(function))
-        for of, functions in (("env.tools", store["tools"]), (key, methods))
-        for name, function in functions.items()
-    ]
+        rewards = {
+            method: named[method]
+            for method in named
+            if callable(getattr(environment, method, None))
+        }
+    tools = []
+    for of, functions in (("env.tools", store["tools"]), (key, methods)):
+        for name, function in functions.items():
+            is_async = inspect.iscoroutinefunction(function)
+            tools.append((name, _schema(function, name, of), is_async))
     return {"tools": tools, "rewards": rewards}
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
-    """Raises UserError if the environment's `reset` does not take these columns, which it gets by name."""
+    """Raises UserError if the environment's `reset` does not take these columns, which it gets by
+    name."""
     signature = inspect.signature(_made(store, number).reset)
     try:
         signature.bind(**dict.fromkeys(columns))
@@ -88,7 +102,8 @@ def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -
 
 
 def get_rewards(environments: Sequence[Any]) -> Any:
-    """What each environment's `get_reward` returns; None for one without. Awaitable if one is a coroutine."""
+    """What each environment's `get_reward` returns; None for one without. Awaitable if one is a
+    coroutine."""
     methods = [getattr(environment, GET_REWARD, None) for environment in environments]
     found = [method() if callable(method) else None for method in methods]
 
@@ -98,21 +113,30 @@ def get_rewards(environments: Sequence[Any]) -> Any:
     return wait() if any(map(inspect.isawaitable, found)) else found
 
 
-def get_turn_rewards(environments: Sequence[Any], log_extra: Callable[..., None]) -> list[float | None]:
-    """The sum of what each environment's `get_turn_rewards` returns: a number or None for each turn. These
-    are logged as a column."""
+def get_turn_rewards(
+    environments: Sequence[Any], log_extra: Callable[..., None]
+) -> list[float | None]:
+    """The sum of what each environment's `get_turn_rewards` returns: a number or None for each
+    turn. These are logged as a column."""
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     found = [method if method is None else method() for method in methods]
     for method, values in zip(methods, found, strict=True):
         if method is not None and not isinstance(values, list | tuple):
-            raise TypeError(f"{GET_TURN_REWARDS}: expected a list of numbers, found {type(values).__name__}")
-    rows = [None if row is None else [None if x is None else float(x) for x in row] for row in found]
+            raise TypeError(
+                f"{GET_TURN_REWARDS}: expected a list of numbers, found {type(values).__name__}"
+            )
+    rows = [None if row is None else list(map(_as_number, row)) for row in found]
     log_extra(TURN_REWARDS, rows)
     return [None if row is None else sum(filter(None, row)) for row in rows]
 
 
+def _as_number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
-    """Begins an episode in environment `number`, which is made if it is missing; what it says, as a text."""
+    """Begins an episode in environment `number`, which is made if it is missing; what it says, as a
+    text."""
     found = _made(store, number).reset(**columns)
 
     async def wait() -> str:
@@ -124,7 +148,8 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """A turn's calls, one after another; awaitable if one is a coroutine's. A text is cut to `characters`.
+    """A turn's calls, one after another; awaitable if one is a coroutine's. A text is cut to
+    `characters`.
 
     Each is a name and its arguments, or a name and, as a text, why it cannot be made.
     """
@@ -145,12 +170,14 @@ def call(
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
     async def all_made() -> list[Result]:
-        return [await made(*each) for each in calls]
+        return [await made(name, arguments) for name, arguments in calls]
 
     results = all_made()
     if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
         return results
-    try:  # nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its own
+    # Nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its
+    # own.
+    try:
         results.send(None)
     except StopIteration as end:
         return end.value
@@ -175,9 +202,11 @@ def _made(store: Store, number: int) -> Any:
 
 
 def _methods(environment: Any) -> Functions:
-    """The public methods of an environment that are tools, bound, by name. They are looked up in the class:
-    properties of the instance are not evaluated."""
-    names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+    """The public methods of an environment that are tools, bound, by name. They are looked up in
+    the class: properties of the instance are not evaluated."""
+    names = [
+        name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    ]
     return {
         name: getattr(environment, name)
         for name in names
@@ -193,13 +222,15 @@ def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]
         return get_json_schema(function)
     except Exception as error:
         raise UserError(
-            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; expected type "
-            "hints for all arguments and a docstring with an Args section"
+            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; expected "
+            "type hints for all arguments and a docstring with an Args section"
         ) from error
 
 
 def _text(value: Any, none: str = "None") -> str:
     """What a tool or `reset` has returned as a text: of a list of text blocks their texts."""
-    if isinstance(value, list) and all(isinstance(x, Mapping) and x.get("type") == "text" for x in value):
+    if isinstance(value, list) and all(
+        isinstance(x, Mapping) and x.get("type") == "text" for x in value
+    ):
         return "".join(str(block.get("text", "")) for block in value)
     return none if value is None else str(value)

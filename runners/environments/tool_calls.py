@@ -1,4 +1,5 @@
-"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, in nanochat's form, or as JSON."""
+"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, in nanochat's form, or
+as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import attrs
 
 from runners.errors import error_line
 
-START, END = "<tool_call>", "</tool_call>"  # of the plain form
-# nanochat's form: an expression between the first two, which is what the only tool takes; its value between
-# the others.
+START = "<tool_call>"  # of the plain form
+END = "</tool_call>"
+# nanochat's form: an expression between the first two, which is what the only tool takes; its value
+# between the others.
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 MAX_CALLS = 64  # of one turn: a policy's text has no other limit
 
@@ -49,10 +51,13 @@ class CallReader:
     end: str = END  # empty: a call goes to the end of the text
 
     @classmethod
-    def of(cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False) -> CallReader:
-        """The reader for a tokenizer: with the parser of mlx-lm that it names; `marked`: nanochat's form."""
+    def of(
+        cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False
+    ) -> CallReader:
+        """The reader for a tokenizer: with the parser of mlx-lm that it names; `marked`: nanochat's
+        form."""
         if marked:
-            return cls(schemas, _of_expression, *MARKS[:2])
+            return cls(schemas, _of_expression, start=MARKS[0], end=MARKS[1])
         parser = getattr(tokenizer, "tool_parser", None)
         start = getattr(tokenizer, "tool_call_start", None)
         if parser is None or not start:
@@ -60,23 +65,31 @@ class CallReader:
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text around a turn's calls, stripped, and the calls in order; one that cannot be read has a
-        fault."""
-        if self.parser is None and self.start not in text and (whole := _whole_json(text)):
-            return "", [whole]
-        around, calls, place = [], [], 0
-        while len(calls) < MAX_CALLS and (start := text.find(self.start, place)) >= 0:
+        """The text around a turn's calls, stripped, and the calls in order; one that cannot be read
+        has a fault."""
+        if self.parser is None and self.start not in text:
+            whole = _whole_json(text)
+            if whole:
+                return "", [whole]
+        around = []
+        calls = []
+        place = 0
+        start = text.find(self.start)
+        while start >= 0 and len(calls) < MAX_CALLS:
             around.append(text[place:start])
             body = start + len(self.start)
             end = text.find(self.end, body) if self.end else -1
             calls += self._parsed(text[body:] if end < 0 else text[body:end])
             place = len(text) if end < 0 else end + len(self.end)
+            start = text.find(self.start, place)
         around.append(text[place:])
         return "".join(around).strip(), calls[:MAX_CALLS]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:
-            found = json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
+            found = (
+                json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
+            )
         except Exception as error:  # a parser may raise anything on a policy's text
             return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
         return [_call(each) for each in (found if isinstance(found, list) else [found])]
@@ -105,7 +118,8 @@ def _call(found: Any) -> ToolCall:
     arguments = found.get("arguments", found.get("parameters", {}))
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps(arguments)  # some parsers read Python literals, and a log cannot store sets or bytes
+        # some parsers read Python literals, and a log cannot store sets or bytes
+        json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -1,4 +1,5 @@
-"""Models' results on the same problems, as a table and as JSON: estimates, intervals, paired differences."""
+"""Models' results on the same problems, as a table and as JSON: estimates, intervals,
+paired differences."""
 
 from __future__ import annotations
 
@@ -31,14 +32,18 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = successes / trials
     middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    spread = math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    half = z / (1 + z * z / trials) * spread
     # At either end middle and half cancel up to rounding.
-    low, high = max(middle - half, 0.0), min(middle + half, 1.0)
-    return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
+    return Interval(
+        0.0 if successes == 0 else max(middle - half, 0.0),
+        1.0 if successes == trials else min(middle + half, 1.0),
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the chance that k of n samples, c of which are right, hold a right one.
+    """1 − C(n−c, k)/C(n, k): the chance that k of n samples, c of which are right,
+    hold a right one.
 
     The estimator without bias of Codex (arXiv 2107.03374, eq. 1).
     """
@@ -46,7 +51,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
-    """Percentile interval of a mean by resampling the problems (Efron 1979); one seed, one interval.
+    """Percentile interval of a mean by resampling the problems (Efron 1979); one seed,
+    one interval.
 
     For a difference of two models give the differences problem by problem, which keeps the pairs.
     """
@@ -72,7 +78,8 @@ class Metric:
 
     @property
     def interval(self) -> Interval | None:
-        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems; None without values."""
+        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems;
+        None without values."""
         known = self.values[~np.isnan(self.values)]
         if not known.size:
             return None
@@ -93,7 +100,8 @@ class ModelResult:
 
 
 def difference(first: Metric, second: Metric) -> Metric:
-    """The second model's values minus the first's, problem by problem; the interval resamples the pairs."""
+    """The second model's values minus the first's, problem by problem;
+    the interval resamples the pairs."""
     return Metric(second.values - first.values)
 
 
@@ -103,8 +111,13 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 
     def cut(each: ModelResult) -> ModelResult:
         places = [place for place, index in enumerate(each.indices) if index in common]
-        metrics = {name: Metric(one.values[places], one.percent) for name, one in each.metrics.items()}
-        return attrs.evolve(each, indices=tuple(each.indices[place] for place in places), metrics=metrics)
+        return attrs.evolve(
+            each,
+            indices=tuple(each.indices[place] for place in places),
+            metrics={
+                name: Metric(one.values[places], one.percent) for name, one in each.metrics.items()
+            },
+        )
 
     return [cut(each) for each in measured]
 
@@ -123,8 +136,8 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
         numbers = [each.metrics[name] for each in measured]
         cells = [_cell(each.mean, each.interval, each.percent) for each in numbers]
         if two:
-            found = difference(*numbers)
-            cells.append(_cell(found.mean, found.interval, metric.percent, "+"))
+            change = difference(metric, numbers[1])
+            cells.append(_cell(change.mean, change.interval, metric.percent, "+"))
         lines.add_row(name, *cells)
     stream = io.StringIO()
     Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)
@@ -136,7 +149,9 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     measured = shared(measured)
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:
-        content["models"][each.model] = {name: _numbers(metric) for name, metric in each.metrics.items()}
+        content["models"][each.model] = {
+            name: _numbers(metric) for name, metric in each.metrics.items()
+        }
     if len(measured) == 2:
         first, second = (each.metrics for each in measured)
         both = {name: difference(metric, second[name]) for name, metric in first.items()}

@@ -28,7 +28,8 @@ _MANY = 0.9  # share of completions without an answer, or cut off, that a notice
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """One completion. Of a conversation, `text` is the model's last turn, and there are the last five."""
+    """One completion. Of a conversation, `text` is the model's last turn,
+    and there are the last five."""
 
     text: str  # with the words in front that chat template and nudge give it
     answer: str | None  # as the form reads it
@@ -37,7 +38,8 @@ class Completion:
     reward: float | None  # their weighted sum
     tokens: int  # that the model sampled
     finish: str  # see `runners.inference.text_generation`
-    success: bool | None = None  # the environment's reward is high enough; without one, the answer is right
+    # the environment's reward is high enough; without one, the answer is right
+    success: bool | None = None
     turns: int = 0
     calls: int = 0
     failures: int = 0  # of the calls
@@ -53,7 +55,8 @@ class Completion:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Evaluator:
-    """Samples completions of problems, reads their answers and scores them with the run's own rewards."""
+    """Samples completions of problems, reads their answers and scores them with the run's own
+    rewards."""
 
     engine: Engine  # with the weights that it has loaded
     scorer: Scorer | None  # None: there are no rewards
@@ -73,7 +76,8 @@ class Evaluator:
         key: mx.array,
         numbered: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[Completion], Batch]]:
-        """Completions of all examples, G of each in a row, batch by batch; `numbered` as `sample_batches`.
+        """Completions of all examples, G of each in a row, batch by batch;
+        `numbered` as `sample_batches`.
 
         Raises RewardError for a failing reward where `reward.on_error` is "raise".
         """
@@ -92,15 +96,19 @@ class Evaluator:
             yield self._judged(batch, sampling.num_generations), batch
 
     def _judged(self, batch: Batch, size: int) -> list[Completion]:
-        asked = [example for example in batch.examples for _ in range(size)]
-        rewards, values_kb = self.scorer.rewards if self.scorer else (), self._scored(batch, asked, size)
+        asked = [batch.examples[row // size] for row in range(len(batch.texts))]
+        rewards = self.scorer.rewards if self.scorer else ()
+        values_kb = self._scored(batch, asked, size)
         weights = np.array([reward.weight for reward in rewards])
         totals_b = np.nansum(values_kb * weights[:, None], axis=0)
         totals_b[np.isnan(values_kb).all(axis=0)] = np.nan
-        answers, rights = [self._read(text) for text in batch.texts], dict[int, bool]()
+        answers = [self._read(text) for text in batch.texts]
+        rights: dict[int, bool] = {}
         if self.form:
+            self.problems.update(dict.fromkeys(self.form.doubts(batch.texts)))
             known = [row for row, example in enumerate(asked) if example.answer]
-            scores = self.form.scores([answers[row] for row in known], [asked[row].answer for row in known])
+            golds = [asked[row].answer for row in known]
+            scores = self.form.scores([answers[row] for row in known], golds)
             rights = {row: score == 1 for row, score in zip(known, scores, strict=True)}
         found = []
         for row, text in enumerate(batch.texts):
@@ -146,7 +154,9 @@ class Evaluator:
         return attrs.evolve(
             one,
             success=success,
-            **{name: played.counts[name] for name in ("turns", "calls", "failures")},
+            turns=played.counts["turns"],
+            calls=played.counts["calls"],
+            failures=played.counts["failures"],
             seconds=played.seconds,
             fault=played.fault,
             messages=tuple(played.messages),
@@ -154,9 +164,14 @@ class Evaluator:
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
         """`form_notice` of completions, one of each example."""
-        golds, cut = [example.answer for example in examples], [each.cut for each in found]
-        lengths = [each.tokens for each in found]
-        return form_notice(self.form, [each.text for each in found], golds, cut, lengths, limit)
+        return form_notice(
+            self.form,
+            [each.text for each in found],
+            [example.answer for example in examples],
+            [each.cut for each in found],
+            [each.tokens for each in found],
+            limit,
+        )
 
     def _read(self, text: str) -> str | None:
         try:
@@ -174,24 +189,29 @@ def form_notice(
     lengths: Sequence[int],
     limit: int,
 ) -> str:
-    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an answer: it names
-    the length that the others need, or the form that most of them do have. Else empty."""
+    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an
+    answer: it names the length that the others need, or the form that most of them do have. Else
+    empty."""
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
         others = f"; those that end by themselves need up to {max(ended)}" if ended else ""
         return (
-            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set a longer "
-            f"rollout.max_new_tokens, such as {2 * limit}"
+            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: "
+            f"set a longer rollout.max_new_tokens, such as {2 * limit}"
         )
     lacking = sum(form.read(text) is None for text in texts) if form else 0
     if form is None or not texts or lacking < many:
         return ""
-    line = f'{lacking} of {len(texts)} completions lack {form.what}, which answer.form = "{form.spec}" reads'
-    if found := fitting_form(texts, golds, form.thoughts):
-        name, have, right = found
-        return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
-    return f"{line}; data.system_prompt and data.nudge ask for it"
+    line = (
+        f"{lacking} of {len(texts)} completions lack {form.what}, "
+        f'which answer.form = "{form.spec}" reads'
+    )
+    fitting = fitting_form(texts, golds, form.thoughts)
+    if fitting is None:
+        return f"{line}; data.system_prompt and data.nudge ask for it"
+    name, have, right = fitting
+    return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 
 
 def _known(value: float) -> float | None:

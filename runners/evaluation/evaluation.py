@@ -1,7 +1,9 @@
-"""Evaluations of a run: greedy completions of the held-out problems, with the same prompts as in training."""
+"""Evaluations of a run: greedy completions of the held-out problems,
+with the same prompts as in training."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -30,7 +32,8 @@ class EvalResult:
 
     @property
     def score(self) -> float | None:
-        """Exact match, 0 to 1: the share of problems whose answer is right; None without gold answers."""
+        """Exact match, 0 to 1: the share of problems whose answer is right;
+        None without gold answers."""
         return _mean([each.right for each in self.completions])
 
     @property
@@ -41,7 +44,7 @@ class EvalResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log; those that are not known are left out."""
-        rows, names = self.completions, self.completions[0].rewards if self.completions else ()
+        rows = self.completions
         rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
             "em": self.score,
@@ -49,18 +52,21 @@ class EvalResult:
             "eval/reward": self.reward,
             "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
             "eval/truncated": _mean([each.cut for each in rows]),
-            **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
         }
+        for name in rows[0].rewards if rows else ():
+            found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
         if any(each.turns for each in rows):
-            fields = {"tool_calls": "calls", "failed_calls": "failures"}
-            for name in ("success", "turns", *fields):
-                found[f"eval/{name}"] = _mean([getattr(each, fields.get(name, name)) for each in rows])
+            found["eval/success"] = _mean([each.success for each in rows])
+            found["eval/turns"] = _mean([each.turns for each in rows])
+            found["eval/tool_calls"] = _mean([each.calls for each in rows])
+            found["eval/failed_calls"] = _mean([each.failures for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every run."""
+    """The problems of every evaluation of a data set: `samples` of them (0: all),
+    the same in every run."""
     if samples == 0 or samples >= len(examples):
         return list(examples)
     return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
@@ -70,15 +76,18 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
     """Greedy completions of all examples; `sampling` says where they end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
-    parts = evaluator.complete(examples, greedy, mx.random.key(0))  # greedy: nothing is drawn
-    found = tuple(one for part, _ in parts for one in part)
-    return EvalResult(time.perf_counter() - started, found, tuple(evaluator.problems))
+    completions: list[Completion] = []
+    for part, _ in evaluator.complete(examples, greedy, mx.random.key(0)):  # nothing is drawn
+        completions += part
+    seconds = time.perf_counter() - started
+    return EvalResult(seconds, tuple(completions), tuple(evaluator.problems))
 
 
 def evaluate_on_ranks(
     ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
 ) -> EvalResult:
-    """`evaluate` by all ranks together: each answers every N-th problem, and all get the whole result."""
+    """`evaluate` by all ranks together: each answers every N-th problem,
+    and all get the whole result."""
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
     if ranks.is_alone:
         return result
@@ -88,12 +97,14 @@ def evaluate_on_ranks(
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
     """The results of all ranks, as JSON holds them, in the order of the problems."""
-    rows = [[Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts]
+    rows = [
+        [Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts
+    ]
     count = sum(map(len, rows))
     return EvalResult(
         max(part["seconds"] for part in parts),
         tuple(rows[number % len(rows)][number // len(rows)] for number in range(count)),
-        tuple(dict.fromkeys(problem for part in parts for problem in part["problems"])),
+        tuple(dict.fromkeys(itertools.chain.from_iterable(part["problems"] for part in parts))),
     )
 
 

@@ -1,8 +1,8 @@
 """Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
-No weights are loaded. The rewards score the data's gold answers in the required form, and bad answers. If a
-reward cannot distinguish them, nothing can be learned from it. Without gold answers, or where no right
-completion is known, they score neutral texts, which shows whether they run.
+No weights are loaded. The rewards score the data's gold answers in the required form, and bad
+answers. If a reward cannot distinguish them, nothing can be learned from it. Without gold answers,
+or where no right completion is known, they score neutral texts, which shows whether they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from runners.config.names import REWARD_NAMES
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, processor_of, reward_columns
 from runners.data.rendering import template_notices, use_template
-from runners.environments.environments import Environments, build_environments, load_code, start_worker
+from runners.environments.environments import (
+    Environments,
+    build_environments,
+    load_code,
+    start_worker,
+)
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
@@ -31,7 +36,9 @@ from runners.models.model_reader import load_tokenizer
 from runners.rewards.scoring import Reward, Scorer, check_columns
 from runners.tokenization.text import TextDecoder, encode
 
-GOLD, BARE, WRONG = "gold answer", "gold without form", "wrong answer"
+GOLD = "gold answer"
+BARE = "gold without form"
+WRONG = "wrong answer"
 NO_ANSWER = "no-such-answer"
 SENTENCE = "This is a sentence."
 _READ_ANSWERS = ("correctness_reward_func", "task_score")
@@ -70,8 +77,11 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, data.chat_template)
     processor = processor_of(data, path, read_json(path / "config.json"))
-    ends, decoder = tuple(sorted(tokenizer.eos_token_ids)), TextDecoder(tokenizer)
-    environments = build_environments(config.env, data, tokenizer, decoder, ends, config.folders, worker)
+    ends = tuple(sorted(tokenizer.eos_token_ids))
+    decoder = TextDecoder(tokenizer)
+    environments = build_environments(
+        config.env, data, tokenizer, decoder, ends, config.folders, worker
+    )
     # Without an episode there is nothing that these could score.
     if environments is not None:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
@@ -79,12 +89,14 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, data, tokenizer, tools, processor, columns) for part in rows
     )
-    read, tried = config.answer_form, train[:problems]
-    if read is not None:
-        tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
+    form = config.answer_form
+    tried = train[:problems]
     # Without a form, rewards of one's own may look at the bare answer.
-    right = read.right if read else PLACE if any(example.answer for example in tried) else ""
-    knows_right = bool(right) or read is None
+    right = PLACE if any(example.answer for example in tried) else ""
+    if form is not None:
+        tried = [attrs.evolve(example, answer=form.gold(example.answer)) for example in tried]
+        right = form.right
+    knows_right = bool(right) or form is None
     kinds, values_kan, faults = _score(config, rewards, tried, right, decoder)
     if environments is not None:
         faults += _begun(environments, columns, train[0])
@@ -94,7 +106,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         *template_notices(tokenizer, data, config.rollout.stop),
         *faults,
         # What a pattern or a function of the user reads is not known here.
-        *(_judge(rewards, kinds, values_kan, read, tried) if knows_right else []),
+        *(_judge(rewards, kinds, values_kan, form, tried) if knows_right else []),
     ]
     return RewardCheck(
         prompt=train[0].text,
@@ -107,7 +119,9 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         values_kan=values_kan,
         knows_right=knows_right,
         warnings=tuple(warnings),
-        images=tuple((each.name, processor.count_tokens(each)) for each in train[0].images if processor),
+        images=tuple(
+            (each.name, processor.count_tokens(each)) for each in train[0].images if processor
+        ),
     )
 
 
@@ -126,13 +140,14 @@ def _begun(environments: Environments, columns: Iterable[str], example: Example)
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; neutral texts where no right one is known (an empty form)."""
+    """Completions of one problem, by kind; neutral texts where no right one is known (an empty
+    form)."""
     if not form:
         words = example.messages[-1]["content"]
         return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
     if form == PLACE:
-        right, wrong = (nudge + text for text in (example.answer, _wrong(example.answer)))
-        return {GOLD: right, WRONG: wrong, "empty": nudge}
+        right = nudge + example.answer
+        return {GOLD: right, WRONG: nudge + _wrong(example.answer), "empty": nudge}
     return {
         GOLD: form.replace(PLACE, example.answer),
         WRONG: form.replace(PLACE, _wrong(example.answer)),
@@ -152,7 +167,8 @@ def _behind(opening: str, text: str) -> str:
 
 
 def _wrong(answer: str) -> str:
-    """Another answer of the same kind: the next number or letter, or a text that the data does not have."""
+    """Another answer of the same kind: the next number or letter,
+    or a text that the data does not have."""
     if len(answer) == 1 and answer.isalpha():
         return "B" if answer in "Aa" else "A"
     number = parse_number(answer)
@@ -160,7 +176,11 @@ def _wrong(answer: str) -> str:
 
 
 def _score(
-    config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, decoder: TextDecoder
+    config: Config,
+    rewards: Sequence[Reward],
+    examples: Sequence[Example],
+    form: str,
+    decoder: TextDecoder,
 ) -> tuple[list[str], np.ndarray, list[str]]:
     """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
     if not rewards:
@@ -173,7 +193,8 @@ def _score(
     for example in examples:
         for kind, text in _answers(example, form, nudge).items():
             by_kind.setdefault(kind, []).append(text)
-    values, faults = [], list[str]()
+    values = []
+    faults: list[str] = []
     for kind, texts in by_kind.items():
         begun = [_behind(examples[0].opening, text) for text in texts]
         tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in begun]
@@ -195,7 +216,8 @@ def _judge(
     form: AnswerForm | None,
     examples: Sequence[Example],
 ) -> list[str]:
-    """Rewards that give everything the same value, and wrong answers that the sum prefers to the gold one.
+    """Rewards that give everything the same value, and wrong answers that the sum prefers to the
+    gold one.
 
     Without a form no text is better than another: then only rewards that never speak are named.
     """
@@ -207,7 +229,8 @@ def _judge(
         elif form and np.all(known == known[0]):
             found.append(f"{reward.name} gave {known[0]:g} to every answer, good or bad")
         elif form:
-            right_n, wrong_n = (values_an[kinds.index(kind)] for kind in (GOLD, WRONG))
+            right_n = values_an[kinds.index(GOLD)]
+            wrong_n = values_an[kinds.index(WRONG)]
             worse = [example.answer for example in itertools.compress(examples, right_n < wrong_n)]
             # A reward of one's own may depend on the length, which differs by chance.
             if len(worse) == len(examples) or (worse and reward.name in REWARD_NAMES):
@@ -220,13 +243,11 @@ def _judge(
     weights = np.array([reward.weight for reward in rewards])
     totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
     gold = totals_a[list(kinds).index(GOLD)]
-    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right one.
+    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right
+    # one.
     reads = any(reward.name in _READ_ANSWERS for reward in rewards)
-    better = [
-        kind
-        for kind, total in zip(kinds, totals_a, strict=True)
-        if kind not in good and (total > gold or (reads and total == gold))
-    ]
+    preferred = (totals_a > gold) | (reads & (totals_a == gold))
+    better = [kind for kind in itertools.compress(kinds, preferred) if kind not in good]
     if better:
         found.append(f"the gold answer's total reward is not above: {', '.join(better)}")
     return found

@@ -1,4 +1,5 @@
-"""A run's prompts, completed by its model before it starts: `grpo check --sample`, `grpo difficulty`."""
+"""A run's prompts, completed by its model before it starts: `grpo check --sample`,
+`grpo difficulty`."""
 
 from __future__ import annotations
 
@@ -24,23 +25,29 @@ from runners.evaluation.measurement import evaluation_key, evaluator_of, open_mo
 from runners.files.json_files import JsonLines
 from runners.machine.startup import Platform
 
-Progress = Callable[[int, int, float], None]  # prompts done, those in all, and seconds that are left
+# prompts done, those in all, and seconds that are left
+Progress = Callable[[int, int, float], None]
 
 
 def open_problems(
     config: Config, machine: Platform, most: int | None = None
 ) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
-    """What completes and scores a checked config's training prompts, how to sample, the first `most` of the
-    prompts (None: all), and notices.
+    """What completes and scores a checked config's training prompts, how to sample, the first
+    `most` of the prompts (None: all), and notices.
 
-    Sampling is the run's, with weights in full precision, and rewards score as in a run, as do its errors.
+    Sampling is the run's, with weights in full precision, and rewards score as in a run,
+    as do its errors.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)
-    how = {"adapter": config.model.adapters, "dtype": config.model.dtype}
-    trust = config.model.trust_remote_code
     loaded, environments = open_model(
-        config, config.model.path, machine, worker, trust_remote_code=trust, **how
+        config,
+        config.model.path,
+        machine,
+        worker,
+        adapter=config.model.adapters,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
     )
     every = all_rewards(rewards, environments)
     rows = load_rows(config.data, config.folders)[0]
@@ -49,31 +56,44 @@ def open_problems(
     processor = loaded.vision.processor if loaded.vision else None
     tools = environments.chat.schemas if environments else ()
     examples, too_long = build_examples(rows, config.data, loaded.tokenizer, tools, processor)
-    left_out = rows.notices("train", too_long, config.data.max_prompt_length) if most is None else []
+    notices = list(loaded.notices)
+    if most is None:
+        notices += rows.notices("train", too_long, config.data.max_prompt_length)
     loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)
     evaluator, sampling = evaluator_of(loaded, config, every, environments)
-    return evaluator, sampling, examples, (*loaded.notices, *left_out)
+    return evaluator, sampling, examples, tuple(notices)
 
 
 def sample_completions(
     config: Config, machine: Platform, count: int
 ) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
-    """A completion of each of the first `count` training problems of a checked config, and warnings."""
+    """A completion of each of the first `count` training problems of a checked config,
+    and warnings."""
     evaluator, sampling, examples, notices = open_problems(config, machine, count)
-    parts = evaluator.complete(examples, sampling, evaluation_key(config))
-    found = [one for part, _ in parts for one in part]
+    found: list[Completion] = []
+    for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
+        found += part
+    warnings = [*notices, *evaluator.problems]
     notice = evaluator.notice(found, examples, sampling.max_new_tokens)
-    return list(zip(examples, found, strict=True)), (*notices, *evaluator.problems, *filter(None, [notice]))
+    if notice:
+        warnings.append(notice)
+    return list(zip(examples, found, strict=True)), tuple(warnings)
 
 
 def measure_difficulty(
-    config: Config, machine: Platform, samples: int, path: Path, *, overwrite: bool, progress: Progress
+    config: Config,
+    machine: Platform,
+    samples: int,
+    path: Path,
+    *,
+    overwrite: bool,
+    progress: Progress,
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Samples each training prompt of a checked config, and appends a line for each to the file. Returns what
-    the file then holds, and lines on model, data and faults of rewards.
+    """Samples each training prompt of a checked config, and appends a line for each to the file.
+    Returns what the file then holds, and lines on model, data and faults of rewards.
 
-    Prompts that the file has already are left alone, so that a call which ended early is gone on with: a
-    prompt's completions depend on seed, prompt and number alone.
+    Prompts that the file has already are left alone, so that a call which ended early is gone on
+    with: a prompt's completions depend on seed, prompt and number alone.
 
     Raises UserError if the file was measured in another way, or cannot be written.
     """
@@ -81,27 +101,36 @@ def measure_difficulty(
     known = [] if overwrite or not path.exists() else read_difficulty(path)
     if any(line.get("measured") != measured for line in known):
         raise UserError(
-            f"{path}: was measured with another model, sampling or reward; --overwrite starts over, --out "
-            "FILE writes elsewhere"
+            f"{path}: was measured with another model, sampling or reward; --overwrite starts "
+            "over, --out FILE writes elsewhere"
         )
-    evaluator, sampling, prompts, notices = open_problems(config, machine)
-    sampling, begun = attrs.evolve(sampling, num_generations=samples), time.perf_counter()
-    measured_before, before = {str(line["prompt"]) for line in known}, len(known)
-    left = {name: each for each in prompts if (name := prompt_id(each)) not in measured_before}
-    numbered = [each.number for each in left.values()]
-    examples, lines = list(left.values()), JsonLines(path, keep=None if overwrite else sys.maxsize)
+    evaluator, one_each, prompts, notices = open_problems(config, machine)
+    begun = time.perf_counter()
+    sampling = attrs.evolve(one_each, num_generations=samples)
+    before = len(known)
+    left = {prompt_id(each): each for each in prompts}
+    for measured_before in known:
+        left.pop(str(measured_before["prompt"]), None)
+    examples = list(left.values())
+    numbered = [each.number for each in examples]
+    lines = JsonLines(path, keep=None if overwrite else sys.maxsize)
     try:
         for part, batch in evaluator.complete(examples, sampling, evaluation_key(config), numbered):
             for place, example in enumerate(batch.examples):
-                found = _line(part[place * samples : (place + 1) * samples], config.data.pass_reward)
-                known.append(
-                    {"prompt": prompt_id(example), "number": example.number, **found, "measured": measured}
-                )
-                lines.write(known[-1])
+                group = part[place * samples : (place + 1) * samples]
+                line = {
+                    "prompt": prompt_id(example),
+                    "number": example.number,
+                    **_line(group, config.data.pass_reward),
+                    "measured": measured,
+                }
+                known.append(line)
+                lines.write(line)
             if lines.fault:
                 raise UserError(f"{path}: cannot be written: {lines.fault.strerror or lines.fault}")
-            done, total = len(known) - before, len(examples)
-            progress(len(known), before + total, (time.perf_counter() - begun) / done * (total - done))
+            done = len(known) - before
+            pace = (time.perf_counter() - begun) / done
+            progress(len(known), before + len(examples), pace * (len(examples) - done))
     finally:
         lines.close()
     return known, (*notices, *evaluator.problems)
@@ -123,6 +152,8 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 def _measured(config: Config, samples: int) -> str:
     """A digest of what pass rates depend on besides the prompt."""
     values = config.to_dict()
-    facts = [values[name] for name in ("model", "answer", "reward", "rollout", "env") if name in values]
+    facts = [
+        values[name] for name in ("model", "answer", "reward", "rollout", "env") if name in values
+    ]
     text = repr((samples, config.run.seed, config.data.nudge, config.data.pass_reward, facts))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]

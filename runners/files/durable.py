@@ -1,8 +1,9 @@
 """Files and folders that are there as a whole or not at all, whenever the process is killed.
 
-Each is made in a staging folder beside its target (a rename works only within one file system), flushed to
-the disk, and renamed. The staging folder's name holds random digits and the target's name; its owner keeps it
-locked. Only folders with such a name and content, whose owner is gone, are ever removed.
+Each is made in a staging folder beside its target (a rename works only within one file system),
+flushed to the disk, and renamed. The staging folder's name holds random digits and the target's
+name; its owner keeps it locked. Only folders with such a name and content, whose owner is gone, are
+ever removed.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ from pathlib import Path
 from runners.errors import UserError
 
 PREFIX = ".grpo_fn-"
-NEW, OLD = "new", "old"  # in a staging folder: what will have the target's name, and what had it before
+# In a staging folder: what will have the target's name, and what had it before.
+NEW = "new"
+OLD = "old"
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}-(.+)", re.DOTALL)
 
 
 def save_text(file: Path, text: str) -> None:
-    """Writes a text file; a crash leaves the old file or the new one. UserError if the disk refuses."""
+    """Writes a text file; a crash leaves the old file or the new one.
+
+    UserError if the disk refuses.
+    """
     with new_file(file) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Before the work on a new folder: raises UserError if `target` exists, unless `force` replaces it.
+    """Before the work on a new folder: raises UserError if `target` exists, unless `force` replaces
+    it.
 
     A folder that a killed process had moved aside is restored first, and so counts as existing.
     """
@@ -53,14 +60,15 @@ def disk_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """A file, or a folder, to be made that gets the name of `target` when the block ends without an error.
+    """A file, or a folder, to be made that gets the name of `target` when the block ends without an
+    error.
 
-    Everything in it is on the disk before the rename. A crash at any point leaves the old file or folder or
-    the new one under the name, or (between two renames) an old folder beside it, which the next start
-    restores.
+    Everything in it is on the disk before the rename. A crash at any point leaves the old file or
+    folder or the new one under the name, or (between two renames) an old folder beside it, which
+    the next start restores.
 
-    Raises UserError if the disk refuses (full, read-only, no permission), and if `target` exists at the end
-    without `replace`.
+    Raises UserError if the disk refuses (full, read-only, no permission), and if `target` exists at
+    the end without `replace`.
     """
     with disk_errors(f"{target}: cannot be written"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,22 +111,28 @@ def flush(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Removes the staging folders in `parent` whose owners are gone, and restores what they moved aside.
+    """Removes the staging folders in `parent` whose owners are gone, and restores what they moved
+    aside.
 
-    Folders that cannot be removed stay: they may belong to another user, and nothing depends on them.
+    Folders that cannot be removed stay: they may belong to another user, and nothing depends on
+    them.
     """
     for stage in parent.iterdir() if parent.is_dir() else ():
         name = _NAME.fullmatch(stage.name)
         if name and not stage.is_symlink():
             with suppress(OSError), _opened(stage) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-                if os.listdir(stage):  # an empty one may be about to be locked
+                # An empty one may be about to be locked; another user's is theirs to clear.
+                if os.fstat(lock).st_uid == os.geteuid() and os.listdir(stage):
                     _clear(stage, parent / name[1])
 
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """A locked staging folder for the target, cleared away at the end. OSError if the disk refuses."""
+    """A locked staging folder for the target, cleared away at the end.
+
+    OSError if the disk refuses.
+    """
     sweep(target.parent)
     stage = target.parent / f"{PREFIX}{secrets.token_hex(6)}-{target.name}"
     stage.mkdir(0o700)
@@ -128,7 +142,8 @@ def _staging(target: Path) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield stage
         finally:
-            with suppress(OSError):  # the first error is the one to report; the next start tries again
+            # the first error is the one to report; the next start tries again
+            with suppress(OSError):
                 _clear(stage, target)
 
 
@@ -153,7 +168,8 @@ def _clear(stage: Path, target: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait
+    # a named pipe would wait
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         yield descriptor
     finally:

@@ -16,19 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runners.errors import UserError
+from runners.errors import ESCAPED, UserError
 from runners.files.durable import disk_errors
-
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
-# that JSON does not escape, because such files are shown on terminals.
-_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens an untrusted file: OSError for a link, and for what is not a regular file.
 
-    A link could make a page out of any file of this machine; opening a fifo could wait for ever. With
-    `follow` a link is allowed, as in the Hub's cache.
+    A link could make a page out of any file of this machine; opening a fifo could wait for ever.
+    With `follow` a link is allowed, as in the Hub's cache.
     """
     nofollow = 0 if follow else os.O_NOFOLLOW
     number = os.open(path, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -36,6 +32,19 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
         os.close(number)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(number, "rb")
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file that is written again, created if missing: OSError for a link of any kind, and
+    for what is not a regular file. In a folder that somebody else made it could be any file of this
+    user's.
+    """
+    number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    facts = os.fstat(number)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        os.close(number)
+        raise OSError(errno.EINVAL, "expected a regular file without links", str(path))
+    return number
 
 
 def read_json(file: Path) -> dict:
@@ -70,8 +79,9 @@ def whole_number(value: Any) -> int:
 def to_json(record: Mapping[str, Any]) -> str:
     """One JSON object on one line. 0-d arrays become numbers.
 
-    Numbers that are not finite become null, because JSON has no NaN, and an extra key "nonfinite" lists their
-    names (dotted if nested). Raises TypeError, with the name, for a value that JSON cannot hold.
+    Numbers that are not finite become null, because JSON has no NaN, and an extra key "nonfinite"
+    lists their names (dotted if nested). Raises TypeError, with the name, for a value that JSON
+    cannot hold.
     """
     nonfinite: list[str] = []
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
@@ -85,7 +95,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
     Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
     """
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(ESCAPED)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
@@ -100,7 +110,9 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain_value(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+        return {
+            str(key): plain_value(part, f"{name}.{key}", nonfinite) for key, part in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain_value(part, f"{name}.{i}", nonfinite) for i, part in enumerate(value)]
     raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")
@@ -109,8 +121,8 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
 class JsonLines:
     """A file with one JSON object per line; each line is written at once.
 
-    A line that cannot be written is kept in memory and written before the next one. So no line is lost or
-    split while the process lives. `fault` is the reason for such a line, or None.
+    A line that cannot be written is kept in memory and written before the next one. So no line is
+    lost or split while the process lives. `fault` is the reason for such a line, or None.
     """
 
     def __init__(self, path: Path, *, keep: int | None = None):
@@ -118,8 +130,8 @@ class JsonLines:
 
         Args:
             path: the file; its folder is made.
-            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it: after so many
-                bytes, or after its last whole line if it is shorter.
+            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it: after
+                so many bytes, or after its last whole line if it is shorter.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None:
@@ -129,7 +141,9 @@ class JsonLines:
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        if keep is not None:
+            os.ftruncate(self._file, _whole_lines(path, keep))
         self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -164,10 +178,14 @@ def set_aside(path: Path) -> None:
 def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a file's complete lines; text after the last line feed is none yet.
 
-    A missing file has none. `bad` gets the numbers of lines that are not JSON objects. UserError if the file
-    cannot be read.
+    A missing file has none. `bad` gets the numbers of lines that are not JSON objects. UserError if
+    the file cannot be read.
     """
-    with disk_errors(f"{path}: cannot be read"), suppress(FileNotFoundError), open_file(path) as stream:
+    with (
+        disk_errors(f"{path}: cannot be read"),
+        suppress(FileNotFoundError),
+        open_file(path) as stream,
+    ):
         for number, line in enumerate(stream, 1):
             if not line.endswith(b"\n") or not line.strip():
                 continue
@@ -184,5 +202,8 @@ def _whole_lines(path: Path, most: int) -> int:
     """The bytes of the whole lines within a file's first `most` bytes."""
     if not path.stat().st_size:
         return 0
-    with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        open(path, "rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         return content.rfind(b"\n", 0, most) + 1

@@ -28,7 +28,8 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or cut off.
+    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or cut
+    off.
 
     The arrays are read at once: a lazy array would change if the file changed.
     """
@@ -46,16 +47,18 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a model folder, in order of their names.
 
-    Raises UserError as `check_header` does, and for a tensor in two files: mlx-lm would take either one.
+    Raises UserError as `check_header` does, and for a tensor in two files: mlx-lm would take either
+    one.
     """
     files = sorted(folder.glob("model*.safetensors"))
     holders: dict[str, str] = {}
     for file in files:
         names = check_header(file)
-        if shared := sorted(holders.keys() & names):
+        shared = sorted(holders.keys() & names)
+        if shared:
             raise UserError(
-                f"{folder}: expected each tensor once, found {show(shared[0])} in {holders[shared[0]]} and "
-                f"in {file.name}; move the file of the older model away"
+                f"{folder}: expected each tensor once, found {show(shared[0])} in "
+                f"{holders[shared[0]]} and in {file.name}; move the file of the older model away"
             )
         holders |= dict.fromkeys(names, file.name)
     return files
@@ -64,8 +67,9 @@ def weight_files(folder: Path) -> list[Path]:
 def check_header(file: Path) -> list[str]:
     """The names of a file's tensors.
 
-    Raises UserError unless every tensor of the header is in the file, with the size of its shape: MLX counts
-    elements in 64 bits, and accepts a shape whose product overflows, and negative sizes in pairs.
+    Raises UserError unless every tensor of the header is in the file, with the size of its shape:
+    MLX counts elements in 64 bits, and accepts a shape whose product overflows, and negative sizes
+    in pairs.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -76,11 +80,15 @@ def check_header(file: Path) -> list[str]:
             return opened.keys()
     except (OSError, SafetensorError) as error:
         cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
-        raise UserError(f"{file}: cannot be read as safetensors: {first_line(error)}{cut}") from error
+        raise UserError(
+            f"{file}: cannot be read as safetensors: {first_line(error)}{cut}"
+        ) from error
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most tensors in a model folder's weight files, by their headers; "": unknown."""
+    """The floating dtype of most tensors in a model folder's weight files, by their headers; "":
+    unknown.
+    """
     from safetensors import SafetensorError, safe_open
 
     found: Counter[str] = Counter()

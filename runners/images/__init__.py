@@ -1,4 +1,5 @@
-"""Images in prompts: files, the model's processor, and its vision tower, through mlx-vlm (extra `vlm`).
+"""Images in prompts: files, the model's processor, and its vision tower, through mlx-vlm (extra
+`vlm`).
 
 Imports no data, rewards or training. mlx-vlm and Pillow are imported inside functions.
 """

@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from runners.errors import UserError, first_line, show
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
+# other formats, such as EPS, may start programs
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
 _ORIENTATION = 0x0112  # read if EXIF stands before the pixels, as cameras write it
 
@@ -32,18 +34,20 @@ class ImageFile:
 
 
 def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
-    """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is opened.
+    """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is
+    opened.
 
-    None, an empty text and an empty list mean no images. Raises UserError, without the row's place, for a
-    value of another kind, for a path that leads out of the folder, and for a missing file.
+    None, an empty text and an empty list mean no images. Raises UserError, without the row's place,
+    for a value of another kind, for a path that leads out of the folder, and for a missing file.
     """
     if value is None or value == "":
         return ()
     if isinstance(value, list | tuple):
-        return tuple(file for item in value for file in image_files(item, folder))
+        return tuple(chain.from_iterable(image_files(item, folder) for item in value))
     name = ""
     if isinstance(value, Mapping):  # a Hub data set's
-        name, data = value.get("path"), value.get("bytes")
+        name = value.get("path")
+        data = value.get("bytes")
         value = name if data is None else data
     if isinstance(value, bytes | bytearray):
         digest = hashlib.sha256(value).hexdigest()[:16]
@@ -56,7 +60,8 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         )
     path = folder / Path(value).expanduser()
     try:
-        inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
+        inside = path.resolve().is_relative_to(folder.resolve())
+        there = path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
         raise UserError(f"names {show(value)}: {first_line(error)}") from error
     if not inside:
@@ -68,7 +73,10 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, upright, from the file's header. UserError if it is not an image."""
+    """Rows and columns of pixels, upright, from the file's header.
+
+    UserError if it is not an image.
+    """
     with _opened(file) as image:
         columns, rows = image.size
         turned = "exif" in image.info and image.getexif().get(_ORIENTATION) in _TURNED
@@ -85,8 +93,8 @@ def read_image(file: ImageFile) -> Image:
 
 @contextmanager
 def _opened(file: ImageFile) -> Iterator[Image]:
-    """The image of a file, of a known format and of a size that Pillow takes for no attack. UserError for any
-    fault within the block."""
+    """The image of a file, of a known format and of a size that Pillow takes for no attack.
+    UserError for any fault within the block."""
     from PIL import Image
 
     try:

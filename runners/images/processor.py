@@ -1,4 +1,5 @@
-"""The models that take images, and their processor: an image's tokens in a prompt, and its pixels as patches.
+"""The models that take images, and their processor: an image's tokens in a prompt, and its pixels
+as patches.
 
 The work is mlx-vlm's, with the numbers of the model folder's preprocessor_config.json.
 """
@@ -17,7 +18,8 @@ from runners.errors import UserError, first_line, first_lines, show
 from runners.images.image_files import ImageFile, image_size, read_image
 from runners.machine.versions import install_hint
 
-FAMILIES: dict[str, str] = {  # model_type -> mlx-vlm's processor, in its module processing_{model_type}
+# model_type -> mlx-vlm's processor, in its module processing_{model_type}
+FAMILIES: dict[str, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
 }
@@ -29,7 +31,9 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model takes images; UserError, with a list, for any other."""
+    """The model_type of a config.json whose model takes images; UserError, with a list, for any
+    other.
+    """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
     if not has_vision(config):
@@ -38,28 +42,35 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
         )
     if kind not in FAMILIES:
         raise UserError(
-            f"{path}: prompts with images: expected a model of {known}, found model_type {show(kind)} "
-            '(data.image = "" trains its language part on text, where mlx-lm knows it)'
+            f"{path}: prompts with images: expected a model of {known}, found model_type "
+            f'{show(kind)} (data.image = "" trains its language part on text, where mlx-lm knows '
+            "it)"
         )
     return str(kind)
 
 
 def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """How many frequencies encode time, row and column, from config.json; UserError if they are missing."""
+    """How many frequencies encode time, row and column, from config.json; UserError if they are
+    missing.
+    """
     for table in (config, config.get("text_config") or {}):
         for key in ("rope_scaling", "rope_parameters"):
             found = (table.get(key) or {}).get("mrope_section")
             if isinstance(found, list) and all(isinstance(number, int) for number in found):
                 return tuple(found)
-    raise UserError(f"{path}/config.json: rope_scaling has no mrope_section, a list of three integers")
+    raise UserError(
+        f"{path}/config.json: rope_scaling has no mrope_section, a list of three integers"
+    )
 
 
 def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A config.json with the text part's keys also at its root, where mlx-vlm reads them for these families.
+    """A config.json with the text part's keys also at its root, where mlx-vlm reads them for these
+    families.
 
     Without a separate text part it is unchanged. UserError without `mrope_section`.
     """
-    if not (text := config.get("text_config")):
+    text = config.get("text_config")
+    if not text:
         return dict(config)
     theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
     return {
@@ -77,7 +88,9 @@ def mlx_vlm_module(name: str) -> Any:
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
-        raise UserError(f"prompts with images need mlx-vlm: {install_hint('vlm')}{reason}") from error
+        raise UserError(
+            f"prompts with images need mlx-vlm: {install_hint('vlm')}{reason}"
+        ) from error
 
 
 Grid = tuple[int, int, int]  # time, rows, columns
@@ -89,11 +102,15 @@ class ImageProcessor:
 
     processor: Any  # mlx-vlm's image processor
     image_token: int  # the id in a prompt for each cell of an image
-    options: dict[str, int]  # max_pixels, to which images are scaled down; empty: the processor's own bound
+    # max_pixels, to which images are scaled down; empty: the processor's own bound
+    options: dict[str, int]
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """Tokens of an image in a prompt, from its size alone. UserError if the file is not an image."""
+        """Tokens of an image in a prompt, from its size alone.
+
+        UserError if the file is not an image.
+        """
         rows, columns = image_size(file)
         try:
             return int(self.processor.num_image_tokens(rows, columns, **self.options))
@@ -101,7 +118,10 @@ class ImageProcessor:
             raise self._refused(file, error) from error
 
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
-        """Patches [N,C] float32, and their grid: time, rows, columns. UserError if it is not an image."""
+        """Patches [N,C] float32, and their grid: time, rows, columns.
+
+        UserError if it is not an image.
+        """
         try:
             found = self.processor(images=[read_image(file)], **self.options)
         except ValueError as error:
@@ -110,13 +130,16 @@ class ImageProcessor:
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
-        """The prompt with all image tokens of each image. UserError unless it has one for each image."""
+        """The prompt with all image tokens of each image.
+
+        UserError unless it has one for each image.
+        """
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
             raise UserError(
                 f"the prompt has {shown} places for the {len(images)} images of its row "
-                f"({', '.join(image.name for image in images)}): the chat template has to show each image "
-                "once, and the question must not hold the image token"
+                f"({', '.join(image.name for image in images)}): the chat template has to show "
+                "each image once, and the question must not hold the image token"
             )
         counts = iter([self.count_tokens(image) for image in images])
         found: list[int] = []
@@ -129,10 +152,12 @@ class ImageProcessor:
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
-    """The image processor of a model folder with this config.json. UserError for a model that takes no
-    images, without mlx-vlm, and if the folder's settings cannot be read."""
+    """The image processor of a model folder with this config.json. UserError for a model that takes
+    no images, without mlx-vlm, and if the folder's settings cannot be read."""
     kind = check_family(config, path)
-    if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+    if not any(
+        (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    ):
         raise UserError(f"{path}: preprocessor_config.json is missing; it has the sizes of images")
     processing = mlx_vlm_module(f"models.{kind}.processing_{kind}")
     image_token = config.get("image_token_id")
@@ -140,8 +165,13 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
         raise UserError(f"{path}/config.json: image_token_id: expected a token id, found none")
     try:
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
-        processor, template = found.image_processor, found.chat_template
+        processor = found.image_processor
+        template = found.chat_template
     except Exception as error:  # mlx-vlm and transformers may fail in any way on untrusted files
-        raise UserError(f"{path}: the image processor cannot be loaded: {first_lines(str(error))}") from error
+        raise UserError(
+            f"{path}: the image processor cannot be loaded: {first_lines(str(error))}"
+        ) from error
     options = {"max_pixels": max_pixels} if max_pixels else {}
-    return ImageProcessor(processor, image_token, options, template if isinstance(template, str) else None)
+    return ImageProcessor(
+        processor, image_token, options, template if isinstance(template, str) else None
+    )

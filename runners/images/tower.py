@@ -41,10 +41,13 @@ class VisionPart:
     module: nn.Module  # mlx-vlm's vision tower, in the model's compute dtype
     processor: ImageProcessor
     dtype: mx.Dtype
-    _cache: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
+    _cache: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(
+        init=False, factory=OrderedDict
+    )
 
     def see(self, prompts: Sequence[Any]) -> list[PromptImages | None] | None:
-        """The features of the images of each prompt (with `tokens` and `images`); None if none has images.
+        """The features of the images of each prompt (with `tokens` and `images`); None if none has
+        images.
 
         Raises UserError if a file is not an image, or has changed since the prompt was made.
         """
@@ -54,7 +57,10 @@ class VisionPart:
 
     def weights(self) -> dict[str, mx.array]:
         """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
-        return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in read_tower(self.path, self.module).items()}
+        return {
+            f"{TOWER_PREFIX}{name}": leaf
+            for name, leaf in read_tower(self.path, self.module).items()
+        }
 
     def _of_prompt(self, prompt: Any) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)
@@ -64,7 +70,9 @@ class VisionPart:
             return PromptImages(mx.concatenate(list(features)), tuple(places), positions)
         except ValueError as error:
             names = ", ".join(file.name for file in prompt.images)
-            raise UserError(f"{names}: its size has changed since the run began ({error})") from error
+            raise UserError(
+                f"{names}: its size has changed since the run began ({error})"
+            ) from error
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
         """Features [F,D] of an image, and its cells."""
@@ -72,28 +80,37 @@ class VisionPart:
             self._cache.move_to_end(file)
             return self._cache[file]
         patches, grid = self.processor.patches(file)
-        (time, rows, columns), merge = grid, int(self.processor.processor.merge_size)
+        time, rows, columns = grid
+        merge = int(self.processor.processor.merge_size)
         features = self.module(mx.array(patches).astype(self.dtype), mx.array([grid]))
         features = mx.stop_gradient(features.astype(self.dtype))
         mx.eval(features)
         found = self._cache[file] = features, (time, rows // merge, columns // merge)
-        while sum(each.nbytes for each, _ in self._cache.values()) > CACHE_BYTES and len(self._cache) > 1:
+        while (
+            sum(each.nbytes for each, _ in self._cache.values()) > CACHE_BYTES
+            and len(self._cache) > 1
+        ):
             self._cache.popitem(last=False)
         return found
 
 
-def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0) -> VisionPart:
-    """The vision part of a model folder, in the model's compute dtype; `module`, its language part as mlx-lm
-    loads it, then takes positions of images. Images are scaled down to `max_pixels`, if that is not 0.
+def prepare_vision(
+    module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0
+) -> VisionPart:
+    """The vision part of a model folder, in the model's compute dtype; `module`, its language part
+    as mlx-lm loads it, then takes positions of images. Images are scaled down to `max_pixels`, if
+    that is not 0.
 
-    Raises UserError as `load_processor` does, for positions that do not fit the module, and for weights that
-    are missing or do not fit the tower.
+    Raises UserError as `load_processor` does, for positions that do not fit the module, and for
+    weights that are missing or do not fit the tower.
     """
     config = read_json(path / "config.json")
     kind = check_family(config, path)
-    processor, tower = load_processor(path, config, max_pixels), _new_tower(kind, config, path)
+    processor = load_processor(path, config, max_pixels)
+    tower = _new_tower(kind, config, path)
     weights = read_tower(path, tower)
-    if packed := {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}:
+    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    if packed:
         stated = config.get("quantization") or {}
         options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
         nn.quantize(tower, **options, class_predicate=lambda name, layer: name in packed)
@@ -110,7 +127,9 @@ def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: i
 
 
 def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
-    """Bytes of the vision tower that a config.json describes, in that dtype; nothing is read or computed."""
+    """Bytes of the vision tower that a config.json describes, in that dtype; nothing is read or
+    computed.
+    """
     module = _new_tower(check_family(config, path), config, path)
     return sum(leaf.size for leaf in named_leaves(module.parameters()).values()) * dtype.size
 
@@ -123,7 +142,9 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
         return family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = first_lines(str(error))
-        raise UserError(f"{path}/config.json: mlx-vlm cannot read vision_config: {message}") from error
+        raise UserError(
+            f"{path}/config.json: mlx-vlm cannot read vision_config: {message}"
+        ) from error
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
@@ -131,11 +152,12 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
     found: dict[str, mx.array] = {}
     for file in weight_files(path):
         for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
-            if prefix := next((each for each in _PREFIXES if name.startswith(each)), None):
+            prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
+            if prefix:
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(
-            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was the folder "
-            "converted with its language part alone?"
+            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was the "
+            "folder converted with its language part alone?"
         )
     return module.sanitize(found)

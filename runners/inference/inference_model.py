@@ -38,15 +38,22 @@ if TYPE_CHECKING:
 
 
 def check_prompts(
-    where: str, prompts: Sequence[Sequence[int]], most: int, vocabulary: int | None, positions: int | None
+    where: str,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    vocabulary: int | None,
+    positions: int | None,
 ) -> None:
-    """Raises UserError for tokens without an embedding, as a tokenizer may have added some, and for a prompt
-    that is too long for a model's learned positions if `most` tokens follow (0: they are there)."""
+    """Raises UserError for tokens without an embedding, as a tokenizer may have added some, and for
+    a prompt that is too long for a model's learned positions if `most` tokens follow (0: they are
+    there)."""
     longest = max(map(len, prompts), default=0)
-    both = f"a prompt of {longest} tokens and a length limit of {most}" if most else f"{longest} tokens"
+    counted = f"{longest} tokens"
+    if most:
+        counted = f"a prompt of {longest} tokens and a length limit of {most}"
     try:
         check_token_ids(prompts, vocabulary)
-        check_positions(both, longest + most - 1, positions)
+        check_positions(counted, longest + most - 1, positions)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 
@@ -77,15 +84,31 @@ class InferenceModel:
         columns: Mapping[str, Any] = NO_KWARGS,
         images: Sequence[ImageFile] = (),
         most: int = 1,
-        **how: Any,
+        nudge: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        raw: bool = False,
     ) -> Example:
-        """A prompt, rendered as `how` tells `render`. `columns` are for an environment; at most `most` tokens
-        follow it. Raises UserError as `check` does."""
-        processor = self.vision.processor if self.vision else None
-        text, tokens = render(self.tokenizer, messages, images=images, processor=processor, **how)
+        """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
+
+        `columns` are for an environment; at most `most` tokens follow the prompt. Raises UserError
+        as `check` does.
+        """
+        text, tokens = render(
+            self.tokenizer,
+            messages,
+            nudge,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            images=images,
+            processor=self.vision.processor if self.vision else None,
+            raw=raw,
+        )
         self.check([tokens], most)
-        begun = opening(self.tokenizer, how.get("template_kwargs", {}), raw=how.get("raw", False))
-        return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images), opening=begun)
+        begun = opening(self.tokenizer, template_kwargs, raw=raw)
+        return Example(
+            tuple(messages), text, tokens, "", dict(columns), tuple(images), opening=begun
+        )
 
 
 def load_inference(
@@ -104,10 +127,11 @@ def load_inference(
     """Loads a folder, a Hub name or "embedded"; for a folder of adapters also the base model.
 
     Args:
-        model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
-            a run's folder, which means its final model, else its newest whole checkpoint.
+        model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the
+            base, or a run's folder, which means its final model, else its newest whole checkpoint.
         adapter: a folder with adapters, to be applied to the model.
-        loader, folders: the function that opens the folder instead of mlx-lm, and where it is searched.
+        loader, folders: the function that opens the folder instead of mlx-lm,
+            and where it is searched.
         with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
         images: whether prompts may have images.
 
@@ -164,17 +188,22 @@ def find_model(
 ) -> tuple[Path, Path | None]:
     """The folder of a model, named as for `load_inference`, and that of its adapters, if any."""
     named = Path(model_of_run(model, note)).expanduser()
-    adapters = named if is_adapter_folder(named) else Path(adapter).expanduser() if adapter else None
+    adapters = Path(adapter).expanduser() if adapter else None
+    source = str(named) if named.exists() else model
+    if is_adapter_folder(named):
+        adapters = named
     if adapters is not None:
         check_adapters(adapters)  # before a download, and before minutes of reading
     if adapters == named:
         if adapter:
-            raise UserError(f"{model} holds adapters, and {adapter} is given as well; expected one of them")
-        return resolve_model(base_of(named), "MODEL", custom_loader=custom_loader), named
-    folder = resolve_model(str(named) if named.exists() else model, "MODEL", custom_loader=custom_loader)
-    return folder, adapters
+            raise UserError(
+                f"{model} holds adapters, and {adapter} is given as well; expected one of them"
+            )
+        source = base_of(named)
+    return resolve_model(source, "MODEL", custom_loader=custom_loader), adapters
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """How a model was asked in training: the settings of its adapters, trained last, else its own."""
+    """How a model was asked in training: the settings of its adapters, trained last,
+    else its own."""
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

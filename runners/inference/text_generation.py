@@ -1,4 +1,5 @@
-"""Completions, or conversations with tools, in batches; talks turn by turn, as a stream; their speed."""
+"""Completions, or conversations with tools, in batches; talks turn by turn, as a stream;
+their speed."""
 
 from __future__ import annotations
 
@@ -27,18 +28,23 @@ from runners.rewards.builtin import answer_text
 from runners.rewards.experience import FinishedEpisode
 from runners.tokenization.text import TextDecoder, TextStream
 
-STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
+STOP = "stop"
+LENGTH = "length"
+INTERRUPTED = "interrupted"
 
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Finished completions, G of each example in a row. The next conversations reuse their environments."""
+    """Finished completions, G of each example in a row.
+    The next conversations reuse their environments."""
 
     examples: Sequence[Example]
     rollout: g.Rollout
-    texts: list[str]  # of each row, its first words in front; of a conversation the model's last turn
+    # of each row, its first words in front; of a conversation the model's last turn
+    texts: list[str]
     lengths: list[int]  # tokens of each row that were sampled
-    finish: list[str]  # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
+    # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
+    finish: list[str]
     seconds: float
     played: Sequence[FinishedEpisode] | None  # the conversations; None: there are no tools
 
@@ -59,9 +65,9 @@ def sample_batches(
 ) -> Iterator[Batch]:
     """Completions of all examples, in order; completion g of example n draws from (key, n, g).
 
-    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer turns; None:
-    each completion is one turn. `should_stop` ends the present batch, which is given as it is, without
-    conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
+    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer
+    turns; None: each completion is one turn. `should_stop` ends the present batch, which is given
+    as it is, without conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     cut = False
@@ -81,7 +87,8 @@ def sample_batches(
         except Cancelled as cancelled:
             if environments is not None:
                 return
-            rollout, cut = cancelled.rollout, True
+            rollout = cancelled.rollout
+            cut = True
         if played is None:
             sampled = rollout.completions()
             said = [nudge + decoder.decode(tokens) for tokens in sampled]
@@ -90,13 +97,28 @@ def sample_batches(
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
-        most = sampling.max_new_tokens if cut else 0  # tokens of a completion that was not interrupted
-        ends = zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True)
-        finish = [STOP if end else INTERRUPTED if length < most else LENGTH for end, length in ends]
-        spent = time.perf_counter() - began
-        yield Batch(part, rollout, texts, list(map(len, sampled)), finish, spent, played)
+        yield Batch(
+            examples=part,
+            rollout=rollout,
+            texts=texts,
+            lengths=list(map(len, sampled)),
+            finish=_ends(rollout, sampling.max_new_tokens, cut=cut),
+            seconds=time.perf_counter() - began,
+            played=played,
+        )
         if cut:
             return
+
+
+def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
+    """Why each row of a rollout of at most `most` tokens ended; `cut`: it was interrupted."""
+
+    def end_of(finished: bool, length: int) -> str:
+        if finished:
+            return STOP
+        return INTERRUPTED if cut and length < most else LENGTH
+
+    return list(map(end_of, on_host(rollout.finished_b), on_host(rollout.lengths_b)))
 
 
 @attrs.define
@@ -124,7 +146,8 @@ class Speed:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
         rate = self.tokens / self.seconds if self.seconds else 0.0
         peak = gigabytes(mx.get_peak_memory())
-        return f"{prompts}, completion {self.tokens:,} tokens ({rate:,.1f} tok/s), peak memory {peak}"
+        completion = f"completion {self.tokens:,} tokens ({rate:,.1f} tok/s)"
+        return f"{prompts}, {completion}, peak memory {peak}"
 
 
 def generation_key(seed: int) -> mx.array:
@@ -136,9 +159,9 @@ def generation_key(seed: int) -> mx.array:
 class Conversation:
     """The messages of a talk with a user.
 
-    Each turn renders all of them again with the chat template; the engine keeps keys and values from turn to
-    turn. The first reply is the first completion that `sample_batches` gives for the same prompt, to the
-    rounding of batched products.
+    Each turn renders all of them again with the chat template; the engine keeps keys and values
+    from turn to turn. The first reply is the first completion that `sample_batches` gives for the
+    same prompt, to the rounding of batched products.
     """
 
     model: InferenceModel
@@ -146,8 +169,10 @@ class Conversation:
     key: mx.array = attrs.field(kw_only=True)
     system: str = attrs.field(default="", kw_only=True)  # the system message; empty: none
     nudge: str = attrs.field(default="", kw_only=True)  # first words of each reply
-    template_kwargs: Mapping[str, Any] = attrs.field(default=NO_KWARGS, kw_only=True)  # for the chat template
-    raw: bool = attrs.field(default=False, kw_only=True)  # texts are continued, as with data.prompt_form
+    # for the chat template
+    template_kwargs: Mapping[str, Any] = attrs.field(default=NO_KWARGS, kw_only=True)
+    # texts are continued, as with data.prompt_form
+    raw: bool = attrs.field(default=False, kw_only=True)
     messages: list[Message] = attrs.field(init=False)
     turns: int = attrs.field(init=False)
     _last: Ticket | None = attrs.field(default=None, init=False)  # of the turn before
@@ -170,15 +195,21 @@ class Conversation:
     ) -> Iterator[str]:
         """The assistant's answer to a message, piece by piece.
 
-        If `should_stop` ends the answer, the part so far stays in the conversation. If an exception ends it,
-        the conversation does not change.
+        If `should_stop` ends the answer, the part so far stays in the conversation. If an exception
+        ends it, the conversation does not change.
         """
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        how = {"nudge": self.nudge, "template_kwargs": self.template_kwargs, "raw": self.raw}
-        prompt = self.model.example(messages, images=images, most=self.sampling.max_new_tokens, **how)
+        prompt = self.model.example(
+            messages,
+            images=images,
+            most=self.sampling.max_new_tokens,
+            nudge=self.nudge,
+            template_kwargs=self.template_kwargs,
+            raw=self.raw,
+        )
         one = attrs.evolve(self.sampling, num_generations=1)
-        (request,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
-        request = attrs.evolve(request, keep=True, continues=self._last)
+        (first,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
+        request = attrs.evolve(first, keep=True, continues=self._last)
         stream = TextStream(self.model.decoder)
         tokens: list[Token] = []
         times = [time.perf_counter()]
@@ -190,12 +221,14 @@ class Conversation:
             for token in self.model.engine.tokens(self._last, should_stop=should_stop):
                 tokens.append(token)
                 times.append(time.perf_counter())
-                if piece := stream.add(token.id):
+                piece = stream.add(token.id)
+                if piece:
                     pieces.append(piece)
                     yield piece
         except TooLong as error:
             raise UserError(f"{self.model.path}: {error}") from error
-        if rest := stream.finish():
+        rest = stream.finish()
+        if rest:
             pieces.append(rest)
             yield rest
         if speed is not None and tokens:

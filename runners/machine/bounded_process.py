@@ -25,21 +25,28 @@ _MAPPED = 200_000_000  # bytes that the child has before the call
 def python_command(code: str, *arguments: str) -> list[str]:
     """The command of a new Python that runs `code` and imports from where this one does."""
     # -P: imports nothing from the current folder that this process would not import itself.
-    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}", *arguments]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        f"import sys; sys.path[:] = {sys.path!r}; {code}",
+        *arguments,
+    ]
 
 
 class BoundedFunction:
     """`package.module:function` in a process that is kept; each call has limits of time and memory.
 
-    Arguments and results are plain values. A call that exceeds a limit, raises or ends its process returns
-    None. Limits: `seconds` of computing, and `memory` bytes. Threads take turns; a forked child has a process
-    of its own.
+    Arguments and results are plain values. A call that exceeds a limit, raises or ends its process
+    returns None. Limits: `seconds` of computing, and `memory` bytes. Threads take turns; a forked
+    child has a process of its own.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:
         """No process is started before `start` or the first call."""
         self._arguments = (name, str(seconds), str(memory))
-        self._patience, self._most = _PATIENCE + 10 * seconds, memory + _MAPPED
+        self._patience = _PATIENCE + 10 * seconds
+        self._most = memory + _MAPPED
         self._reset()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._reset)
@@ -49,13 +56,19 @@ class BoundedFunction:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Starts the process if there is none; the function's module is imported while this one goes on."""
+        """Starts the process if there is none; the function's module is imported while this one
+        goes on.
+        """
         if self._running is None:
             ours, theirs = Pipe()
-            command = python_command(f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments)
+            command = python_command(
+                f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments
+            )
             with theirs:
                 quiet = subprocess.DEVNULL
-                process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=quiet, stderr=quiet)
+                process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=quiet, stderr=quiet
+                )
             self._running = process, ours
         return self._running
 
@@ -113,7 +126,9 @@ def serve(name: str, seconds: str, memory: str) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """In the child: from now on allows so many bytes more than now, where the system has such a limit."""
+    """In the child: from now on allows so many bytes more than now, where the system has such a
+    limit.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -21,7 +21,8 @@ def total_memory() -> int:
     import mlx.core as mx
 
     info = mx.device_info()
-    if total := int(info.get("memory_size", 0) or info.get("total_memory", 0)):
+    total = int(info.get("memory_size", 0) or info.get("total_memory", 0))
+    if total:
         return total
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, memory_limit() or physical)
@@ -36,7 +37,9 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA, Linux)."""
+    """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA,
+    Linux).
+    """
     import mlx.core as mx
 
     info = mx.device_info()
@@ -48,10 +51,11 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all memory; no
-    more than the limit.
+    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all
+    memory; no more than the limit.
 
-    Free memory on a CPU is no measure: it changes every second, and the system frees its caches on demand.
+    Free memory on a CPU is no measure: it changes every second, and the system frees its caches on
+    demand.
     """
     import mlx.core as mx
 
@@ -64,11 +68,17 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 def swap_used() -> int | None:
     """Bytes of the whole system's swap in use; None if unknown."""
     if sys.platform == "darwin":  # total = 2.00G  used = 61.5M  …
-        done = subprocess.run(["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False
+        )
         found = re.search(r"used = ([\d.,]+)([KMG])", done.stdout)
         return round(float(found[1].replace(",", ".")) * _UNITS[found[2]]) if found else None
     sizes = _meminfo()
-    return sizes["SwapTotal"] - sizes["SwapFree"] if {"SwapTotal", "SwapFree"} <= sizes.keys() else None
+    return (
+        sizes["SwapTotal"] - sizes["SwapFree"]
+        if {"SwapTotal", "SwapFree"} <= sizes.keys()
+        else None
+    )
 
 
 def memory_limit() -> int | None:
@@ -76,8 +86,13 @@ def memory_limit() -> int | None:
 
     Those of version 2, and the one of version 1 that a container shows as its root.
     """
-    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    name = re.search("^0::/(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE) if own.is_file() else None
+    root = Path("/sys/fs/cgroup")
+    own = Path("/proc/self/cgroup")
+    name = (
+        re.search("^0::/(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE)
+        if own.is_file()
+        else None
+    )
     place = root / (name[1] if name else "")
     files = [*(folder / "memory.max" for folder in (place, *place.parents)), root / _VERSION_1]
     texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
@@ -87,4 +102,7 @@ def memory_limit() -> int | None:
 def _meminfo() -> dict[str, int]:
     """Linux's table of memory, in bytes; {} elsewhere."""
     text = _MEMINFO.read_text(encoding="utf-8") if _MEMINFO.is_file() else ""
-    return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return {
+        name: 1024 * int(size)
+        for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }

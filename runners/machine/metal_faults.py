@@ -1,4 +1,7 @@
-"""What a fault of Metal's watchdog means for the user. Importing this module does not import MLX."""
+"""What a fault of Metal's watchdog means for the user.
+
+Importing this module does not import MLX.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from runners.errors import text_of
 
 LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
 ADVICE = (
-    "macOS ends work on the GPU that holds up the display: let the display sleep (or train over ssh), lower "
-    "system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes the screen less smooth; "
-    "then continue with --resume. See docs/metal.md"
+    "macOS ends work on the GPU that holds up the display: let the display sleep (or train over "
+    "ssh), lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
+    "the screen less smooth; then continue with --resume. See docs/metal.md"
 )
 _SIGNS = ("impacting interactivity", "gpu timeout", "gpu hang")
 _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
@@ -21,14 +24,20 @@ _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
 def is_watchdog(error: BaseException) -> bool:
     """Whether this exception is a command buffer that the system has ended for the time it took."""
     text = text_of(error).lower()
-    return isinstance(error, RuntimeError) and "command buffer" in text and any(s in text for s in _SIGNS)
+    return (
+        isinstance(error, RuntimeError)
+        and "command buffer" in text
+        and any(s in text for s in _SIGNS)
+    )
 
 
 @contextmanager
 def explained_aborts(backend: str) -> Iterator[None]:
-    """Inside the block, an end of this process without a word is followed by ADVICE on stderr; on Metal.
+    """Inside the block, an end of this process without a word is followed by ADVICE on stderr; on
+    Metal.
 
-    MLX learns of such a fault on a thread of its own, where it ends the process: nothing can be caught.
+    MLX learns of such a fault on a thread of its own, where it ends the process: nothing can be
+    caught.
     """
     if backend != "metal":
         yield

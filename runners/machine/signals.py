@@ -12,6 +12,8 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
+from runners.errors import printable
+
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
 _SAME = 0.5  # seconds in which another signal belongs to the first
 # The cursor is at the end of the display's last line.
@@ -21,7 +23,7 @@ _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 def to_stderr(text: str) -> None:
     """Writes a line to standard error at once, on a new line, because a terminal has shown "^C"."""
     with suppress(OSError):  # closed: it has no reader
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{printable(text)}\n".encode())
 
 
 def _exit(number: int) -> NoReturn:
@@ -49,7 +51,8 @@ os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in [*_all]]
 
 
 class Interrupts:
-    """Within the `with` block the first SIGINT sets `received`, and a second one raises KeyboardInterrupt.
+    """Within the `with` block the first SIGINT sets `received`, and a second one raises
+    KeyboardInterrupt.
 
     In a thread other than the main one, where signals do not arrive, it does nothing.
     """
@@ -83,12 +86,13 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main thread; see `deferred`.
+    """For a run: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main thread; see
+    `deferred`.
 
-    A SIGHUP that is ignored from the start, as with nohup, stays ignored. A second SIGINT or SIGTERM ends the
-    process at once, with 128 + its number. This also works while MLX computes, when no Python handler runs: a
-    thread reads the signals' numbers from a pipe to which the interpreter writes them as they come. Files on
-    the disk are complete at any moment.
+    A SIGHUP that is ignored from the start, as with nohup, stays ignored. A second SIGINT or
+    SIGTERM ends the process at once, with 128 + its number. This also works while MLX computes,
+    when no Python handler runs: a thread reads the signals' numbers from a pipe to which the
+    interpreter writes them as they come. Files on the disk are complete at any moment.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -97,7 +101,8 @@ class StopSignals(Interrupts):
         """`say` shows a line at once; it is called in another thread."""
         super().__init__()
         self._say = say
-        self._deferrals, self._raised = 0, False
+        self._deferrals = 0
+        self._raised = False
         self._asked = False
         self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -114,8 +119,8 @@ class StopSignals(Interrupts):
         return self
 
     def ignore_launcher(self) -> None:
-        """From the block's end on SIGTERM is ignored: mlx.launch sends it once one rank has ended, while the
-        others have their last lines to say."""
+        """From the block's end on SIGTERM is ignored: mlx.launch sends it once one rank has ended,
+        while the others have their last lines to say."""
         if self._before:
             self._before[signal.SIGTERM] = signal.SIG_IGN
 
@@ -130,15 +135,19 @@ class StopSignals(Interrupts):
         self._raise()
 
     def check(self) -> None:
-        """Raises Stopped if a signal has come, also if its exception was lost, as in an object's __del__."""
+        """Raises Stopped if a signal has come, also if its exception was lost, as in an object's
+        __del__.
+        """
         self._raised = self.stopping
         self._raise()
 
     @contextmanager
     def ending_at_once(self) -> Iterator[None]:
-        """Within the block a signal ends the process without a word: MLX waits there, sometimes for half a
-        minute, and no thread of Python runs meanwhile."""
-        before = {number: signal.signal(number, signal.SIG_DFL) for number in self.signals if self._before}
+        """Within the block a signal ends the process without a word: MLX waits there, sometimes for
+        half a minute, and no thread of Python runs meanwhile."""
+        before = {
+            number: signal.signal(number, signal.SIG_DFL) for number in self.signals if self._before
+        }
         try:
             yield
         finally:
@@ -148,7 +157,8 @@ class StopSignals(Interrupts):
     @contextmanager
     def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
         """Within the block `say` shows the line that answers a signal."""
-        before, self._say = self._say, say
+        before = self._say
+        self._say = say
         try:
             yield
         finally:
@@ -168,7 +178,8 @@ class StopSignals(Interrupts):
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._writer)  # ends the thread
-            self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
+            # the line that answers a signal comes before those of the run's end
+            self._watcher.join(1)
         super().__exit__()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -184,7 +195,7 @@ class StopSignals(Interrupts):
         first = None  # the time of the first signal from outside
         # Output that is blocked, as after Ctrl-S, must not keep the second signal unread.
         saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
-        while number := os.read(self._reader, 1):
+        for number in iter(lambda: os.read(self._reader, 1), b""):
             if number[0] not in self.signals:
                 continue
             self.received = self.received or number[0]  # no handler runs while a collective waits
@@ -195,7 +206,8 @@ class StopSignals(Interrupts):
             elif first is None:
                 first = time.monotonic()
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
-                _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
+                # sooner it is what a shell and a launcher send again: no second wish
+                _exit(number[0])
         os.close(self._reader)
         if saying.ident is not None:
             saying.join()

@@ -1,6 +1,7 @@
 """The machine that a run uses: its BLAS, its MLX backend, its memory.
 
-Importing this module imports nothing heavy; `prepare` imports grpo_fn, which loads the BLAS, and then MLX.
+Importing this module imports nothing heavy; `prepare` imports grpo_fn, which loads the BLAS, and
+then MLX.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.errors import UserError
+from runners.files.own_folder import foreign, own_folder
 from runners.machine.memory_readings import total_memory
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 from runners.machine.versions import install_hint, installed_version
@@ -28,15 +31,18 @@ if TYPE_CHECKING:
 
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
-# MLX submits operations to a CUDA device in buffers, at most ten ahead, and holds their outputs from then on.
-# Smaller buffers hold less memory at the same speed, and a rollout's are launched sooner. The numbers are
-# operations in a buffer, and units of 10^6 bytes that they read and write.
+# MLX submits operations to a CUDA device in buffers, at most ten ahead, and holds their outputs
+# from then on. Smaller buffers hold less memory at the same speed, and a rollout's are launched
+# sooner. The numbers are operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 
 
 @attrs.frozen
 class Platform:
-    """The platform that a run computes on. `notices` are lines to show once, most important first."""
+    """The platform that a run computes on.
+
+    `notices` are lines to show once, most important first.
+    """
 
     backend: str  # "metal" | "cuda" | "cpu"
     blas: str | None = None
@@ -55,10 +61,11 @@ class Platform:
 
 
 def load_blas() -> Blas:
-    """Imports grpo_fn, which loads the BLAS before MLX is imported; before that sets up a CUDA build of MLX.
+    """Imports grpo_fn, which loads the BLAS before MLX is imported; before that sets up a CUDA
+    build of MLX.
 
-    Raises ImportError if MLX is not installed, if it is installed without a backend, or if the environment's
-    GRPO_FN_BLAS names something that is not a BLAS.
+    Raises ImportError if MLX is not installed, if it is installed without a backend, or if the
+    environment's GRPO_FN_BLAS names something that is not a BLAS.
     """
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
@@ -69,25 +76,32 @@ def load_blas() -> Blas:
 
 
 def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Gives ranks after the first a folder of their own for what MLX compiles for a CPU, kept between runs.
+    """Sets a folder of this user and this rank for what MLX compiles for a CPU, kept between runs.
 
-    MLX writes programs in place: a rank that starts beside another could load a half-written one. Python's
-    own temporary files stay where they were. Has to be called before MLX compiles.
+    MLX loads programs from the temporary folder whoever wrote them, and writes them in place: a
+    rank that starts beside another could load a half-written one. Python's own temporary files stay
+    where they were. Has to be called before MLX compiles. UserError if somebody else has made the
+    folder.
     """
-    if rank:
-        folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-rank-{rank}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        environ["TMPDIR"] = str(folder)
+    shared = Path(tempfile.gettempdir())
+    chosen = environ.get("TMPDIR", "")
+    with suppress(OSError):
+        if not rank and not foreign(Path(chosen or shared)):
+            return
+    with suppress(OSError):  # no room for it: MLX cannot compile either
+        environ["TMPDIR"] = str(own_folder(shared / f"grpo-{os.getuid()}-rank-{rank}"))
 
 
 def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
-    """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
+    """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0
+    leaves it).
 
     With `config` the GPU programs of its run begin to compile.
 
-    Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
-    has computed.
+    Raises UserError if MLX is not installed or has no backend, and in a process that was forked
+    from one that has computed.
     """
+    separate_programs(0, os.environ)
     try:
         found = load_blas()
 
@@ -96,11 +110,14 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
         from grpo_fn.process_check import fork_problem
     except ImportError as error:
         raise UserError(_explain_import(error)) from error
-    if problem := fork_problem():
+    problem = fork_problem()
+    if problem:
         raise UserError(problem)
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
-    backend, notices, info = "cpu", (), mx.device_info()
+    backend = "cpu"
+    notices = ()
+    info = mx.device_info()
     if mx.default_device().type == mx.DeviceType.gpu:
         backend = "metal" if mx.metal.is_available() else "cuda"
     elif sys.platform == "linux":
@@ -118,12 +135,13 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
 def import_transformers_without_torch() -> None:
     """Where PyTorch is installed, transformers would import it, for seconds, and never use it here.
 
-    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to transformers,
-    for a custom loader that uses its PyTorch models.
+    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to
+    transformers, for a custom loader that uses its PyTorch models.
     """
     if os.environ.get("GRPO_FN_TORCH") == "1":
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found", as mlx-lm does
+    # "PyTorch was not found", as mlx-lm does
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if {"torch", "transformers"} & sys.modules.keys() or not find_spec("torch"):
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
@@ -138,10 +156,19 @@ def import_transformers_without_torch() -> None:
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
     lines = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
-        hint = "" if "imported" in found.reason else "; apt-get install libopenblas0-pthread, or its like"
-        lines.append(f"matrix products are some 30x slower than they could be: {found.reason}{hint}")
+        hint = (
+            ""
+            if "imported" in found.reason
+            else "; apt-get install libopenblas0-pthread, or its like"
+        )
+        lines.append(
+            f"matrix products are some 30x slower than they could be: {found.reason}{hint}"
+        )
     if shutil.which("g++") is None:
-        lines += ["g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its like"]
+        lines += [
+            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its "
+            "like"
+        ]
     return tuple(lines)
 
 

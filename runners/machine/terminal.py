@@ -1,26 +1,29 @@
-"""All text for people goes through here. A terminal shows control characters visibly; a pipe gets bytes.
+"""All text for people goes through here, with control characters spelled out; only replies may keep
+them.
 
-Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence in it could
-hide lines, change the window's title or answer for the user.
+Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence
+in it could hide lines, change the window's title or answer for the user. A log file is read on a
+terminal later.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
 import click
 
-from runners.errors import UserError
+from runners.errors import OBEYED, UserError, printable
 
-# C0 but for line feed and tab, delete, C1; characters that change the direction of the text; halves of
-# surrogate pairs.
-_CODES = [*range(9), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
+# C0 but for line feed and tab, and halves of surrogate pairs, besides.
+_CODES = (*range(9), *range(0x0B, 0x20), *OBEYED, *range(0xD800, 0xE000))
+_TABLE = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
 
 
 class OutputLost(UserError):
@@ -52,16 +55,31 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     ]
 
 
-def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = False) -> None:
-    """Writes to standard output, or to standard error, at once; onto a terminal as `visible` shows it.
+def echo(line: str = "", *, err: bool = False) -> None:
+    """Writes one line to standard output, or to standard error, at once; see `printable`.
 
-    With `raw` a terminal gets the text as it is. Raises OutputLost if standard output fails. If standard
-    error fails, nothing can be reported, and the work continues.
+    Raises OutputLost if standard output fails. If standard error fails, nothing can be reported,
+    and the work continues.
     """
+    _write(printable(line), err, nl=True)
+
+
+def echo_text(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """As `echo`, for a text of several lines; see `visible`."""
+    _write(visible(text), err, nl)
+
+
+def echo_output(text: str, *, nl: bool = False) -> None:
+    """As `echo`, for what a command was asked to produce: a pipe gets it as it is, a terminal
+    `visible`.
+    """
+    shown = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    _write(visible(text) if shown else text, False, nl)
+
+
+def _write(text: str, err: bool, nl: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     try:
-        if not raw and stream is not None and stream.isatty():
-            text = visible(text)
         # Without `color` click would remove escape sequences from text for a pipe.
         click.echo(text, file=stream, nl=nl, color=True)
     except (OSError, ValueError) as error:
@@ -70,8 +88,24 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = Fals
         drop_output(stream)
 
 
+def escape_logs() -> None:
+    """Makes every log record and warning of a library one escaped line: transformers quotes a
+    model's files in them."""
+    if logging.getLogRecordFactory() is logging.LogRecord:
+        logging.setLogRecordFactory(_EscapedRecord)
+        usual = warnings.formatwarning
+        warnings.formatwarning = lambda *found: f"{printable(usual(*found).rstrip())}\n"
+
+
+class _EscapedRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
 class Output:
-    """A stream that never raises: after a failed write, `fault` has the error and later text is dropped."""
+    """A stream that never raises: after a failed write, `fault` has the error and later text is
+    dropped.
+    """
 
     def __init__(self, stream: TextIO):
         """Writes to `stream`."""

@@ -1,8 +1,8 @@
 """Predicts the memory of a config's run: each phase of a step; the largest is the peak.
 
-All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient. Operations
-in flight come in addition to the arrays that are saved, and are measured: MLX's CPU backend submits up to 100
-ahead. GPUs keep less of both, so that the sums are upper bounds there.
+All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient.
+Operations in flight come in addition to the arrays that are saved, and are measured: MLX's CPU
+backend submits up to 100 ahead. GPUs keep less of both, so that the sums are upper bounds there.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from runners.engines.engine import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
 
-# On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
-# GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16 s for 30 blocks): the
-# micro-batches of a small model must be large to keep the device busy.
+# On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take
+# memory. On a GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16
+# s for 30 blocks): the micro-batches of a small model must be large to keep the device busy.
 CPU_ACTIVATIONS = 75e6  # bytes that a micro-batch saves for the backward pass
 CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
-LEAST_TOKENS, MOST_TOKENS = 256, 16384
+LEAST_TOKENS = 256
+MOST_TOKENS = 16384
 GPU_TOKENS = 8192
-GPU_WORK, MOST_GPU_TOKENS = 2.5e11, 65536  # parameters of a block × tokens that take as long as their launch
-ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
+GPU_WORK = 2.5e11  # parameters of a block × tokens that take as long as their launch
+MOST_GPU_TOKENS = 65536
+# share of the memory for a micro-batch chosen here; the rest covers forecast errors
+ROOM_TO_LEARN = 0.85
 ROOM_FOR_SPEED = 0.5  # the same for one of more than GPU_TOKENS, which only saves launches
 ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
 CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
-UPDATED, RANDOM_BITS = 11, 2  # bytes of a weight while its update is computed (measured), of its random bits
+UPDATED = 11  # bytes of a weight while its update is computed (measured)
+RANDOM_BITS = 2  # bytes of its random bits
 DRAW_ARRAYS = 5  # [rows,V] float32 arrays of a draw, the logits and an exponential included
 FILTER_ARRAYS = 8  # more of them for what sorts: top-k, top-p, entropies to compare
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
-# Arrays of a block per position that are as wide as: hidden, intermediate, queries, keys, scores; last, how
-# many of the hidden ones are always float32. What is saved follows from a block's algebra: its input, the sum
-# in its middle, and of each the norm and the scaled norm; queries after rotation, and what attention returns;
-# keys and values, and the layouts that products need. The others were measured on llama blocks of 14 shapes,
-# and on whole runs of benchmarks/memory.py.
+# Arrays of a block per position that are as wide as: hidden, intermediate, queries, keys, scores;
+# last, how many of the hidden ones are always float32. What is saved follows from a block's
+# algebra: its input, the sum in its middle, and of each the norm and the scaled norm; queries after
+# rotation, and what attention returns; keys and values, and the layouts that products need. The
+# others were measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
 SAVED = (4, 3, 1.5, 4, 1, 2)
 CHECKPOINTED = (1, 0, 0, 0, 0, 0)  # the block's input alone
 BACKWARD = (7, 3, 3.4, 4.5, 4.2, 1.5)
@@ -76,7 +80,7 @@ class Forecast:
     def phases(self) -> dict[str, Phase]:
         """The parts of a step by name."""
         each = self.rollout, self.evaluation, self.gradient, self.update
-        return {phase.__name__: Phase(*map(round, phase())) for phase in each}
+        return {phase.__name__: Phase._make(map(round, phase())) for phase in each}
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -90,25 +94,35 @@ class Forecast:
 
     def rollout(self) -> Phase:
         """The training prompts, as many as are decoded together."""
-        rollout, prompts = self.config.rollout, -(-self.config.optim.batch_size // self.sizes.ranks)
+        rollout = self.config.rollout
+        prompts = -(-self.config.optim.batch_size // self.sizes.ranks)
         if rollout.max_batch:
             prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
         sorts = rollout.top_k or rollout.top_p < 1 or self.config.loss.top_entropy_quantile < 1
-        rows, arrays = prompts * rollout.num_generations, DRAW_ARRAYS + FILTER_ARRAYS * bool(sorts)
+        rows = prompts * rollout.num_generations
+        arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
         copy = 0 if self.sizes.rollout else self.sizes.copy
         return self._decoding(prompts, rows, rollout.max_new_tokens, arrays, copy)
 
     def evaluation(self) -> Phase:
         """A completion of each held-out problem, as many as are decoded together."""
-        settings, rollout = self.config.eval, self.config.rollout
+        settings = self.config.eval
+        rollout = self.config.rollout
         bounds = (rollout.max_batch or DEFAULT_ROWS, settings.samples, self.held_out)
-        rows, new = min(filter(None, bounds)), settings.max_new_tokens or rollout.max_new_tokens
+        rows = min(filter(None, bounds))
+        new = settings.max_new_tokens or rollout.max_new_tokens
         return self._decoding(rows, rows, new, DRAW_ARRAYS, self.sizes.copy)
 
     def _decoding(self, prompts: int, rows: int, new: int, arrays: int, copy: int) -> Phase:
-        """Prefill of some prompts, and decoding `rows` completions of them at full length: the larger one."""
-        sizes, shape, size, prompt = self.sizes, self.sizes.shape, self.sizes.compute, self.prompt
-        once, talks = sizes.shares_prefix, self.config.env.answers
+        """Prefill of some prompts, and decoding `rows` completions of them at full length: the
+        larger one.
+        """
+        sizes = self.sizes
+        shape = sizes.shape
+        size = sizes.compute
+        prompt = self.prompt
+        once = sizes.shares_prefix
+        talks = self.config.env.answers
         logits = FLOAT * rows * shape.vocabulary
         position = 2 * shape.keys * size  # in one block
         # The last drawn token is never an input; caches grow in steps.
@@ -117,53 +131,78 @@ class Forecast:
         copies = position * (prompts if once else rows) * prompt
         grown = own if once else own + copies
         given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
-        # A cache grows into a new array, a block at a time; then only the last draw's logits are in memory.
+        # A cache grows into a new array, a block at a time; then only the last draw's logits are in
+        # memory.
         growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
         prefill = block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
         # Its cache, and none of the completions' own.
         prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
+        # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
+        turns = 3 * grown if talks else 0
         return Phase(
             weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
             optimizer=sizes.moments,
             activations=max(prefill, growing, arrays * logits),
-            # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
-            cache=shape.layers * (copies + own + 3 * grown * talks),
+            cache=shape.layers * (copies + own + turns),
         )
 
     def gradient(self) -> Phase:
         """The largest micro-batch of a batch step, or of its first rows."""
-        config, sizes, prompt = self.config, self.sizes, self.prompt
+        config = self.config
+        sizes = self.sizes
+        prompt = self.prompt
         tokens = config.system.micro_batch_tokens
-        size, new = config.rollout.num_generations, config.rollout.max_new_tokens
+        size = config.rollout.num_generations
+        new = config.rollout.max_new_tokens
         rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
         packed = max(PACKED_ROWS, tokens // (prompt + new) + size)
         rows = min(max(rows, 1), max(packed // size, 1) * size)
-        packer = Packer(max_tokens=tokens, bucketed=True, piece_tokens=piece_tokens(sizes.parameters))
+        packer = Packer(
+            max_tokens=tokens, bucketed=True, piece_tokens=piece_tokens(sizes.parameters)
+        )
         each = [Row(i, i // size, prompt, new, new) for i in range(rows)]
         planned = packer.pack(each, sizes.shares_prompts)
         sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
-        return max((self._backward(shape, sums) for shape in {run.shape for run in planned}), key=sum)
+        return max(
+            (self._backward(shape, sums) for shape in {run.shape for run in planned}), key=sum
+        )
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
         """The larger of two moments: all activations saved, or all gradients computed."""
-        sizes, shape, size = self.sizes, self.sizes.shape, self.sizes.compute
+        sizes = self.sizes
+        shape = sizes.shape
+        size = sizes.compute
         passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
         if batch.prompts:  # the prompts, and the completions, whose last token is never an input
             own = batch.width - 1
-            passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
-        # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
-        checkpointed, saves = self.config.system.grad_checkpoint, saved(shape)
+            passes = [
+                (batch.prompts, batch.length, batch.length),
+                (batch.rows, own, batch.length + own),
+            ]
+        # A checkpointed block is computed again first. MLX is then one block ahead: two are in
+        # memory.
+        checkpointed = self.config.system.grad_checkpoint
+        saves = saved(shape)
         flying = [BACKWARD, saves, saves] if checkpointed else [BACKWARD]
-        working = max(sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes)
         kept = CHECKPOINTED if checkpointed else saves
-        activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
-        # The logits, a chunk at a time: on CUDA the products, elsewhere twelve float32 arrays a chunk, up to
-        # the 24 that MLX keeps in flight. The other arrays in flight belong to the last block.
+        nbytes = [
+            [block_bytes(shape, counts, size, rows, length, attended) for counts in (kept, *flying)]
+            for rows, length, attended in passes
+        ]
+        working = max(sum(each[1:]) for each in nbytes)
+        activations = shape.layers * sum(each[0] for each in nbytes)
+        # The logits, a chunk at a time: on CUDA the products, elsewhere twelve float32 arrays a
+        # chunk, up to the 24 that MLX keeps in flight. The other arrays in flight belong to the
+        # last block.
         products = number("product_arrays")
         arrays, most, width = (products, products, size) if products else (12, 24, FLOAT)
-        targets, bound = arrays * batch.rows * batch.width, most * chunk_rows(shape.vocabulary)
-        logits = width * shape.vocabulary * min(targets, bound) + (1 - min(targets / bound, 1)) * working
-        head, weights = FLOAT * sizes.embedding, sizes.weights + sizes.rollout + sizes.copy
+        targets = arrays * batch.rows * batch.width
+        bound = most * chunk_rows(shape.vocabulary)
+        logits = (
+            width * shape.vocabulary * min(targets, bound) + (1 - min(targets / bound, 1)) * working
+        )
+        head = FLOAT * sizes.embedding
+        weights = sizes.weights + sizes.rollout + sizes.copy
         sums = sizes.moments + (sizes.gradients if sums_up else 0)
         first = Phase(weights, sums + head, activations + max(logits, working))
         # A tied embedding has two gradients, as input and as head, before they are added.
@@ -171,13 +210,19 @@ class Forecast:
         return max(first, last, key=sum)
 
     def update(self) -> Phase:
-        """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
-        config, sizes = self.config, self.sizes
+        """Gradients, and the new values that exist beside the old ones: of a block and the
+        embedding.
+        """
+        config = self.config
+        sizes = self.sizes
         lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
         ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
-        new = (UPDATED + RANDOM_BITS * (config.model.master != "float32")) * ahead
+        number_bytes = UPDATED + (RANDOM_BITS if config.model.master != "float32" else 0)
         gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks
-        return Phase(sizes.weights + (sizes.rollout if lags else 0), sizes.moments + gradients + new)
+        return Phase(
+            sizes.weights + (sizes.rollout if lags else 0),
+            sizes.moments + gradients + number_bytes * ahead,
+        )
 
 
 def saved(shape: ModelShape) -> tuple[float, ...]:
@@ -188,26 +233,38 @@ def saved(shape: ModelShape) -> tuple[float, ...]:
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to
+    `attended`.
+    """
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
     own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
     arrays = [*own, attended * shape.keys, scores]
-    return rows * (itemsize * sum(map(mul, counted, arrays)) + (FLOAT - itemsize) * precise * own[0])
+    return rows * (
+        itemsize * sum(map(mul, counted, arrays)) + (FLOAT - itemsize) * precise * own[0]
+    )
 
 
 def forecast(
-    config: Config, platform: Platform, total: int, *, prompt: int, sizes: ModelSizes, held_out: int = 0
+    config: Config,
+    platform: Platform,
+    total: int,
+    *,
+    prompt: int,
+    sizes: ModelSizes,
+    held_out: int = 0,
 ) -> Forecast:
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if it is not
-    known. `total` is what the run may use. If the config sets no micro-batch, it is as large as is useful and
-    fits.
+    `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if
+    it is not known. `total` is what the run may use. If the config sets no micro-batch, it is as
+    large as is useful and fits.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
-    new, backend = config.rollout.max_new_tokens, platform.backend
-    if tokens := config.system.micro_batch_tokens:
+    new = config.rollout.max_new_tokens
+    backend = platform.backend
+    tokens = config.system.micro_batch_tokens
+    if tokens:
         return found
     tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, backend)
     while True:
@@ -219,13 +276,15 @@ def forecast(
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """Tokens of a micro-batch where memory is no limit: on a CPU those whose activations fill the caches,
-    with CUDA those that take as long as their launch."""
+    """Tokens of a micro-batch where memory is no limit: on a CPU those whose activations fill the
+    caches, with CUDA those that take as long as their launch."""
     if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
     if backend != "cpu":
         parameters = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
-        return 1 << int(min(max(GPU_WORK / parameters, GPU_TOKENS), MOST_GPU_TOKENS)).bit_length() - 1
+        return (
+            1 << int(min(max(GPU_WORK / parameters, GPU_TOKENS), MOST_GPU_TOKENS)).bit_length() - 1
+        )
     length = prompt + new
     row = shape.layers * block_bytes(shape, saved(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
@@ -234,17 +293,24 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 
 def rows_that_fit(found: Forecast) -> int:
     """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
-    size, prompts = found.config.rollout.num_generations, found.config.optim.batch_size
+    size = found.config.rollout.num_generations
+    prompts = found.config.optim.batch_size
 
     def nbytes(groups: int) -> float:
         return sum(found.having("rollout", max_batch=groups * size).rollout())
 
-    return size * max(_largest(nbytes, ROOM_TO_DECODE * found.total, -(-prompts // found.sizes.ranks)), 1)
+    return size * max(
+        _largest(nbytes, ROOM_TO_DECODE * found.total, -(-prompts // found.sizes.ranks)), 1
+    )
 
 
 def largest_batch(found: Forecast) -> int:
-    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
-    return _largest(lambda n: found.having("optim", batch_size=n).peak[1], found.total, MOST_PROMPTS)
+    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt
+    fits.
+    """
+    return _largest(
+        lambda n: found.having("optim", batch_size=n).peak[1], found.total, MOST_PROMPTS
+    )
 
 
 def _largest(nbytes: Callable[[int], float], room: float, most: int) -> int:

@@ -35,9 +35,12 @@ def make_plan(
     longest, held_out = data_shape(config)
     prompt = longest or config.data.max_prompt_length
     source = "the longest prompt of the data" if longest else "data.max_prompt_length"
-    sizes, total = model_sizes(config, platform, ranks), _all_memory(config)
+    sizes = model_sizes(config, platform, ranks)
+    total = _all_memory(config)
     found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
-    best, phases, (peak, nbytes) = largest_batch(found), found.phases, found.peak
+    best = largest_batch(found)
+    phases = found.phases
+    peak, nbytes = found.peak
     problem = _too_large(config, sizes) or _over_memory(found)
     if as_json:
         facts = {
@@ -46,7 +49,9 @@ def make_plan(
             "parameters_trained": sizes.trained,
             "prompt_tokens": prompt,
             "prompt_tokens_from": source,
-            "phases": {name: {"total": sum(each), "parts": each._asdict()} for name, each in phases.items()},
+            "phases": {
+                name: {"total": sum(each), "parts": each._asdict()} for name, each in phases.items()
+            },
             "peak": {"phase": peak, "bytes": nbytes},
             "floor": sizes.floor,
             "memory": total,
@@ -56,14 +61,15 @@ def make_plan(
         return json.dumps(facts, indent=1), problem
     rows = [["phase", "in all", *Phase._fields, ""]]
     for name, each in phases.items():
-        rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
+        mark = "← peak" if name == peak else ""
+        rows.append([name, *map(gigabytes, (sum(each), *each)), mark])
     formats = "chosen after the first rollout: grpo bench CONFIG shows them"
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
         "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one of them" * (ranks > 1),
+        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and says how long the run will take",
     }
@@ -74,8 +80,8 @@ def make_plan(
 def data_shape(config: Config) -> tuple[int, int]:
     """Tokens of the longest training prompt, and how many problems are held out.
 
-    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a tokenizer that
-    cannot be used.
+    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a
+    tokenizer that cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
@@ -98,7 +104,8 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
-    if line := _too_large(config, sizes):
+    line = _too_large(config, sizes)
+    if line:
         raise UserError(line)
     return sizes
 
@@ -117,8 +124,11 @@ def memory_outlook(
     import mlx.core as mx
 
     limit = config.system.memory_limit_gb
-    found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out)
-    line, config = _over_memory(found), found.config
+    found = forecast(
+        config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out
+    )
+    line = _over_memory(found)
+    config = found.config
     notices = [f"memory: {line}"] if line else []
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=mx.get_active_memory() + free_memory(limit)))
@@ -136,15 +146,16 @@ def _too_large(config: Config, sizes: ModelSizes) -> str | None:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
-        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for weights, "
-        f"moments and gradients alone, but there is only {_spelled(config, total)}; take {advice}a "
-        "smaller or a quantized model"
+        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for "
+        f"weights, moments and gradients alone, but there is only {_spelled(config, total)}; take "
+        f"{advice}a smaller or a quantized model"
     )
 
 
 def _over_memory(found: Forecast) -> str | None:
     """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
-    config, (phase, nbytes) = found.config, found.peak
+    config = found.config
+    phase, nbytes = found.peak
     if nbytes <= found.total:
         return None
     tuned = "model.tune" if config.model.tune == "full" else "model.path"
@@ -162,5 +173,6 @@ def _all_memory(config: Config) -> int:
 
 
 def _spelled(config: Config, total: int) -> str:
-    limited = total == int(config.system.memory_limit_gb * 1e9)
-    return gigabytes(total) + " (system.memory_limit_gb)" * limited
+    if total == int(config.system.memory_limit_gb * 1e9):
+        return f"{gigabytes(total)} (system.memory_limit_gb)"
+    return gigabytes(total)

@@ -1,6 +1,8 @@
-"""The bytes of a config's model in all its roles. The module is built, but nothing in it is computed.
+"""The bytes of a config's model in all its roles. The module is built, but nothing in it is
+computed.
 
-MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses no memory.
+MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses
+no memory.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class ModelSizes:
     parameters: int  # about how many the model has
     dtype: str  # of the computation
     compute: int  # of a number in the computation
-    weights: int  # masters, weights that are not trained, and those of the reference and the teacher
+    # masters, weights that are not trained, and those of the reference and the teacher
+    weights: int
     moments: int  # of the optimizer
     copy: int  # the weights in the compute dtype, 0 if the masters have it
     rollout: int  # a sampler with its own weights (quantized, or older)
@@ -76,20 +79,26 @@ class ModelSizes:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json. ValueError if it lacks layers, width, heads or vocabulary."""
+    """The shape given by a model's config.json.
+
+    ValueError if it lacks layers, width, heads or vocabulary.
+    """
     config = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str, default: int | None = None) -> int:
-        stated = [config[name] for name in names if config.get(name) is not None]
-        if not stated and default is None:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        if default is None:
             raise ValueError(f"it states none of {', '.join(names)}")
-        return int([*stated, default][0])
+        return default
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "n_heads")
     width = first("head_dim", default=hidden // heads)
     wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    if chosen := first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0):
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
+    if chosen:
         expert = first("moe_intermediate_size", default=wide)
         shared = first("n_shared_experts", default=0) * expert
         wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
@@ -109,15 +118,18 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
-    """The sizes of the model that [model] names, in the roles that the config gives it, on one of `ranks`.
+    """The sizes of the model that [model] names, in the roles that the config gives it, on one of
+    `ranks`.
 
-    A local folder is measured by the headers of its weight files. For a model on the Hub only config.json is
-    read; its weights are not fetched. `config` is checked ([loss] complete). `stated` is the content of
-    config.json if it is known already; then nothing is looked up.
+    A local folder is measured by the headers of its weight files. For a model on the Hub only
+    config.json is read; its weights are not fetched. `config` is checked ([loss] complete).
+    `stated` is the content of config.json if it is known already; then nothing is looked up.
 
     Raises UserError as `load_model` does, for faults that show without the weights.
     """
-    settings, rollout, loss = config.model, config.rollout, config.loss
+    settings = config.model
+    rollout = config.rollout
+    loss = config.loss
     if stated is None:
         module, stated = _unloaded(config, settings.path, "model.path", settings.loader)
     else:
@@ -133,35 +145,50 @@ def model_sizes(
     policy.patch_layers(module)
     trained, frozen = split_leaves(module)
     leaves = trained | frozen
-    tables = {name: leaf.size for name, leaf in leaves.items() if leaf.shape[:1] == (shape.vocabulary,)}
+    tables = {
+        name: leaf.size for name, leaf in leaves.items() if leaf.shape[:1] == (shape.vocabulary,)
+    }
     count = sum(leaf.size for leaf in trained.values())
-    masters, copy = count * getattr(mx, settings.master).size, count * compute.size
+    masters = count * getattr(mx, settings.master).size
+    copy = count * compute.size
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often are not."""
+        """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often
+        are not.
+        """
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))
-        scales = 16 * compute.size if mode.mode == "affine" else 8  # bits a group: scale and bias, or a byte
-        whole = (0 if rollout.quantize_head else sum(tables.values())) + count * (settings.tune != "full")
-        return int((part - whole) * (bits or mode.bits + scales / mode.group_size) / 8) + whole * compute.size
+        # bits a group: scale and bias, or a byte
+        scales = 16 * compute.size if mode.mode == "affine" else 8
+        whole = 0 if rollout.quantize_head else sum(tables.values())
+        if settings.tune != "full":
+            whole += count
+        stored = bits or mode.bits + scales / mode.group_size
+        return int((part - whole) * stored / 8) + whole * compute.size
 
-    weights = masters + base + (tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0)
+    weights = masters + base
+    if config.data.image:
+        weights += tower_bytes(stated, Path(settings.path), compute)
     if loss.beta:
         rounded = loss.ref_quantization != "none"
         weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else masters
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
-        # The moments of the inputs of a block's seven products, each counted though some are shared.
-        widths = [n for n in [shape.hidden] * 5 + [shape.queries, shape.intermediate] if n % 64 == 0]
-        weights += shape.layers * sum(FLOAT * width * policy.block_width(width, 64) for width in widths)
+        # The moments of the inputs of a block's seven products, each counted though some are
+        # shared.
+        for width in [shape.hidden] * 5 + [shape.queries, shape.intermediate]:
+            if width % 64 == 0:
+                weights += shape.layers * FLOAT * width * policy.block_width(width, 64)
     if config.teacher.path == SELF:
         weights += copy
     elif config.teacher.path:
         teacher, _ = _unloaded(config, config.teacher.path, "teacher.path")
         weights += _in_dtype(named_leaves(teacher.parameters()), compute)
-    rounds, lags = rollout.quantization != "none", loss.sync_every > config.optim.gradient_accumulation_steps
-    numbers, sampler = sum(leaf.size for leaf in leaves.values()), masters if lags else 0
+    rounds = rollout.quantization != "none"
+    lags = loss.sync_every > config.optim.gradient_accumulation_steps
+    numbers = sum(leaf.size for leaf in leaves.values())
+    sampler = masters if lags else 0
     packed = rounds and rollout.storage == "packed"
     if rounds:
         sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
@@ -186,13 +213,14 @@ def model_sizes(
 
 
 def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
-    """Whether the learner computes a group's prompt once: on a GPU only if asked for, because attention would
-    need a mask array there.
+    """Whether the learner computes a group's prompt once: on a GPU only if asked for, because
+    attention would need a mask array there.
 
-    Never with checkpointed blocks, which would run again without the first run's keys, or where routers'
-    decisions are recorded over whole rows.
+    Never with checkpointed blocks, which would run again without the first run's keys, or where
+    routers' decisions are recorded over whole rows.
     """
-    wish, loss = config.system.share_prompts, config.loss
+    wish = config.system.share_prompts
+    loss = config.loss
     wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
     split = not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
     return wanted and split and can_share(module)
@@ -201,16 +229,25 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of leaves whose floating ones are in this dtype."""
     floating = {name for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
-    return sum(leaf.size * dtype.size if name in floating else leaf.nbytes for name, leaf in leaves.items())
+    return sum(
+        leaf.size * dtype.size if name in floating else leaf.nbytes for name, leaf in leaves.items()
+    )
 
 
-def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[nn.Module, dict[str, Any]]:
+def _unloaded(
+    config: Config, path: str, key: str, loading: str = ""
+) -> tuple[nn.Module, dict[str, Any]]:
     loader = custom_loader(loading, config.folders)
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, key, custom_loader=loader is not None)
         return load_module(folder, config.model.trust_remote_code, loader)
     from httpx2 import ConnectError, HTTPError
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with hub_errors(f'{key} = "{path}"'):
@@ -220,7 +257,8 @@ def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[n
                 get_hf_file_metadata(hf_hub_url(path, "config.json"))
             except ConnectError as error:
                 raise LocalEntryNotFoundError(str(error)) from error
-            except (HTTPError, OSError, ValueError):  # the download meets it too: it tries again, or names it
+            # the download meets it too: it tries again, or names it
+            except (HTTPError, OSError, ValueError):
                 pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
@@ -235,14 +273,21 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
 
     model_class, args_class = _get_classes(stated)
     module = model_class(args_class.from_dict(stated))
-    dtype = getattr(mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16)
+    dtype = getattr(
+        mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16
+    )
     module.set_dtype(dtype)
-    if packed := stated.get("quantization"):
+    packed = stated.get("quantization")
+    if packed:
         plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}
 
         def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-            # As in mlx-lm's converter, rows whose length is no multiple of the group are not quantized.
-            fits = hasattr(layer, "to_quantized") and layer["weight"].shape[-1] % plain["group_size"] == 0
+            # As in mlx-lm's converter, rows whose length is no multiple of the group are not
+            # quantized.
+            fits = (
+                hasattr(layer, "to_quantized")
+                and layer["weight"].shape[-1] % plain["group_size"] == 0
+            )
             return packed.get(path, fits)
 
         nn.quantize(module, **plain, class_predicate=choose)

@@ -1,1 +1,4 @@
-"""Finds, checks, reads, adapts and writes model folders and modules. No data, no rewards, no loop."""
+"""Finds, checks, reads, adapts and writes model folders and modules.
+
+No data, no rewards, no loop.
+"""

@@ -22,14 +22,16 @@ from runners.models.folders import final_of
 from runners.models.model_reader import check_finite
 from runners.models.peft_adapters import PEFT_ADAPTERS, Adapters, from_peft
 
-ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+ADAPTERS = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
 WHOLE = 65_536  # numbers: a leaf of at most this size is read whole
 SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
 def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
-    """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new ones.
+    """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new
+    ones.
 
     `digest` is the `base_digest` of the module; "": not known. Returns mlx-lm's num_layers and
     lora_parameters. Raises UserError as `new_adapters` and `read_adapters` do.
@@ -42,26 +44,29 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
-    """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first values.
+    """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first
+    values.
 
-    Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing layers.
+    Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing
+    layers.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     keys = list(lora.keys)
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     # Relative to a layer, or from the root for parts outside the layers.
-    known = {
-        name
-        for root in (module, *cast("list[nn.Module]", module.layers))
-        for name, part in root.named_modules()
-        if (isinstance(part, kinds) or hasattr(part, "to_lora"))
-        and (root is not module or ".layers." not in f".{name}")
-    }
+    known: set[str] = set()
+    for root in (module, *cast("list[nn.Module]", module.layers)):
+        for name, part in root.named_modules():
+            adaptable = isinstance(part, kinds) or hasattr(part, "to_lora")
+            if adaptable and (root is not module or ".layers." not in f".{name}"):
+                known.add(name)
     for key in keys:
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
-            raise UserError(f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}')
+            raise UserError(
+                f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}'
+            )
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
         parameters["keys"] = keys
@@ -77,12 +82,15 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
+    """Raises UserError unless a folder holds adapters, as far as this is visible without their
+    model.
+    """
     config, weights = adapter_files(folder)
-    if missing := next((file.name for file in (config, weights) if not file.is_file()), None):
+    missing = next((file.name for file in (config, weights) if not file.is_file()), None)
+    if missing:
         raise UserError(
-            f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT writes them"
-            f"{final_of(folder)}"
+            f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT "
+            f"writes them{final_of(folder)}"
         )
     check_header(weights)
     rules = json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT
@@ -91,7 +99,8 @@ def check_adapters(folder: Path) -> None:
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
     """Config and tensors of a folder of adapters, by mlx-lm's names or, if it has these, PEFT's."""
-    config, theirs = folder / ADAPTER_CONFIG, folder / PEFT_ADAPTERS
+    config = folder / ADAPTER_CONFIG
+    theirs = folder / PEFT_ADAPTERS
     peft = theirs.is_file() and config.is_file() and "peft_type" in read_json(config)
     return config, theirs if peft else folder / ADAPTERS
 
@@ -107,9 +116,15 @@ def read_folder(folder: Path) -> Adapters:
     tensors, _ = load_arrays(file)
     for name, leaf in tensors.items():
         if not mx.issubdtype(leaf.dtype, mx.floating):
-            raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
+            raise UserError(
+                f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}"
+            )
     check_finite(tensors, file)
-    return Adapters(settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
+    return (
+        Adapters(settings, tensors)
+        if file.name == ADAPTERS
+        else from_peft(settings, tensors, folder)
+    )
 
 
 def read_adapters(
@@ -117,9 +132,10 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Puts a folder's adapters into the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; None: it is computed if the adapters name theirs, which
-    mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the adapters are
-    missing, incomplete, not finite, of another kind than `tune` (if given), or made for another model.
+    `digest` is the `base_digest` of the module; None: it is computed if the adapters name theirs,
+    which mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the
+    adapters are missing, incomplete, not finite, of another kind than `tune` (if given), or made
+    for another model.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -129,48 +145,54 @@ def read_adapters(
     kind = stated.get("fine_tune_type") or "lora"
     if tune and tune != kind:
         raise UserError(
-            f'model.adapters: {folder} holds adapters of fine_tune_type "{kind}"; expected model.tune = '
-            f'"{kind}", found "{tune}"'
+            f'model.adapters: {folder} holds adapters of fine_tune_type "{kind}"; expected '
+            f'model.tune = "{kind}", found "{tune}"'
         )
     if digest is None:
         digest = base_digest(named_leaves(module.parameters())) if BASE_DIGEST in stated else ""
     where = f"{folder}: the adapters do not fit {path}"
-    if adapters.separate and not any(name.endswith("lm_head") for name, _ in module.named_modules()):
+    if adapters.separate and not any(
+        name.endswith("lm_head") for name, _ in module.named_modules()
+    ):
         raise UserError(
-            f"{where}: its head is its token embedding, and they change the two separately; expected PEFT's "
-            "ensure_weight_tying = true"
+            f"{where}: its head is its token embedding, and they change the two separately; "
+            "expected PEFT's ensure_weight_tying = true"
         )
     # The learner has no dropout.
-    count, parameters = stated["num_layers"], {**stated["lora_parameters"], "dropout": 0.0}
+    count = stated["num_layers"]
+    parameters = {**stated["lora_parameters"], "dropout": 0.0}
     try:
         linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
     except Exception as error:  # mlx-lm may fail in any way for an untrusted config
         raise UserError(f"{where}: {first_lines(str(error))}") from error
-    wanted = {
-        f"{name}.{leaf}": part[leaf].shape
-        for name, part in module.named_modules()
-        if "lora_a" in part
-        for leaf in ("lora_a", "lora_b", "m")
-        if leaf in part
-    }
+    wanted = {}
+    for name, part in module.named_modules():
+        leaves = ("lora_a", "lora_b", "m") if "lora_a" in part else ()
+        wanted |= {f"{name}.{leaf}": part[leaf].shape for leaf in leaves if leaf in part}
     found = {name: leaf.shape for name, leaf in tensors.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            shapes = [list(table[name]) if name in table else "nothing" for table in (wanted, found)]
-            raise UserError(f"{where}: {show(name)}: expected the shape {shapes[0]}, found {shapes[1]}")
+            shapes = [
+                list(table[name]) if name in table else "nothing" for table in (wanted, found)
+            ]
+            raise UserError(
+                f"{where}: {show(name)}: expected the shape {shapes[0]}, found {shapes[1]}"
+            )
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
-            f"{folder}: the adapters were made for other weights than {path} has; their base model is "
-            f"{stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of these shapes "
-            "takes them)"
+            f"{folder}: the adapters were made for other weights than {path} has; their base model "
+            f"is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of "
+            "these shapes takes them)"
         )
     module.load_weights(list(tensors.items()), strict=False)
     return {"num_layers": count, "lora_parameters": parameters}
 
 
 def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
-    """Raises UserError for layers with other weights than those that PEFT saved under their adapters."""
+    """Raises UserError for layers with other weights than those that PEFT saved under their
+    adapters.
+    """
     layers: dict[str, Any] = dict(module.named_modules())
     for name, weight in adapters.bases.items():
         base = layers[name].linear if "linear" in layers[name] else layers[name].embedding
@@ -193,8 +215,8 @@ def base_of(folder: Path) -> str:
     base = settings.get("base_model_name_or_path" if "peft_type" in settings else "model")
     if not isinstance(base, str) or not base:
         raise UserError(
-            f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base model; "
-            f"expected the base model as MODEL, and --adapter {folder}"
+            f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base "
+            f"model; expected the base model as MODEL, and --adapter {folder}"
         )
     return base
 
@@ -202,10 +224,10 @@ def base_of(folder: Path) -> str:
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
     """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
 
-    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time: another
-    model, or a further trained one, differs in nearly all numbers. Floating numbers are read as float32, so
-    that a model saved with more bits keeps its digest. It is computed on the CPU: a GPU would first compile a
-    program.
+    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time:
+    another model, or a further trained one, differs in nearly all numbers. Floating numbers are
+    read as float32, so that a model saved with more bits keeps its digest. It is computed on the
+    CPU: a GPU would first compile a program.
     """
     whole = hashlib.sha256()
     with mx.stream(mx.cpu):

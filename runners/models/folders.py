@@ -1,4 +1,6 @@
-"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
+"""Model folders as files: finds a folder, checks it before loading, and copies its
+companion files.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from runners.config.names import HUB_NAME, other_name
@@ -26,7 +29,8 @@ _NOT_TRAVELLING = (
     "manifest.json",
     *(RESOLVED, METRICS, EVENTS, COMPLETIONS, EVALUATIONS),  # where a run's folder is the model's
 )
-TEMPLATE_FILE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATES = "additional_chat_templates"
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model"),
     *("vocab.json+merges.txt", "vocab.txt"),
@@ -36,11 +40,12 @@ _TOKENIZERS = (
 def resolve_model(
     path: str, key: str = "model.path", *, custom_loader: bool = False, tokenizer: bool = True
 ) -> Path:
-    """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded, cached).
+    """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded,
+    cached).
 
-    `key` is its name in messages. With `custom_loader` the weights may have any form; the loader reads them.
-    Without `tokenizer` it need not have one.
-    Raises UserError if nothing has that name, the Hub cannot be reached, or the folder is incomplete.
+    `key` is its name in messages. With `custom_loader` the weights may have any form; the loader
+    reads them. Without `tokenizer` it need not have one. Raises UserError if nothing has that name,
+    the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -50,12 +55,15 @@ def resolve_model(
         from huggingface_hub import snapshot_download
 
         with hub_errors(f'{key} = "{path}"'):
-            folder = Path(snapshot_download(path, allow_patterns=["model*.safetensors", *_COMPANIONS]))
+            folder = Path(
+                snapshot_download(path, allow_patterns=["model*.safetensors", *_COMPANIONS])
+            )
     elif other := other_name(path):
         raise UserError(f"{key} = {show(path)} is {other}")
     else:
         raise UserError(
-            f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
+            f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub '
+            "name"
         )
     _check_folder(folder, custom_loader, tokenizer)
     if path not in MODELS:  # some package managers install links
@@ -71,12 +79,14 @@ def final_of(folder: Path) -> str:
 def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
     # Without tokenizer files mlx-lm would continue, with a wrong end-of-text token.
     if not folder.is_dir():
-        raise UserError(f"{folder}: expected a model folder with config.json and *.safetensors, found a file")
+        raise UserError(
+            f"{folder}: expected a model folder with config.json and *.safetensors, found a file"
+        )
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
         raise UserError(
-            f"{folder}: these are adapters, not a model; a run goes on from them with model.adapters = this "
-            "folder, and their base as model.path"
+            f"{folder}: these are adapters, not a model; a run goes on from them with "
+            "model.adapters = this folder, and their base as model.path"
         )
     if "config.json" not in names:
         raise UserError(
@@ -120,7 +130,9 @@ def read_config(folder: Path) -> dict:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies the files that a model needs besides config.json and weights: tokenizer, templates, own code."""
+    """Copies the files that a model needs besides config.json and weights: tokenizer, templates,
+    own code.
+    """
     for file in _companions(source):
         shutil.copyfile(file, target / file.name)
     if (source / _TEMPLATES).is_dir():
@@ -128,15 +140,16 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _companions(source: Path) -> set[Path]:
-    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
-    return {file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped
+    skipped = {*chain.from_iterable(map(source.glob, _NOT_TRAVELLING))}
+    return {*chain.from_iterable(map(source.glob, _COMPANIONS))} - skipped
 
 
 def _check_links(folder: Path) -> None:
-    """Raises UserError if a file that `copy_companions` takes is a link that leads out of the folder.
+    """Raises UserError if a file that `copy_companions` takes is a link that leads out of the
+    folder.
 
-    A stranger's folder could otherwise have any file of yours exported, and uploaded, with its model. In the
-    Hub's cache links lead to the blobs beside the snapshots.
+    A stranger's folder could otherwise have any file of yours exported, and uploaded, with its
+    model. In the Hub's cache links lead to the blobs beside the snapshots.
     """
     root = folder.resolve()
     snapshots = [path for path in root.parents if path.name == "snapshots"]
@@ -158,7 +171,9 @@ def _is_weights(name: str) -> bool:
 def _check_weights(folder: Path, names: set[str]) -> None:
     if not any(map(_is_weights, names)):
         others = sorted(
-            name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
+            name
+            for name in names
+            if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
         )
         found = ", ".join(others[:3]) or "none"
         raise UserError(
@@ -168,8 +183,11 @@ def _check_weights(folder: Path, names: set[str]) -> None:
     file = folder / "model.safetensors.index.json"
     weight_map = read_json(file).get("weight_map") if file.name in names else None
     listed = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
-    if missing := sorted(listed - names):
-        raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
+    missing = sorted(listed - names)
+    if missing:
+        raise UserError(
+            f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}"
+        )
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
@@ -185,18 +203,25 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Turns errors of the Hub inside the block into a UserError of one line that starts with `where`."""
+    """Turns errors of the Hub inside the block into a UserError of one line that starts with
+    `where`.
+    """
     from huggingface_hub import errors
 
     try:
         yield
     except errors.GatedRepoError as error:
-        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
+        raise UserError(
+            f"{where}: access is gated; ask for it on the Hub, then `hf auth login`"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
+        raise UserError(
+            f"{where}: there is no such folder here and no such model on the Hub"
+        ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
+            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot "
+            "be reached"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(f"{where}: the download failed ({first_line(error)})") from error

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.errors import UserError, show
+from runners.errors import UserError, listed, show
 from runners.files.json_files import read_json
 
-Rule = tuple[Callable[[Any], bool], str]  # whether a value is accepted (None: missing, or null); the wish
+# whether a value is accepted (None: missing, or null); the wish
+Rule = tuple[Callable[[Any], bool], str]
 
 
 def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) -> None:
-    """Raises UserError, with the file, the key and what it holds, for the first value that breaks its rule.
+    """Raises UserError, with the file, the key and what it holds, for the first value that breaks
+    its rule.
 
     A key "a.b" is the key b of the table a, if there is such a table.
     """
@@ -28,8 +30,8 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
 
 
 def end_ids(folder: Path) -> list[int] | None:
-    """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None: neither
-    names any. Raises UserError for anything but token ids."""
+    """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None:
+    neither names any. Raises UserError for anything but token ids."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         stated = read_json(file) if file.is_file() else {}
@@ -68,14 +70,25 @@ _BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
 
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # MLX's, for packed weights
+
 _END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
 # Of a config.json: the keys that are read here, and what mlx-lm would not survive.
-ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
+ANY_MODEL = {
+    **_END_IDS,
+    "vocab_size": _SIZE,
+    "text_config": _TABLE,
+    "text_config.vocab_size": _SIZE,
+}
 MODEL: dict[str, Rule] = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
     **ANY_MODEL,
     **dict.fromkeys(("quantization", "vision_config", "rope_scaling", "rope_parameters"), _TABLE),
-    **dict.fromkeys((part + key for part in ("", "text_config.") for key in _LAYER_COUNTS), _LAYERS),
+    "quantization.bits": _optional(_whole(1, 8), "a whole number from 1 to 8"),
+    "quantization.group_size": _optional(_whole(1, 1024), "a whole number from 1 to 1,024"),
+    "quantization.mode": _optional(lambda value: value in _MODES, listed(_MODES)),
+    **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
+    **dict.fromkeys((f"text_config.{key}" for key in _LAYER_COUNTS), _LAYERS),
 }
 ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
@@ -100,5 +113,7 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
     "bias": (lambda value: value in (None, "none"), "none"),
     **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),
     "base_model_name_or_path": _TEXT,
-    **dict.fromkeys(_ONLY_PEFT, (lambda value: not value, "none, as mlx-lm's adapters have no such thing")),
+    **dict.fromkeys(
+        _ONLY_PEFT, (lambda value: not value, "none, as mlx-lm's adapters have no such thing")
+    ),
 }

@@ -20,7 +20,13 @@ from runners.images.processor import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import add_adapters, base_digest
 from runners.models.folders import resolve_model
-from runners.models.model_reader import cast_floating, choose_dtype, custom_loader, main_dtype, read_model
+from runners.models.model_reader import (
+    cast_floating,
+    choose_dtype,
+    custom_loader,
+    main_dtype,
+    read_model,
+)
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -60,15 +66,16 @@ def load_model(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> LoadedModel:
-    """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first values.
+    """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first
+    values.
 
-    A `loader` is searched in `folders`, as in `resolve_function`. With `images` prompts may have images,
-    which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
+    A `loader` is searched in `folders`, as in `resolve_function`. With `images` prompts may have
+    images, which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
 
-    Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
-    not finite, the tokenizer's vocabulary exceeds the embedding, the weights are packed with `tune = "full"`,
-    `lora.keys` or `lora.layers` name missing layers, or `adapters` do not fit; with `images`, as
-    `prepare_vision` does.
+    Raises UserError: the folder is incomplete, the architecture unknown, weights are missing,
+    unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
+    packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters` do
+    not fit; with `images`, as `prepare_vision` does.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -84,11 +91,12 @@ def load_model(
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     if not images and loader is None and has_vision(config):
         notices += (
-            f"{path}: the model sees, but only its language part is trained and saved, on text; data.image "
-            "names the column of images",
+            f"{path}: the model sees, but only its language part is trained and saved, on text; "
+            "data.image names the column of images",
         )
 
-    adapter, digest = None, ""
+    adapter = None
+    digest = ""
     if settings.tune != "full":
         digest = base_digest(named_leaves(module.parameters()))
         # Before the adapters, because DoRA measures the weights in the compute dtype.
@@ -97,8 +105,8 @@ def load_model(
     elif is_quantized(module):
         command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
-            f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = "lora" or '
-            f'"dora", or the model unpacked by `{command}`'
+            f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = '
+            f'"lora" or "dora", or the model unpacked by `{command}`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

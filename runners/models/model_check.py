@@ -1,4 +1,7 @@
-"""Checks before a run's first rollout whether the model decodes what it learns. What passed is remembered."""
+"""Checks before a run's first rollout whether the model decodes what it learns.
+
+What passed is remembered.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def check_model(
         prompts: token ids of the run's prompts.
         model_config: the model's config.json.
         share_prompts: whether the learner is to compute a group's prompt once.
-        role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own weights.
+        role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own
+            weights.
 
     Raises UserError as `grpo_fn.check_policy` raises ValueError.
     """

@@ -1,4 +1,6 @@
-"""Reads and checks a model folder: its module, config and tokenizer; the dtypes of the module's leaves."""
+"""Reads and checks a model folder: its module, config and tokenizer; the dtypes of the module's
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def read_model(
     return module, config, tokenizer, notices
 
 
-def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loader") -> Loader | None:
+def custom_loader(
+    name: str, folders: Sequence[Path] = (), key: str = "model.loader"
+) -> Loader | None:
     """The function that a config's `model.loader` names; None if it is empty.
 
     Raises UserError as `resolve_function` does.
@@ -52,12 +56,15 @@ def custom_loader(name: str, folders: Sequence[Path] = (), key: str = "model.loa
     return resolve_function(name, folders, key=key, takes=("folder", "config")) if name else None
 
 
-def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = None) -> tuple[nn.Module, dict]:
+def load_module(
+    path: Path, trust_remote_code: bool, loader: Loader | None = None
+) -> tuple[nn.Module, dict]:
     """The module of a checked folder, whose weights may still be lazy, and its config.
 
-    It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in config.json,
-    returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl, cache=None)` gives
-    logits [B,L,V], and its blocks are `module.layers` (a key-value cache each, unless it has `make_cache`).
+    It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in
+    config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl,
+    cache=None)` gives logits [B,L,V], and its blocks are `module.layers` (a key-value cache each,
+    unless it has `make_cache`).
 
     Raises UserError if it cannot be loaded.
     """
@@ -68,8 +75,11 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
     read_config(path)  # checked before mlx-lm reads it
     weight_files(path)
     try:
-        stated = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
-        return utils.load_model(path, lazy=True, model_config=stated, trust_remote_code=trust_remote_code)
+        # of config.json and generation_config.json
+        stated = with_rope_keys(utils.load_config(path))
+        return utils.load_model(
+            path, lazy=True, model_config=stated, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         if is_out_of_memory(error):
             raise
@@ -90,24 +100,30 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
         raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
     if not isinstance(module, nn.Module) or not hasattr(module, "layers"):
         kind = type(module).__name__
-        raise UserError(f"{path}: {name}: expected an mlx.nn.Module with blocks as `layers`, found {kind}")
+        raise UserError(
+            f"{path}: {name}: expected an mlx.nn.Module with blocks as `layers`, found {kind}"
+        )
     return module, config
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a checked folder. Raises UserError if it cannot be loaded, or if its first use takes
-    more time or memory than a real tokenizer needs."""
+    """The tokenizer of a checked folder. Raises UserError if it cannot be loaded, or if its first
+    use takes more time or memory than a real tokenizer needs."""
     check_tokenizer(path)
     from mlx_lm import utils
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.
     settings = {"trust_remote_code": trust_remote_code}
-    if not any(name in str(read_json(path / "config.json").get("model_type")) for name in _MISTRALS):
+    if not any(
+        name in str(read_json(path / "config.json").get("model_type")) for name in _MISTRALS
+    ):
         settings["fix_mistral_regex"] = False  # else it may warn of a fault that only these have
     try:
         return utils.load_tokenizer(path, settings, eos_token_ids=end_ids(path))
     except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
-        raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
+        raise UserError(
+            f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}"
+        ) from error
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:
@@ -126,26 +142,33 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
     """Refuses a tokenizer whose ids exceed the embedding: MLX silently reads past the table's end.
 
-    Added tokens beyond it are only reported: some models ship with them, and plain text never contains them.
-    Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
+    Added tokens beyond it are only reported: some models ship with them, and plain text never
+    contains them. Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
     """
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
     if most >= rows:
         raise UserError(
-            f"{path}: the tokenizer has the token id {most}, the model's embedding only {rows} rows; "
-            "they do not belong together"
+            f"{path}: the tokenizer has the token id {most}, the model's embedding only {rows} "
+            "rows; they do not belong together"
         )
     if not tokenizer.eos_token_ids:
-        return (f"{path}: no end-of-text token is known, so every completion runs to its full length",)
-    if beyond := sorted(i for i in added if i >= rows):
+        return (
+            f"{path}: no end-of-text token is known, so every completion runs to its full length",
+        )
+    beyond = sorted(i for i in added if i >= rows)
+    if beyond:
         return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
     return ()
 
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
-    floating = {n: leaf for n, leaf in leaves.items() if leaf.size and mx.issubdtype(leaf.dtype, mx.floating)}
+    floating = {
+        n: leaf
+        for n, leaf in leaves.items()
+        if leaf.size and mx.issubdtype(leaf.dtype, mx.floating)
+    }
     materialize_in_parts(floating)
     finite = {name: _finite(leaf) for name, leaf in floating.items()}
     mx.eval(finite)
@@ -155,10 +178,11 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
 
 
 def _finite(leaf: mx.array) -> mx.array:
-    """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as `mx.isfinite`.
+    """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as
+    `mx.isfinite`.
 
-    Only entries with all bits of the exponent set are at the top of the range: positive ones as signed
-    integers, negative ones as unsigned integers.
+    Only entries with all bits of the exponent set are at the top of the range: positive ones as
+    signed integers, negative ones as unsigned integers.
     """
     signed, unsigned = (mx.int32, mx.uint32) if leaf.dtype == mx.float32 else (mx.int16, mx.uint16)
     infinity = mx.array(float("inf"), leaf.dtype)
@@ -176,19 +200,28 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
     return mx.float32 if platform.backend == "cpu" else main_dtype(module)
 
 
-def cast_floating(module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None) -> None:
+def cast_floating(
+    module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None
+) -> None:
     """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers stay."""
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
-    floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    floating = {
+        name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)
+    }
     module.update(tree_unflatten([(name, leaf.astype(dtype)) for name, leaf in floating.items()]))
 
 
 def main_dtype(module: nn.Module) -> mx.Dtype:
-    """The dtype of most floating weights, counted by entries. Raises UserError where all are integers."""
+    """The dtype of most floating weights, counted by entries.
+
+    Raises UserError where all are integers.
+    """
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in named_leaves(module.parameters()).values():
         if mx.issubdtype(leaf.dtype, mx.floating):
             sizes[leaf.dtype] += leaf.size
     if not sizes:
-        raise UserError("the model's weights: expected floating point numbers, found integers alone")
+        raise UserError(
+            "the model's weights: expected floating point numbers, found integers alone"
+        )
     return sizes.most_common(1)[0][0]

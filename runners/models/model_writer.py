@@ -25,13 +25,17 @@ from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
-def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSettings | None = None) -> Path:
-    """Writes a model folder with these trained parameters, its floating weights in the source model's dtypes.
+def save_model(
+    folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSettings | None = None
+) -> Path:
+    """Writes a model folder with these trained parameters, its floating weights in the source
+    model's dtypes.
 
-    A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores the
-    tower. Adapters are merged into the weights, and `adapters.safetensors` and `adapter_config.json` are
-    written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a quantized base the merged layers
-    are stored unquantized, because rounding them to few bits again would undo much of a small update.
+    A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores
+    the tower. Adapters are merged into the weights, and `adapters.safetensors` and
+    `adapter_config.json` are written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a
+    quantized base the merged layers are stored unquantized, because rounding them to few bits again
+    would undo much of a small update.
     """
     with new_folder(folder) as temporary:
         config = _stated(loaded)
@@ -42,7 +46,10 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
             weights, merged = merge_adapters(params, loaded)
             if is_quantized(loaded.module):
                 config.pop("quantization_config", None)
-                config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
+                config["quantization"] = {
+                    **loaded.config["quantization"],
+                    **dict.fromkeys(merged, False),
+                }
         weights = {name: _as_source(name, array, loaded) for name, array in weights.items()}
         if loaded.vision is not None:
             weights |= loaded.vision.weights()
@@ -61,7 +68,8 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
     """The flat weights with the adapters fused into them, and the names of the changed layers."""
-    module, saved = loaded.module, loaded.module.parameters()
+    module = loaded.module
+    saved = loaded.module.parameters()
     try:
         module.update(tree_unflatten(list(loaded.frozen.items())))
         module.update(params)
@@ -72,7 +80,9 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
             if not any(name.startswith(f"{layer}.") for layer in layers)
         }
         for name, layer in layers.items():
-            weights |= {f"{name}.{leaf}": array for leaf, array in named_leaves(layer.parameters()).items()}
+            weights |= {
+                f"{name}.{leaf}": array for leaf, array in named_leaves(layer.parameters()).items()
+            }
         mx.eval(weights)
     finally:
         module.update(saved)
@@ -80,8 +90,12 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
-    return named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
+    """The content of a weights file for the trained parameters: only adapters, or the whole
+    model.
+    """
+    return (
+        named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
+    )
 
 
 def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedModel) -> None:
@@ -91,14 +105,22 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
     else:
         save_arrays(folder / ADAPTERS, weights, _MLX)
         source = str(loaded.path) if Path(loaded.settings.path).exists() else loaded.settings.path
-        base = {"fine_tune_type": loaded.settings.tune, "model": source, BASE_DIGEST: loaded.base_digest}
+        base = {
+            "fine_tune_type": loaded.settings.tune,
+            "model": source,
+            BASE_DIGEST: loaded.base_digest,
+        }
         write_json(folder / ADAPTER_CONFIG, {**base, **loaded.adapter})
     _write_companions(folder, _stated(loaded), loaded)
 
 
 def _stated(loaded: LoadedModel) -> dict:
     """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
-    config = read_json(loaded.path / "config.json") if loaded.settings.loader else read_config(loaded.path)
+    config = (
+        read_json(loaded.path / "config.json")
+        if loaded.settings.loader
+        else read_config(loaded.path)
+    )
     if loaded.adapter is None:
         config.pop("quantization_config", None)  # unpacked while it was loaded
     return config

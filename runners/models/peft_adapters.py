@@ -1,9 +1,10 @@
-"""Adapters in PEFT's format, from and to mlx-lm's: the update of a weight W [out, in] is scale · (A B)ᵀ.
+"""Adapters in PEFT's format, from and to mlx-lm's: the update of a weight W [out, in] is scale · (A
+B)ᵀ.
 
-PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions by a
-layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of each row is
-the same in both, but PEFT's of an embedding is one of each column. A head that is tied to the embedding has
-adapters of its own in PEFT, and in mlx-lm the embedding's.
+PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions
+by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of
+each row is the same in both, but PEFT's of an embedding is one of each column. A head that is tied
+to the embedding has adapters of its own in PEFT, and in mlx-lm the embedding's.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -31,7 +32,8 @@ _LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
     "lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m",
     "base_layer.weight": "base",
 }  # fmt: skip
-_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+_EMBEDDING = "embed_tokens"
+_HEAD = "lm_head"
 # Where a vision-language model has its language part: in mlx-lm, in transformers.
 _INNER = ("language_model.model.", "model.language_model.")
 
@@ -42,21 +44,27 @@ class Adapters:
 
     settings: dict[str, Any]  # adapter_config.json
     tensors: dict[str, mx.array]
-    bases: Mapping[str, mx.array] = attrs.field(factory=dict)  # of layers: the weight under the adapters
+    # of layers: the weight under the adapters
+    bases: Mapping[str, mx.array] = attrs.field(factory=dict)
     separate: bool = False  # embedding or head is changed, and the other not with it
 
 
-def from_peft(settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path) -> Adapters:
+def from_peft(
+    settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
+) -> Adapters:
     """Adapters from PEFT's adapter_config.json, by the rules of json_keys, and its tensors.
 
-    Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what a layer's
-    scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm does not have.
+    Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what
+    a layer's scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm
+    does not have.
     """
     import mlx.core as mx
 
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
-        found = re.fullmatch(rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name)
+        found = re.fullmatch(
+            rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name
+        )
         if found is None or leaf.ndim != (1 if "magnitude" in name else 2):
             raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
         layers.setdefault(found[1], {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
@@ -64,24 +72,36 @@ def from_peft(settings: Mapping[str, Any], tensors: Mapping[str, mx.array], fold
         raise UserError(f"{folder}: expected tensors of adapters, found none")
     bases = {name: parts.pop("base").T for name, parts in layers.items() if "base" in parts}
     for name, parts in layers.items():
-        if not {"lora_a", "lora_b"} <= parts.keys() or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]:
+        if (
+            not {"lora_a", "lora_b"} <= parts.keys()
+            or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]
+        ):
             raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
         if "m" in parts and name.endswith(_EMBEDDING):
-            raise UserError(f"{folder}: {name}: mlx-lm's DoRA of an embedding is not PEFT's; expected LoRA")
+            raise UserError(
+                f"{folder}: {name}: mlx-lm's DoRA of an embedding is not PEFT's; expected LoRA"
+            )
     embedding = next((name for name in layers if name.endswith(_EMBEDDING)), "")
     tied = bool(embedding) and _is_mirrored(layers[embedding], layers.get(_HEAD))
     if tied:
         del layers[_HEAD]
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
+    if not min(ranks.values()):
+        raise UserError(f"{folder}: expected adapters of a rank from 1 on, found 0")
     scales = _scales(settings, ranks, folder)
-    rank, scale = max(ranks.values()), next(iter(scales.values()))
+    rank = max(ranks.values())
+    scale = next(iter(scales.values()))
     sees = any(name.startswith(_INNER[1]) for name in layers)
     ours = {name: _in_mlx(name, sees) for name in layers}
     made: dict[str, mx.array] = {}
     for name, parts in layers.items():
-        room, factor = (0, rank - ranks[name]), scales[name] / scale
+        room = (0, rank - ranks[name])
+        factor = scales[name] / scale
         b = parts["lora_b"] if factor == 1 else parts["lora_b"].astype(mx.float32) * factor
-        parts |= {"lora_a": mx.pad(parts["lora_a"], [(0, 0), room]), "lora_b": mx.pad(b, [room, (0, 0)])}
+        parts |= {
+            "lora_a": mx.pad(parts["lora_a"], [(0, 0), room]),
+            "lora_b": mx.pad(b, [room, (0, 0)]),
+        }
         made |= {f"{ours[name]}.{leaf}": array for leaf, array in parts.items()}
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(ours.values())}
     kind = "dora" if settings.get("use_dora") else "lora"
@@ -94,7 +114,10 @@ def from_peft(settings: Mapping[str, Any], tensors: Mapping[str, mx.array], fold
 def to_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """PEFT's adapter_config.json and tensors. Raises UserError for adapters that have no form there."""
+    """PEFT's adapter_config.json and tensors.
+
+    Raises UserError for adapters that have no form there.
+    """
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
     dora = settings.get("fine_tune_type") == "dora"
     made: dict[str, mx.array] = {}
@@ -106,7 +129,11 @@ def to_peft(
         embeds = layer.endswith(_EMBEDDING)
         if embeds and part == "m":
             raise UserError(f"{layer}: DoRA of an embedding has no form in PEFT; its LoRA has")
-        theirs = [key for key, value in _LEAVES.items() if value == part and ("embedding" in key) == embeds]
+        theirs = [
+            key
+            for key, value in _LEAVES.items()
+            if value == part and ("embedding" in key) == embeds
+        ]
         names = theirs or ["lora_magnitude_vector"]
         made[f"{_BEFORE}{_in_peft(layer)}.{names[0]}"] = leaf if leaf.ndim == 1 else leaf.T
     blocks = [re.search(r"\.layers\.(\d+)\.(.+)", layer) for layer in layers]
@@ -115,7 +142,8 @@ def to_peft(
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
         "base_model_name_or_path": settings.get("model") or None,
-        "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False, "lora_dropout": 0.0,
+        "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False,
+        "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
         "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
         # Blocks count from the last one: who has the first block has them all.
@@ -124,17 +152,27 @@ def to_peft(
     return config, made
 
 
-def _scales(settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path) -> dict[str, float]:
-    """alpha / r or alpha / √r of each layer; its alpha is that of the first pattern that its name matches."""
+def _scales(
+    settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path
+) -> dict[str, float]:
+    """alpha / r or alpha / √r of each layer; its alpha is that of the first pattern that its name
+    matches.
+    """
     patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
     alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
     if patterns:  # regular expressions, which may take forever if they are a stranger's
-        with closing(BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)) as match:
+        with closing(
+            BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)
+        ) as match:
             found = match([*patterns], [*ranks])
         if found is None:
             wanted = "regular expressions that match a layer's name in 2 s"
-            raise UserError(f"{folder}: alpha_pattern: expected {wanted}, found {show([*patterns])}")
-        alphas |= {name: patterns[key] for name, key in zip(ranks, found, strict=True) if key is not None}
+            raise UserError(
+                f"{folder}: alpha_pattern: expected {wanted}, found {show([*patterns])}"
+            )
+        alphas |= {
+            name: patterns[key] for name, key in zip(ranks, found, strict=True) if key is not None
+        }
     power = 0.5 if settings.get("use_rslora") else 1
     return {name: alphas[name] / rank**power for name, rank in ranks.items()}
 
@@ -149,16 +187,22 @@ def _first(patterns: Sequence[str], name: str) -> str | None:
 
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
-    """Whether a head's adapters are those of the embedding that it is tied to (ensure_weight_tying)."""
+    """Whether a head's adapters are those of the embedding that it is tied to
+    (ensure_weight_tying).
+    """
     import mlx.core as mx
 
     pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
-    return head is not None and all(mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs)
+    return head is not None and all(
+        mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs
+    )
 
 
 def _in_mlx(name: str, sees: bool) -> str:
     """A layer's name in mlx-lm; `sees`: of a vision-language model."""
-    return f"language_model.{name}" if sees and name == _HEAD else name.replace(_INNER[1], _INNER[0])
+    return (
+        f"language_model.{name}" if sees and name == _HEAD else name.replace(_INNER[1], _INNER[0])
+    )
 
 
 def _in_peft(layer: str) -> str:

@@ -25,7 +25,8 @@ from runners.config.loading import Config
 from runners.errors import UserError
 
 CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
-SLICE_TOKENS, CALIBRATION_TOKENS = 4096, 16_384  # tokens of a pass for the moments, and of all
+SLICE_TOKENS = 4096  # tokens of a pass for the moments
+CALIBRATION_TOKENS = 16_384  # tokens of all passes
 BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of rounding
 
 
@@ -34,8 +35,8 @@ def make_quantized_role(
 ) -> QuantizedRole | None:
     """The few-bit weights that `rollout.quantization` or `loss.ref_quantization` asks for, if any.
 
-    A notice says how many weights keep their precision because no group fits their rows. Raises UserError, at
-    the key, if the model, whose parameters the policy holds, cannot be quantized so.
+    A notice says how many weights keep their precision because no group fits their rows. Raises
+    UserError, at the key, if the model, whose parameters the policy holds, cannot be quantized so.
     """
     section, _, option = key.partition(".")
     name = getattr(getattr(config, section), option)
@@ -47,30 +48,37 @@ def make_quantized_role(
         role = quantized_role(policy, name, storage, group_size=group_size, head=head)
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error
-    if count := len(role.unfit):
+    count = len(role.unfit)
+    if count:
         notices.append(
-            f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their rows are no "
-            f"multiple of the group (the first: {role.unfit[0]}); a smaller rollout.group_size may fit them"
+            f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their "
+            f"rows are no multiple of the group (the first: {role.unfit[0]}); a smaller "
+            "rollout.group_size may fit them"
         )
     return role
 
 
 def is_calibrated(config: Config, name: str) -> bool:
-    """Whether weights of that format are rounded with their inputs' moments: affine ones of few bits, and
-    without images, whose features the moments would lack."""
+    """Whether weights of that format are rounded with their inputs' moments: affine ones of few
+    bits, and without images, whose features the moments would lack."""
     few = name.startswith("affine") and MODES[name].bits <= CALIBRATED_BITS
     return few and config.rollout.calibration == "activations" and not config.data.image
 
 
-def measured_moments(policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch) -> Moments:
+def measured_moments(
+    policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch
+) -> Moments:
     """The moments of a role's layers over rows of a batch, as many as are needed."""
-    group, lengths_b = next(iter(role.modes.values())).group_size, _lengths(batch)
+    group = next(iter(role.modes.values())).group_size
+    lengths_b = _lengths(batch)
     rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
     found: dict[str, mx.array] = {}
     tokens = 0
     for start in range(0, lengths_b.shape[0], rows):
         part = slice(start, start + rows)
-        some = input_moments(policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group)
+        some = input_moments(
+            policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group
+        )
         found = added(found, some)
         tokens += int(lengths_b[part].sum())
         if tokens >= CALIBRATION_TOKENS:
@@ -79,7 +87,12 @@ def measured_moments(policy: g.Policy, role: QuantizedRole, params: Tree, batch:
 
 
 def budgeted_formats(
-    config: Config, policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch, moments: Moments
+    config: Config,
+    policy: g.Policy,
+    role: QuantizedRole,
+    params: Tree,
+    batch: g.Batch,
+    moments: Moments,
 ) -> dict[str, str]:
     """The sampler's formats within rollout.bits_budget, from a batch and its moments."""
     rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
@@ -96,8 +109,13 @@ def budgeted_formats(
 def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:
     """How many weights have which format by rollout.bits_budget, and their bits on average."""
     leaves = named_leaves(params) | named_leaves(policy.frozen)
-    bits = {name: quant_mode(form, config.rollout.group_size).bits_stored for name, form in formats.items()}
-    mean = sum(bits[name] * leaves[name].size for name in bits) / sum(leaves[name].size for name in bits)
+    bits = {
+        name: quant_mode(form, config.rollout.group_size).bits_stored
+        for name, form in formats.items()
+    }
+    mean = sum(bits[name] * leaves[name].size for name in bits) / sum(
+        leaves[name].size for name in bits
+    )
     counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
     budget = config.rollout.bits_budget
     return f"rollout.bits_budget = {budget:g}: {mean:.3g} bits on average; weights: {counts}"
@@ -105,4 +123,6 @@ def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, p
 
 def _lengths(batch: g.Batch) -> mx.array:
     """Tokens of each row up to the last one that counts."""
-    return batch.prompt_lengths_b + (mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt).max(axis=1)
+    return batch.prompt_lengths_b + (mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt).max(
+        axis=1
+    )

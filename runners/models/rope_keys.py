@@ -1,9 +1,10 @@
 """The keys of a config.json in the spelling of mlx-lm's modules, the rotary embedding's above all.
 
-transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is rotated, and
-the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read `rope_theta`,
-`rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if these are missing. Some
-other keys have two names in transformers (`attribute_map`), of which it writes one.
+transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is
+rotated, and the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules
+read `rope_theta`, `rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if
+these are missing. Some other keys have two names in transformers (`attribute_map`), of which it
+writes one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import attrs
 
 from runners.errors import UserError, error_line, show
 
-# The types that mlx-lm's `initialize_rope` computes like transformers. Modules without it compute "default".
+# The types that mlx-lm's `initialize_rope` computes like transformers. Modules without it compute
+# "default".
 SCALED = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 _OTHER_TYPES = {
     **dict.fromkeys(("deepseek", "nemotron"), ("default", "linear")),
@@ -50,9 +52,11 @@ _TEXT = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-_THETA, _SHARE = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
+_THETA = ("rope_theta", "rotary_emb_base")
+_SHARE = ("partial_rotary_factor", "rotary_pct")
 _SLIDING_THETA = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -74,22 +78,28 @@ class _Reader:
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the keys that mlx-lm's module reads, in addition to those of transformers 5.
+    """A config.json with the keys that mlx-lm's module reads, in addition to those of transformers
+    5.
 
-    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has neither
-    `rope_parameters` nor a key by another name, or if mlx-lm's module reads these itself or does not exist.
-    A `rope_scaling` that is there stays, as both of them prefer it.
+    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has
+    neither `rope_parameters` nor a key by another name, or if mlx-lm's module reads these itself or
+    does not exist. A `rope_scaling` that is there stays, as both of them prefer it.
 
     Raises UserError, with the key, if mlx-lm's module would compute something else.
     """
-    nested, reader = isinstance(config.get("text_config"), dict), _reader(config)
+    nested = isinstance(config.get("text_config"), dict)
+    reader = _reader(config)
     if reader is None:
         return config
     part = config["text_config"] if nested else config
     try:
-        keys = _other_names(part, reader) | (_keys(part, reader) if part.get("rope_parameters") else {})
+        keys = _other_names(part, reader) | (
+            _keys(part, reader) if part.get("rope_parameters") else {}
+        )
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"rope_parameters: not as transformers writes them: {error_line(error)}") from error
+        raise UserError(
+            f"rope_parameters: not as transformers writes them: {error_line(error)}"
+        ) from error
     if not keys:
         return config
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
@@ -113,15 +123,22 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
         return None
     arguments = getattr(importlib.import_module(f"mlx_lm.models.{module}"), kind or "ModelArgs")
     fields = {field.name: field for field in dataclasses.fields(arguments)}
-    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory]
-    scales = any(hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__)
+    required = [
+        n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory
+    ]
+    scales = any(
+        hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__
+    )
     types = _OTHER_TYPES.get(module, SCALED if scales and "rope_scaling" in fields else {"default"})
     return _Reader(module, fields.keys(), required, types)
 
 
 def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
-    if not (missing := [name for name in reader.required if name not in config]):
+    """Required keys that transformers writes under another name: `num_local_experts` of
+    qwen3_moe.
+    """
+    missing = [name for name in reader.required if name not in config]
+    if not missing:
         return {}
     from transformers import CONFIG_MAPPING
 
@@ -132,11 +149,13 @@ def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     """The keys to add to a config that has rope_parameters."""
-    whole, keys = config["rope_parameters"], {}
+    whole = config["rope_parameters"]
+    keys = {}
     if any(isinstance(value, Mapping) for value in whole.values()):
         keys, whole = _by_layer(whole, config, reader)
     for key, names in (("rope_theta", _THETA), ("partial_rotary_factor", _SHARE)):
-        value, name = whole.get(key), reader.first(names)
+        value = whole.get(key)
+        name = reader.first(names)
         if name is not None and value is not None:
             keys[name] = value
         elif key in _SHARE and value is not None and "rotary_dim" in reader.keys:
@@ -164,9 +183,11 @@ def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The keys of sliding layers, and the remaining table for all others."""
-    if others := sorted(stated.keys() - {_FULL, _SLIDING}):
+    others = sorted(stated.keys() - {_FULL, _SLIDING})
+    if others:
         raise reader.refuse(f"layers of type {others[0]}")
-    full, sliding = stated.get(_FULL) or {}, stated.get(_SLIDING) or {}
+    full = stated.get(_FULL) or {}
+    sliding = stated.get(_SLIDING) or {}
     name = reader.first(_SLIDING_THETA)
     if not sliding:
         return {}, full
@@ -181,8 +202,11 @@ def _by_layer(
 
 
 def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The period n if every n-th layer is a full one; transformers 5 lists the layers' types instead."""
-    name, layers = "sliding_window_pattern", config.get("layer_types")
+    """The period n if every n-th layer is a full one; transformers 5 lists the layers' types
+    instead.
+    """
+    name = "sliding_window_pattern"
+    layers = config.get("layer_types")
     if name not in reader.keys or name in config or not layers:
         return {}
     for every in range(1, len(layers) + 2):
@@ -199,10 +223,14 @@ def _scaling(
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
     scaling: dict[str, Any] = {"rope_type": kind, "type": kind, **kept}
     if kind in ("llama3", "yarn", "longrope"):
-        scaling.setdefault(_ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings"))
+        scaling.setdefault(
+            _ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings")
+        )
     if kind != "longrope":
-        scaling["factor"] = float(scaling["factor"])  # whole numbers fail assertions in some modules
-    # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does neither.
+        # whole numbers fail assertions in some modules
+        scaling["factor"] = float(scaling["factor"])
+    # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does
+    # neither.
     mscales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
     odd = ["attention_factor"] if kind in ("yarn", "longrope") else []
     for name in odd + (mscales if kind == "yarn" and len(mscales) == 1 else []):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODEL_DIR = HERE / "model"  # config.json, model.safetensors, tokenizer.json, tokenizer_config.json
-DATA_DIR = HERE / "data"  # train.jsonl, valid.jsonl, test.jsonl: `question`, and `answer` ending in `#### n`
-TOOLS_DIR = HERE / "tools"  # both in the same form, for a model with a calculator; manifest.json has digests
+# train.jsonl, valid.jsonl, test.jsonl: `question`, and `answer` ending in `#### n`
+DATA_DIR = HERE / "data"
+# both in the same form, for a model with a calculator; manifest.json has digests
+TOOLS_DIR = HERE / "tools"
 
 MODELS = {"embedded": MODEL_DIR, "embedded-tools": TOOLS_DIR / "model"}
 """The folders of the shipped models, by their names in `model.path`."""

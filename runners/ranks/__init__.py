@@ -1,4 +1,5 @@
 """Many processes as one run: their places, their messages, and their common end.
 
-Imports machine, files and errors; MLX and grpo_fn only inside functions, because commands load this folder.
+Imports machine, files and errors; MLX and grpo_fn only inside functions, because commands load this
+folder.
 """

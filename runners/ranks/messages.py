@@ -12,7 +12,8 @@ from safetensors.numpy import load, save
 from runners.errors import UserError
 from runners.ranks.watchdog import EXIT_CODE
 
-_TEXT, _ARRAY = "message", "\0array"  # the plain part's name among the arrays, and the key of one in it
+_TEXT = "message"  # the plain part's name among the arrays
+_ARRAY = "\0array"  # the key of an array in it
 
 
 @attrs.frozen(eq=False)
@@ -58,4 +59,6 @@ def decode_message(data: bytes) -> RankMessage:
     """The message from the bytes of `encode_message`."""
     arrays = load(data)
     text = arrays.pop(_TEXT).tobytes()
-    return RankMessage(**json.loads(text, object_hook=lambda x: arrays[x[_ARRAY]] if {*x} == {_ARRAY} else x))
+    return RankMessage(
+        **json.loads(text, object_hook=lambda x: arrays[x[_ARRAY]] if {*x} == {_ARRAY} else x)
+    )

@@ -1,4 +1,5 @@
-"""This process's place among the ranks, from the environment variables of `mlx.launch` or `mpirun`."""
+"""This process's place among the ranks, from the environment variables of `mlx.launch` or
+`mpirun`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
 
 def _place(environ: Mapping[str, str]) -> RankPlace | None:
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        return RankPlace(int(environ["OMPI_COMM_WORLD_RANK"]), int(environ["OMPI_COMM_WORLD_SIZE"]), "mpi")
+        return RankPlace(
+            int(environ["OMPI_COMM_WORLD_RANK"]), int(environ["OMPI_COMM_WORLD_SIZE"]), "mpi"
+        )
     if not environ.get("MLX_RANK"):
         return None
     rank = int(environ["MLX_RANK"])
@@ -59,8 +62,11 @@ def _listed(path: str) -> list[Any]:
 
 
 def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Gives each rank of a host its part of the cores, before the BLAS is loaded; a user's choice stays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Gives each rank of a host its part of the cores, before the BLAS is loaded; a user's choice
+    stays."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environ.setdefault(name, str(max(cores // place.local, 1)))
 
@@ -68,9 +74,9 @@ def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
 def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
     """Fills this process's standard input if it is a pipe from `mlx.launch`; only on Linux.
 
-    MLX 0.32.4's launcher waits until a rank writes something or can be written to. As a rank can always be
-    written to, the launcher never sleeps and uses a core. A full pipe cannot be written to. Ranks never read
-    it.
+    MLX 0.32.4's launcher waits until a rank writes something or can be written to. As a rank can
+    always be written to, the launcher never sleeps and uses a core. A full pipe cannot be written
+    to. Ranks never read it.
     """
     if "MLX_RANK" not in (os.environ if environ is None else environ) or sys.platform != "linux":
         return

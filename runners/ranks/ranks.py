@@ -32,11 +32,17 @@ class Ranks:
     """
 
     def __init__(
-        self, place: RankPlace | None = None, *, timeout: float = 600.0, signals: StopSignals | None = None
+        self,
+        place: RankPlace | None = None,
+        *,
+        timeout: float = 600.0,
+        signals: StopSignals | None = None,
     ) -> None:
-        """Joins the others of `place` (None: no others); `timeout`: seconds that a collective may take.
+        """Joins the others of `place` (None: no others); `timeout`: seconds that a collective may
+        take.
 
-        `signals` raise Stopped in this process, but not before `ending_together` and not within an exchange.
+        `signals` raise Stopped in this process, but not before `ending_together` and not within an
+        exchange.
 
         Raises UserError if the ranks cannot connect.
         """
@@ -67,7 +73,9 @@ class Ranks:
         except RuntimeError as error:
             self.watchdog.stop()
             raise UserError(f"{self.watchdog.name} cannot join the others: {error}") from error
-        self._collectives = MlxCollectives(group, None if place.backend == "nccl" else mx.Device(mx.cpu))
+        self._collectives = MlxCollectives(
+            group, None if place.backend == "nccl" else mx.Device(mx.cpu)
+        )
         keys = self._values("the hosts' names", host_key())
         here = [rank for rank, key in enumerate(keys) if key == keys[self.number]]
         own = Scoreboard.create(self.count) if here[0] == self.number else None
@@ -80,7 +88,8 @@ class Ranks:
                 os.unlink(own)
         self.hosts = [key.partition("/")[0] for key in keys]
         self.watchdog.names = [self.name(rank) for rank in range(self.count)]
-        self.watchdog.here, self.watchdog.board = [rank for rank in here if rank != self.number], board
+        self.watchdog.here = [rank for rank in here if rank != self.number]
+        self.watchdog.board = board
 
     @property
     def is_rank_zero(self) -> bool:
@@ -94,7 +103,9 @@ class Ranks:
 
     def name(self, rank: int) -> str:
         """A rank's name in messages."""
-        return f"rank {rank} ({self.hosts[rank]})" if len(self.hosts) == self.count else f"rank {rank}"
+        return (
+            f"rank {rank} ({self.hosts[rank]})" if len(self.hosts) == self.count else f"rank {rank}"
+        )
 
     # for reductions
 
@@ -124,15 +135,16 @@ class Ranks:
     def all_gather_object(self, where: str, value: Any = None) -> list[RankMessage]:
         """Every rank's message in this exchange, in order.
 
-        Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported that it
-        ends, or if one is gone.
+        Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported
+        that it ends, or if one is gone.
         """
         return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
     def _gather(self, own: RankMessage) -> list[RankMessage]:
         if self._collectives is None:
             return [own]
-        with self._signals.deferred():  # an interrupted exchange would leave the others at another point
+        # an interrupted exchange would leave the others at another point
+        with self._signals.deferred():
             messages = self._exchange(own)
             if any(message.error is not None for message in messages):
                 self.agreed_to_end()
@@ -189,7 +201,8 @@ class Ranks:
         """The lost rank, if it becomes known within a moment."""
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
-            if line := self.watchdog.gone():
+            line = self.watchdog.gone()
+            if line:
                 return line
             time.sleep(0.05)
         others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
@@ -204,21 +217,25 @@ class Ranks:
 
     @contextmanager
     def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
-        """The block is a change of the run's state: all ranks make it or none, and no signal interrupts it.
+        """The block is a change of the run's state: all ranks make it or none, and no signal
+        interrupts it.
 
-        It gets the messages of the exchange before it, which raises Stopped if a signal has come to a rank.
+        It gets the messages of the exchange before it, which raises Stopped if a signal has come to
+        a rank.
         """
         self._signals.check()
         with self._signals.deferred():
             messages = self.all_gather_object(where, value)
-            before, self._committing = self._committing, True
+            before = self._committing
+            self._committing = True
             try:
                 yield messages
             finally:
                 self._committing = before
 
     def stop_together(self, error: Stopped) -> None:
-        """After `error`: when this returns, all ranks know that they stop. RankError if one is gone."""
+        """After `error`: when this returns, all ranks know that they stop. RankError if one is
+        gone."""
         self._signals.stopping = True
         if not self._stopping:
             with suppress(Stopped):
@@ -229,8 +246,10 @@ class Ranks:
         return any(message.value for message in self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and "reducing"."""
-        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and
+        "reducing"."""
+        found = self._seconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found
 
     # the end
@@ -243,15 +262,16 @@ class Ranks:
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
-        """Within the block the ranks exchange arrays, not messages: each rank notices faults by itself."""
+        """Within the block the ranks exchange arrays, not messages: each rank notices faults by
+        itself."""
         self._moving = True
         with self._signals.deferred():
             yield
         self._moving = False
 
     def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say` for the answer to a signal, but silent if the signal is only the launcher's after another
-        rank's end."""
+        """`say` for the answer to a signal, but silent if the signal is only the launcher's after
+        another rank's end."""
 
         def alert(text: str) -> None:
             if not self.is_alone:
@@ -263,7 +283,8 @@ class Ranks:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """An exception inside the block ends all ranks. At the end they disconnect in good order."""
+        """An exception inside the block ends all ranks. At the end they disconnect in good
+        order."""
         if self.is_alone:
             yield
             return
@@ -278,7 +299,8 @@ class Ranks:
                 error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                error.reported = not self._is_reporter(error)  # pyright: ignore[reportAttributeAccessIssue]
+                reports = self._is_reporter(error)
+                error.reported = not reports  # pyright: ignore[reportAttributeAccessIssue]
             raise error
 
     def _is_reporter(self, error: BaseException) -> bool:
@@ -295,7 +317,8 @@ class Ranks:
             try:
                 self.stop_together(error)
             except UserError as lost:
-                # If another rank has ended before, SIGTERM comes from the launcher; that rank is the cause.
+                # If another rank has ended before, SIGTERM comes from the launcher; that rank is
+                # the cause.
                 return lost
             return error
         self.watchdog.write(WORKING, line)

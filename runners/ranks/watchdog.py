@@ -1,8 +1,8 @@
 """Ends a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted.
 
-The ranks of one host share a file, the scoreboard: who waits, who has ended and why, and who is gone. Each
-rank has a slot in the file and holds a lock on it. The system releases the lock when the process ends,
-however it ends. If another rank can take the lock, the rank is gone.
+The ranks of one host share a file, the scoreboard: who waits, who has ended and why, and who is
+gone. Each rank has a slot in the file and holds a lock on it. The system releases the lock when the
+process ends, however it ends. If another rank can take the lock, the rank is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import numpy as np
 from runners.errors import one_line
 from runners.machine.signals import StopSignals
 
-WORKING, WAITING, ENDED = 0, 1, 2
+WORKING = 0
+WAITING = 1
+ENDED = 2
 _SLOT = np.dtype(
     [
         ("asked", "i8"),  # the signal that has come; 0: none
@@ -41,7 +43,8 @@ class Scoreboard:
         """Opens the file, which `create` made, and takes this rank's lock."""
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # last: a lock ends if any descriptor is closed
+        # last: a lock ends if any descriptor is closed
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine)
 
     @staticmethod
@@ -53,7 +56,8 @@ class Scoreboard:
         return path
 
     def share(self, asked: int) -> list[int]:
-        """Shows the signal that has come to this rank (0: none); those that have come to any rank."""
+        """Shows the signal that has come to this rank (0: none); those that have come to any
+        rank."""
         self._own["asked"] = asked
         return [int(number) for number in self._slots["asked"] if number]
 
@@ -66,7 +70,11 @@ class Scoreboard:
     def read(self, rank: int) -> tuple[int, int, str]:
         """A rank's state, how many collectives it has begun, and its last line."""
         slot = self._slots[rank]
-        return int(slot["state"]), int(slot["begun"]), bytes(slot["line"]).decode("utf-8", "replace")
+        return (
+            int(slot["state"]),
+            int(slot["begun"]),
+            bytes(slot["line"]).decode("utf-8", "replace"),
+        )
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of another rank has ended."""
@@ -81,8 +89,10 @@ class Scoreboard:
 
 
 def host_key() -> str:
-    """The host's name, with what distinguishes two hosts of the same name, and two containers of one host."""
-    boot, place = "", os.stat(tempfile.gettempdir())
+    """The host's name, with what distinguishes two hosts of the same name, and two containers of
+    one host."""
+    boot = ""
+    place = os.stat(tempfile.gettempdir())
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return f"{os.uname().nodename}/{boot}/{place.st_dev}/{place.st_ino}"
@@ -99,12 +109,14 @@ class Watchdog:
 
     rank: int
     timeout: float  # seconds that a collective may take
-    _signals: StopSignals  # a signal that comes to one rank of this host comes to those of all of them
+    # a signal that comes to one rank of this host comes to those of all of them
+    _signals: StopSignals
     names: Sequence[str] = ()  # of all ranks; none before they have met
     here: Sequence[int] = ()  # the other ranks of this host, which the `board` shows
     board: Scoreboard | None = None
     on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
-    _what: str = attrs.field(default="", init=False)  # the main thread's current collective; "": none
+    # the main thread's current collective; "": none
+    _what: str = attrs.field(default="", init=False)
     _number: int = attrs.field(default=0, init=False)  # of collectives
     _parent: int = attrs.field(factory=os.getppid, init=False)  # the launcher
     _off: threading.Event = attrs.field(factory=threading.Event, init=False)
@@ -117,14 +129,17 @@ class Watchdog:
     @property
     def elsewhere(self) -> str:
         """The names of the ranks of other hosts."""
-        return ", ".join(name for rank, name in enumerate(self.names) if rank not in (*self.here, self.rank))
+        return ", ".join(
+            name for rank, name in enumerate(self.names) if rank not in (*self.here, self.rank)
+        )
 
     def start(self) -> None:
         """Begins to look."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the reason."""
+        """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the
+        reason."""
         self._signals.stopping = True
         self._off.set()
 
@@ -148,7 +163,8 @@ class Watchdog:
     def gone(self) -> str | None:
         """A line about ranks of this host that have not ended in good order; None: there are none.
 
-        Those with their own line are reported first, because the others may have ended for that reason.
+        Those with their own line are reported first, because the others may have ended for that
+        reason.
         """
         if self.board is None:
             return None
@@ -159,19 +175,24 @@ class Watchdog:
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining one of this host that is not `late`, and so has to report
-        what happened."""
+        """Whether this rank is the lowest remaining one of this host that is not `late`, and so has
+        to report what happened."""
         below = [rank for rank in self.here if rank < self.rank and rank not in late]
         return self.board is None or all(map(self.board.is_gone, below))
 
     def _watch(self) -> None:
-        last, number, waited, gone_at = time.monotonic(), 0, 0.0, 0.0
+        last = time.monotonic()
+        number = 0
+        waited = 0.0
+        gone_at = 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
             # Time for which the whole run was suspended (Ctrl-Z) does not count.
-            passed, last = min(now - last, 2 * _INTERVAL), now
+            passed = min(now - last, 2 * _INTERVAL)
+            last = now
             self._share_signals()
-            if line := self.gone():
+            line = self.gone()
+            if line:
                 gone_at = gone_at or now
                 if now - gone_at > _GRACE:
                     self._end(line)
@@ -181,8 +202,15 @@ class Watchdog:
             if waited > self.timeout:
                 late = self._late()
                 missing = " and ".join(self.names[rank] for rank in late) or self.elsewhere
-                why = f"waited for {missing or 'the network'}" if self.names else "not all ranks have joined"
-                self._end(f"no end of {what} after {waited:.0f} s (system.collective_timeout): {why}", late)
+                why = (
+                    f"waited for {missing or 'the network'}"
+                    if self.names
+                    else "not all ranks have joined"
+                )
+                self._end(
+                    f"no end of {what} after {waited:.0f} s (system.collective_timeout): {why}",
+                    late,
+                )
 
     def _share_signals(self) -> None:
         """Shows this rank's signal to the others of this host, and takes over theirs.
@@ -201,7 +229,9 @@ class Watchdog:
             return []
         _, mine, _ = self.board.read(self.rank)
         states = {rank: self.board.read(rank) for rank in self.here}
-        return [rank for rank, (state, begun, _) in states.items() if begun < mine or state != WAITING]
+        return [
+            rank for rank, (state, begun, _) in states.items() if begun < mine or state != WAITING
+        ]
 
     def _end(self, line: str, late: Sequence[int] = ()) -> None:
         """Ends this process; those that are `late` then see that it is gone."""

@@ -40,24 +40,30 @@ class Written:
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
     """Writes the page of these runs' folders to `out`.
 
-    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are used.
-    Raises UserError for a folder that holds no run, and if the file cannot be written.
+    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are
+    used. Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
-    shown, pieces = [], {}
+    shown = []
+    pieces: dict[str, bytes] = {}
     for number, run in enumerate(runs):
         content, more = run_data(run, max(most_bytes // len(runs), 1), f"{number}/")
         shown.append(content)
         pieces |= more
     pieces["start"] = packed({"runs": shown})
     text = page(" · ".join(run["name"] for run in shown), pieces, {"mode": "file", "at": "start"})
-    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
-    save_text(out, content.decode("utf-8"))
-    rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
-    return Written(out, len(content), rows, left_out)
+    encoded = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
+    save_text(out, encoded.decode("utf-8"))
+    return Written(
+        out,
+        size=len(encoded),
+        completions=sum(run["completions"]["rows"] for run in shown),
+        left_out=sum(run["completions"]["left_out"] for run in shown),
+    )
 
 
 def final_report(folder: Path, note: Callable[[str], None]) -> None:
-    """Writes report.html into a run's folder. If that fails, a line says so; the run is not affected."""
+    """Writes report.html into a run's folder. If that fails, a line says so;
+    the run is not affected."""
     try:
         write_report([folder], folder / REPORT)
     except (UserError, OSError, MemoryError) as error:
@@ -67,10 +73,14 @@ def final_report(folder: Path, note: Callable[[str], None]) -> None:
 def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     """The page's text. `pieces` are deflated JSON; `start` tells the script where to begin.
 
-    The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
-    a file, makes no connections.
+    The browser runs only scripts whose digests are in the page's head, loads nothing from
+    elsewhere, and, for a file, makes no connections.
     """
     script, style = _assets()
+    blobs = [
+        f'<script type="application/octet-stream" id="blob-{name}">{base64_text(piece)}</script>'
+        for name, piece in pieces.items()
+    ]
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
@@ -79,10 +89,7 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
         style=style,
         script=script,
         start=json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c"),
-        pieces="\n".join(
-            f'<script type="application/octet-stream" id="blob-{name}">{base64_text(piece)}</script>'
-            for name, piece in pieces.items()
-        ),
+        pieces="\n".join(blobs),
     )
 
 

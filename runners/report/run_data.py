@@ -5,6 +5,7 @@ The pieces are deflated JSON: completions in parts, numbers and texts apart, and
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
@@ -22,13 +23,17 @@ _MORE = ("metrics", "extra", "messages")
 _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
 
 
-def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
+def run_data(
+    folder: Path, most_bytes: int, prefix: str = ""
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The run's data for a page, and its pieces by the names that the data has for them.
 
-    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used. UserError
-    if the folder holds no run, or if a file cannot be read.
+    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
+    UserError if the folder holds no run, or if a file cannot be read.
     """
-    record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
+    record = RunRecord(folder)
+    pieces: dict[str, bytes] = {}
+    left_out: set[int] = set()
     path = record.folder / COMPLETIONS
     size = path.stat().st_size if path.is_file() else 0
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
@@ -48,22 +53,34 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
         pieces[at] = piece
         return at
 
-    group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
+    group_size = record.config.get("rollout", {}).get("num_generations")
+    parts = []
     for rows in completion_parts(filter(used, read_lines(path)), group_size):
         name = f"part/{len(parts)}"
-        numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
-        parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
+        part = {
+            "rows": len(rows),
+            "numbers": placed(f"{name}/numbers", _numbers(rows)),
+            "texts": placed(f"{name}/texts", _texts(rows)),
+        }
+        parts.append(part)
     evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),
-        "metrics": {"lines": record.lines, "columns": record.columns, "nonfinite": record.nonfinite},
+        "metrics": {
+            "lines": record.lines,
+            "columns": record.columns,
+            "nonfinite": record.nonfinite,
+        },
         "completions": {
             "rows": sum(part["rows"] for part in parts),
             "left_out": len(left_out),
             "parts": parts,
         },
         "evaluations": [
-            {"update": update, "at": placed(f"evaluation/{update}", _evaluation(rows, first=number == 0))}
+            {
+                "update": update,
+                "at": placed(f"evaluation/{update}", _evaluation(rows, first=number == 0)),
+            }
             for number, (update, rows) in enumerate(evaluations)
         ],
     }
@@ -73,21 +90,27 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl, in order, in parts of about ROWS; each gets its group and prompt.
+    """The records of completions.jsonl, in order, in parts of about ROWS;
+    each gets its group and prompt.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """
     prompts: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    last, group, count = (None, None), -1, 0
+    last: tuple[Any, Any] = (None, None)
+    group = -1
+    count = 0  # of the group's completions
     for record in records:
-        step, prompt = record.get("batch_step"), _text(record.get("prompt"))
+        step = record.get("batch_step")
+        prompt = _text(record.get("prompt"))
         if len(rows) >= ROWS and step != last[0]:
             yield rows
             rows = []
         if (step, prompt) != last or count == group_size:
-            group, count = group + 1, 0
-        last, count = (step, prompt), count + 1
+            group += 1
+            count = 0
+        last = (step, prompt)
+        count += 1
         rows.append(record | {"_group": group, "_prompt": prompts.setdefault(prompt, len(prompts))})
     if rows:
         yield rows
@@ -99,13 +122,14 @@ def packed(value: Any) -> bytes:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise UserError(f"a value in the run's files has no place in a page: {error}") from error
-    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)  # a lone surrogate: its escape
+    # a lone surrogate: its escape
+    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
 
 
 def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Columns for filters and sorting."""
     rewards = [_table(record.get("rewards")) for record in records]
-    names = dict.fromkeys(name for given in rewards for name in given)
+    names = dict.fromkeys(itertools.chain.from_iterable(rewards))
     columns = {name: _column(records, name) for name in ("update", "reward", "advantage", "tokens")}
     if any("length_penalty" in record for record in records):
         columns["penalty"] = _column(records, "length_penalty")
@@ -137,7 +161,8 @@ def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[s
     """The records of evaluations.jsonl by update."""
     known: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
-        if isinstance(update := line.get("update"), int):
+        update = line.get("update")
+        if isinstance(update, int):
             known.setdefault(update, []).append(line)
     return known
 
@@ -148,7 +173,9 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
     `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
     """
     piece: dict[str, Any] = {
-        "correct": [row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows],
+        "correct": [
+            row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows
+        ],
         "reward": _column(rows, "reward"),
         "extracted": [_text(row.get("extracted")) for row in rows],
         "completion": [_text(row.get("completion")) for row in rows],
@@ -159,9 +186,10 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
     context = record.get("context")
-    messages = [_table(message) for message in context] if isinstance(context, list) else []
-    others = [_text(message.get(name)) for message in messages for name in ("role", "content")]
-    return (_text(record.get("prompt")), _text(record.get("answer")), *others)
+    asked = [_text(record.get("prompt")), _text(record.get("answer"))]
+    for message in map(_table, context if isinstance(context, list) else []):
+        asked += [_text(message.get("role")), _text(message.get("content"))]
+    return tuple(asked)
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
@@ -176,5 +204,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is; anything else as JSON."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    """A text as it is, nothing for None, and anything else as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,20 +30,26 @@ class RunRecord:
         self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
         lines = list(read_lines(self.folder / METRICS))
         self.lines = len(lines)
-        names = dict.fromkeys(name for line in lines for name in line)
+        names = dict.fromkeys(itertools.chain.from_iterable(lines))
         columns = {name: [plain_number(line.get(name)) for line in lines] for name in names}
         self.columns = {name: column for name, column in columns.items() if {*column} != {None}}
-        broken = [(number, line.get("nonfinite")) for number, line in enumerate(lines)]
-        self.nonfinite = [(n, str(each)) for n, given in broken if isinstance(given, list) for each in given]
+        self.nonfinite: list[tuple[int, str]] = []
+        for number, line in enumerate(lines):
+            given = line.get("nonfinite")
+            if isinstance(given, list):
+                self.nonfinite += [(number, str(each)) for each in given]
         self.events = list(read_lines(self.folder / EVENTS))
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None: it was never logged."""
-        return next((value for value in reversed(self.columns.get(name, [])) if value is not None), None)
+        known = (value for value in reversed(self.columns.get(name, [])) if value is not None)
+        return next(known, None)
 
     def state(self) -> str:
-        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event), "empty"."""
-        last = next((each for each in reversed(self.events) if each.get("event") in ("start", "end")), {})
+        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event),
+        "empty"."""
+        marks = [each for each in self.events if each.get("event") in ("start", "end")]
+        last = marks[-1] if marks else {}
         if last.get("event") == "end":
             state = last.get("state")
             return state if state in ("finished", "stopped", "failed") else "interrupted"
@@ -71,7 +78,8 @@ class RunRecord:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number with seven significant digits, whole ones exact; None for anything but a finite number.
+    """A number with seven significant digits, whole ones exact;
+    None for anything but a finite number.
 
     True is 1, as for a metric such as update_skipped.
     """
@@ -82,7 +90,8 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder itself, if it holds a run. Else raises UserError, with the names of the runs in it."""
+    """The folder itself, if it holds a run. Else raises UserError,
+    with the names of the runs in it."""
     folder = folder.expanduser()
     if is_run_folder(folder):
         return folder
@@ -91,11 +100,14 @@ def find_run(folder: Path) -> Path:
     with disk_errors(f"{folder}: cannot be read"):
         inside = [path.name for path in sorted(folder.iterdir()) if is_run_folder(path)]
     more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
-    raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
+    raise UserError(
+        f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}"
+    )
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written its config or its log here; False for what may not be looked into."""
+    """Whether a run has written its config or its log here;
+    False for what may not be looked into."""
     return any(os.path.isfile(folder / name) for name in (METRICS, RESOLVED))
 
 
@@ -121,15 +133,16 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
-    """The keys whose values differ from the defaults; of the keys that a preset decides, the `given` ones."""
+    """The keys whose values differ from the defaults; of the keys that a preset decides,
+    the `given` ones."""
     defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
     asked = given if isinstance(given, list) else []
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
-    return [
-        key
-        for key, value in flat.items()
-        if (key in asked if key in by_preset else defaults.get(key, {}) != value)
-    ]
+
+    def differs(key: str) -> bool:
+        return key in asked if key in by_preset else defaults.get(key, {}) != flat[key]
+
+    return list(filter(differs, flat))
 
 
 def _texts(value: Any) -> dict[str, str]:

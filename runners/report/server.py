@@ -1,6 +1,7 @@
 """The live page of a run, for this machine alone: it reads the run's files and writes nothing.
 
-Only requests whose Host is the server's own get an answer: a browser lets no other web page read one.
+Only requests whose Host is the server's own get an answer:
+a browser lets no other web page read one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from runners.report.page import base64_text, page
 from runners.report.run_data import packed, run_data
 from runners.report.run_record import find_run, is_running
 
-HOST, PORT = "127.0.0.1", 8517
+HOST = "127.0.0.1"
+PORT = 8517
 REST = 40  # times as long as the files' last reading took, before a page gets new data
-MOST_BYTES = 16_000_000  # of completions.jsonl in the page, which gets all of its data after each update
+# of completions.jsonl in the page, which gets all of its data after each update
+MOST_BYTES = 16_000_000
 _NAMES = (HOST, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -58,6 +61,7 @@ class Server(ThreadingTCPServer):
     """Serves a run's page, a thread for each connection."""
 
     daemon_threads = allow_reuse_address = True
+    request_queue_size = 1024  # of connections; a client beyond it tries again after seconds
 
     def __init__(self, folder: Path, port: int) -> None:
         """Listens on the port, or on a free one if it is taken. UserError without a run."""
@@ -78,24 +82,31 @@ class Server(ThreadingTCPServer):
 class LivePage:
     """A run's page, and its data when its files have changed. Several threads may use it.
 
-    After each reading a page that has data waits, so that it takes a fortieth of a core from the run.
+    After each reading a page that has data waits, so that it takes a fortieth of a core from the
+    run.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
         """UserError if the folder holds no run."""
-        self.folder, self._most_bytes, self._rest = find_run(folder), most_bytes, rest
+        self.folder = find_run(folder)
+        self._most_bytes = most_bytes
+        self._rest = rest
+        text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
+        self._page = text.encode("utf-8", "backslashreplace")
         self._guard = threading.Lock()
-        self._seen, self._data, self._next = "", b"", 0.0  # by time.monotonic
+        self._seen = ""
+        self._data = b""
+        self._next = 0.0  # by time.monotonic
 
     def answer(self, target: str, host: str) -> Answer:
-        """The answer to a request for `target` with this Host: the page, or its data unless it has them."""
+        """The answer to a request for `target` with this Host: the page,
+        or its data unless it has them."""
         if host.rpartition(":")[0] not in _NAMES:
             return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
         path, _, seen = target.partition("?")
         try:
             if path == "/":
-                text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
-                return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
+                return 200, "text/html; charset=utf-8", self._page
             if path != "/data":
                 return _text(404, "there is nothing here")
             if seen and (unquote(seen) == self.signature() or time.monotonic() < self._next):
@@ -114,13 +125,16 @@ class LivePage:
         return f"{found}{is_running(self.folder)}"
 
     def data(self) -> bytes:
-        """The run's data, compressed, with its pieces in `blobs`; read again only after a change."""
+        """The run's data, compressed, with its pieces in `blobs`;
+        read again only after a change."""
         with self._guard:
-            seen, begun = self.signature(), time.monotonic()
+            seen = self.signature()
+            begun = time.monotonic()
             if seen != self._seen:
                 content, pieces = run_data(self.folder, self._most_bytes)
                 blobs = {name: base64_text(piece) for name, piece in pieces.items()}
-                self._seen, self._data = seen, packed({"seen": seen, **content, "blobs": blobs})
+                self._data = packed({"seen": seen, **content, "blobs": blobs})
+                self._seen = seen
                 self._next = time.monotonic() + self._rest * (time.monotonic() - begun)
             return self._data
 

@@ -1,19 +1,28 @@
-"""The built-in rewards: a right answer, and the form ``<reasoning>…</reasoning><answer>…</answer>``.
+"""The built-in rewards: a right answer, and the form
+``<reasoning>…</reasoning><answer>…</answer>``.
 
-Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions`` holds one
-conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column holds one entry per
-completion. ``None`` in the result means that the reward does not apply to that completion. Names, values and
-the call convention are those of the MLX-GRPO project (and of TRL's reward functions).
+Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions``
+holds one conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column
+holds one entry per completion. ``None`` in the result means that the reward does not apply to that
+completion. Names, values and the call convention are those of the MLX-GRPO project (and of TRL's
+reward functions).
 
-Everything here takes time linear in the text: a policy writes these texts, and it will find the input on
-which a backtracking pattern takes exponential time.
+Everything here takes time linear in the text: a policy writes these texts, and it will find the
+input on which a backtracking pattern takes exponential time.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runners.answers.forms import ANSWER, ANSWER_END, REASONING, REASONING_END, AnswerForm, answer_form
+from runners.answers.forms import (
+    ANSWER,
+    ANSWER_END,
+    REASONING,
+    REASONING_END,
+    AnswerForm,
+    answer_form,
+)
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
 
@@ -32,7 +41,8 @@ _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def answer_text(completion: Sequence[dict[str, Any]]) -> str:
-    """The model's last text in a completion: in a conversation with tools, the last turn of the assistant."""
+    """The model's last text in a completion: in a conversation with tools, the last turn of the
+    assistant."""
     replies = [message for message in completion if message["role"] == "assistant"]
     return (replies[-1].get("content") or "") if replies else ""
 
@@ -50,7 +60,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     def correctness_reward_func(
         completions: Completions, answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the gold is None.
+        """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the
+        gold is None.
 
         A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
         """
@@ -64,7 +75,9 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 
         ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
         """
-        answers = [(form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)]
+        answers = [
+            (form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)
+        ]
         return [INTEGER * bool(_INTEGER.fullmatch(answer)) for answer in answers]
 
     functions = (
@@ -80,7 +93,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 def strict_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if the text behind the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
+    """0.5 if the text behind the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else
+    0.0.
 
     Each of the four tags must occur once, with only white space between and around the two pairs.
     """
@@ -90,7 +104,8 @@ def strict_format_reward_func(
 def soft_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere behind the thoughts, else 0.0.
+    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere behind the thoughts, else
+    0.0.
 
     Only white space may be between the two pairs; anything may be around and inside them.
     """
@@ -100,28 +115,35 @@ def soft_format_reward_func(
 def xmlcount_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a penalty.
+    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a
+    penalty.
 
-    A kind counts once however often it is repeated. The penalty is 0.001 for each character after the last
-    ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
+    A kind counts once however often it is repeated. The penalty is 0.001 for each character after
+    the last ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
     """
     return [_count_tags(text) for text in spoken(completions, thought_tags)]
 
 
 REWARDS = built_in()
 """Those for ``xml``."""
-correctness_reward_func, int_reward_func = REWARDS["correctness_reward_func"], REWARDS["int_reward_func"]
+correctness_reward_func = REWARDS["correctness_reward_func"]
+int_reward_func = REWARDS["int_reward_func"]
 """Those of answers in tags, to import like the three above."""
 
 
 def _is_shell(text: str) -> bool:
     if any(text.count(tag) != 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END)):
         return False
-    return text.startswith(REASONING) and text.endswith(ANSWER_END) and _JUNCTION.search(text) is not None
+    return (
+        text.startswith(REASONING)
+        and text.endswith(ANSWER_END)
+        and _JUNCTION.search(text) is not None
+    )
 
 
 def _holds_shell(text: str) -> bool:
-    # The first match of each part leaves the most room for the next parts, so backtracking is never needed.
+    # The first match of each part leaves the most room for the next parts, so backtracking is never
+    # needed.
     start = text.find(REASONING)
     junction = _JUNCTION.search(text, start + len(REASONING)) if start >= 0 else None
     return junction is not None and text.find(ANSWER_END, junction.end()) >= 0

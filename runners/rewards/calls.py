@@ -1,8 +1,9 @@
-"""A reward's call, where its function runs: its arguments, what counts of its result, and its faults.
+"""A reward's call, where its function runs: its arguments, what counts of its result, and its
+faults.
 
-`load` and `score` are operations of the process of user code (`runners.user_code`). What comes back is plain.
-`trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that functions written for it
-run unchanged.
+`load` and `score` are operations of the process of user code (`runners.user_code`). What comes back
+is plain. `trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that
+functions written for it run unchanged.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from runners.errors import Failure, error_line, show
 from runners.metrics import METRICS
 from runners.user_code.process import finished, is_async
 
-GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
+GET_REWARD = "get_reward"  # in place of a name: the environments' own
+GET_TURN_REWARDS = "get_turn_rewards"  # the same, for turns
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
-Result = dict[str, Any]  # values, faults, failures, whether its process ended; of the log extras, metrics
+# values, faults, failures, whether its process ended; of the log extras, metrics
+Result = dict[str, Any]
 Store = dict[Any, Any]
 
 
@@ -52,19 +55,25 @@ class RewardLog:
 
     size: int  # completions
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
-    metrics: dict[str, list[float]] = attrs.field(factory=dict)  # name -> each value that was logged
+    # name -> each value that was logged
+    metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
+        """A column for completions.jsonl. Raises ValueError unless it has an entry for each
+        completion."""
         if len(values) != self.size:
-            raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions")
+            raise ValueError(
+                f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions"
+            )
         self.extras[column] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for training_log.jsonl, which gets the mean of an update's values. Raises ValueError for a
-        name of the log's own."""
+        """A number for training_log.jsonl, which gets the mean of an update's values. Raises
+        ValueError for a name of the log's own."""
         if name in METRICS:
-            raise ValueError(f"log_metric: {name} is a name of the log's own; call it something else")
+            raise ValueError(
+                f"log_metric: {name} is a name of the log's own; call it something else"
+            )
         self.metrics.setdefault(name, []).append(float(value))
 
     def add(self, found: Mapping[str, Any]) -> None:
@@ -75,11 +84,14 @@ class RewardLog:
 
 
 def _plain(value: Any) -> Any:
-    """The value as one of JSON's types; of a list or an array each entry, as in the rewards of turns."""
+    """The value as one of JSON's types; of a list or an array each entry, as in the rewards of
+    turns."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else value_text(value)
+    return (
+        value if value is None or isinstance(value, bool | int | float | str) else value_text(value)
+    )
 
 
 @attrs.frozen
@@ -94,7 +106,9 @@ class Parameters:
     def of(cls, function: Callable[..., Any]) -> Parameters:
         """Those of a function in this process."""
         every = inspect.signature(function).parameters.values()
-        named = [each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        named = [
+            each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        ]
         return cls(
             tuple(each.name for each in named),
             tuple(each.name for each in named if each.default is each.empty),
@@ -103,11 +117,14 @@ class Parameters:
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The available arguments that the function takes."""
-        return {name: each for name, each in available.items() if self.takes_all or name in self.names}
+        return {
+            name: each for name, each in available.items() if self.takes_all or name in self.names
+        }
 
 
 def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
-    """Imports a reward's function for `score`, and describes it. Raises UserError as `ready_function`."""
+    """Imports a reward's function for `score`, and describes it. Raises UserError as
+    `ready_function`."""
     function = store["reward", name] = ready_function(name, folders)
     file = function_file(name, folders)
     return {
@@ -118,22 +135,29 @@ def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def ready_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
-    """The function of a reward that is not built in. Raises UserError as `resolve_function`, and as the
-    function's `check_ready`, if it has one."""
+    """The function of a reward that is not built in. Raises UserError as `resolve_function`, and as
+    the function's `check_ready`, if it has one."""
     function = resolve_function(name, folders, key="reward")
     getattr(function, "check_ready", lambda: None)()
     return function
 
 
 def score(
-    store: Store, name: str, arguments: dict[str, Any], size: int, environments: Sequence[int | None] | None
+    store: Store,
+    name: str,
+    arguments: dict[str, Any],
+    size: int,
+    environments: Sequence[int | None] | None,
 ) -> Any:
-    """`run` for a loaded reward, awaitable if its function is async; `environments` by their numbers."""
+    """`run` for a loaded reward, awaitable if its function is async; `environments` by their
+    numbers."""
     function = store["reward", name]
     if environments is not None:
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
-            return nothing(size, "failed: the environments are gone: their process was ended", ended=True)
+            return nothing(
+                size, "failed: the environments are gone: their process was ended", ended=True
+            )
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, size)
 
@@ -158,7 +182,14 @@ async def run_async(function: Callable[..., Any], arguments: dict[str, Any], siz
 
 def nothing(size: int, fault: str, *, ended: bool = False) -> Result:
     """The result of a call that gives no completion a reward."""
-    return {"values": [], "faults": [fault], "failures": size, "ended": ended, "extras": {}, "metrics": {}}
+    return {
+        "values": [],
+        "faults": [fault],
+        "failures": size,
+        "ended": ended,
+        "extras": {},
+        "metrics": {},
+    }
 
 
 def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..., None]]:
@@ -166,8 +197,8 @@ def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..
 
 
 def _read(result: Any, log: RewardLog) -> Result:
-    """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
-    completions there is none."""
+    """The usable values of a reward's result (NaN: no reward), lines on the others, and for how
+    many completions there is none."""
     # Arrays are read where the call ran: a lazy one of MLX can be evaluated only in that thread.
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple):
@@ -175,7 +206,8 @@ def _read(result: Any, log: RewardLog) -> Result:
         return nothing(log.size, f"returned {type(values).__name__}; expected {expected}")
     if len(values) != log.size:
         return nothing(log.size, f"returned {len(values)} values for {log.size} completions")
-    numbers_b, faults = [], dict[str, list[int]]()
+    numbers_b = []
+    faults = dict[str, list[int]]()
     for index, value in enumerate(values):
         number, fault = _as_float(value)
         numbers_b.append(number)

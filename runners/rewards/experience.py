@@ -1,9 +1,11 @@
-"""A scored rollout: the completions of one batch step, their conversations, rewards and advantages."""
+"""A scored rollout: the completions of one batch step, their conversations, rewards and
+advantages."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -40,12 +42,15 @@ class FinishedEpisode:
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
     """A line for each kind of fault."""
     found = Counter(each.fault for each in played if each.fault)
-    return [f"{FAULT}{fault}" + f" ({n} times)" * (n > 1) for fault, n in found.items()]
+    return [
+        f"{FAULT}{fault} ({n} times)" if n > 1 else f"{FAULT}{fault}" for fault, n in found.items()
+    ]
 
 
 @attrs.frozen(eq=False)
 class Experience:
-    """One batch step's completions with their rewards and logs. Rows are prompt-major, as in Rollout."""
+    """One batch step's completions with their rewards and logs. Rows are prompt-major, as in
+    Rollout."""
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
@@ -57,18 +62,24 @@ class Experience:
     sampled_tokens: int  # tokens drawn, including those of replaced groups
     seconds: dict[str, float]  # "rollout", "reward"
     resampled: int = 0  # groups that dynamic sampling replaced
-    problems: tuple[str, ...] = attrs.field(default=(), converter=tuple)  # faults in scoring, a line each
-    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
+    # faults in scoring, a line each
+    problems: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    # columns that rewards logged, B entries each
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)
     logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
-    reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)  # of the rows of values_kb
+    # of the rows of values_kb
+    reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: Sequence[FinishedEpisode] | None = None  # conversations; None: single turns
-    penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
-    failed: Mapping[str, Failed] = attrs.field(factory=dict)  # rewards that failed at all completions
+    # the length penalty that is part of rewards_pg; None: there is none
+    penalty_b: np.ndarray | None = None
+    # rewards that failed at all completions
+    failed: Mapping[str, Failed] = attrs.field(factory=dict)
     position: int = 0  # training examples handed out, up to these
     fallback: str | None = None  # why the sampler gave up its few-bit weights meanwhile
     rows: int = 0  # completions that the engine decodes together afterwards
-    # Rewards that were too slow, or ended their process, at all completions: in how many batch steps in a row.
+    # Rewards that were too slow, or ended their process, at all completions: in how many batch
+    # steps in a row.
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
@@ -80,7 +91,8 @@ class Experience:
 
     @property
     def drawn_b(self) -> np.ndarray:
-        """Whether each completion was sampled: a group without variance may have ended at its first stage."""
+        """Whether each completion was sampled: a group without variance may have ended at its first
+        stage."""
         lengths = np.array(self.rollout.lengths_b)
         return lengths > 0 if self.played is None else np.ones(len(lengths), bool)
 
@@ -90,7 +102,7 @@ def select_groups(part: Experience, groups: list[int]) -> Experience:
     if groups == list(range(len(part.examples))):
         return part
     size = part.rollout.num_generations
-    rows = [p * size + i for p in groups for i in range(size)]
+    rows = list(chain.from_iterable(range(p * size, (p + 1) * size) for p in groups))
     return attrs.evolve(
         part,
         rollout=g.take_groups(part.rollout, groups),
@@ -110,24 +122,23 @@ def join_experiences(parts: list[Experience]) -> Experience:
     if len(parts) == 1:
         return parts[0]
     penalties = [part.penalty_b for part in parts if part.penalty_b is not None]
+    columns = dict.fromkeys(chain.from_iterable(part.extras for part in parts))
+    names = dict.fromkeys(chain.from_iterable(part.logged for part in parts))
     return attrs.evolve(
         parts[0],
         rollout=g.join_rollouts([part.rollout for part in parts]),
-        examples=tuple(example for part in parts for example in part.examples),
-        texts=tuple(text for part in parts for text in part.texts),
+        examples=tuple(chain.from_iterable(part.examples for part in parts)),
+        texts=chain.from_iterable(part.texts for part in parts),
         values_kb=np.concatenate([part.values_kb for part in parts], axis=1),
         rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
-        problems=tuple(problem for part in parts for problem in part.problems),
+        problems=chain.from_iterable(part.problems for part in parts),
         seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
-        extras={
-            column: [value for part in parts for value in part.extras.get(column, [None] * len(part.texts))]
-            for column in dict.fromkeys(column for part in parts for column in part.extras)
-        },
+        extras={column: _column(parts, column) for column in columns},
         logged={
-            name: [value for part in parts for value in part.logged.get(name, ())]
-            for name in dict.fromkeys(name for part in parts for name in part.logged)
+            name: list(chain.from_iterable(part.logged.get(name, ()) for part in parts))
+            for name in names
         },
-        played=parts[0].played and [each for part in parts for each in part.played or ()],
+        played=parts[0].played and list(chain.from_iterable(part.played or () for part in parts)),
         penalty_b=np.concatenate(penalties) if penalties else None,
         failed={
             name: fault
@@ -137,12 +148,23 @@ def join_experiences(parts: list[Experience]) -> Experience:
     )
 
 
-def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int], size: int) -> Experience:
+def _column(parts: Sequence[Experience], column: str) -> list[Any]:
+    """A logged column of all parts; None for the completions of a part without it."""
+    return list(
+        chain.from_iterable(part.extras.get(column, [None] * len(part.texts)) for part in parts)
+    )
+
+
+def join_stages(
+    first: Experience, rest: Experience | None, groups: Sequence[int], size: int
+) -> Experience:
     """Groups of `size` from their first completions and, of `groups`, the rest.
 
-    In place of those that were not drawn the others have completions of no token and without a reward.
+    In place of those that were not drawn the others have completions of no token and without a
+    reward.
     """
-    begun, prompts = first.rollout.num_generations, len(first.examples)
+    begun = first.rollout.num_generations
+    prompts = len(first.examples)
     rows = join_experiences([_regrouped(part, 1) for part in (first, rest) if part is not None])
     ends = ((0, 0), (0, size - begun))
     row_pg = np.pad(np.arange(prompts * begun).reshape(prompts, begun), ends, mode="edge")
@@ -162,8 +184,10 @@ def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int
 
 
 def _regrouped(part: Experience, size: int) -> Experience:
-    """The same rows in groups of another size, each with the prompt of its first row, without advantages."""
-    rollout, old = part.rollout, part.rollout.num_generations
+    """The same rows in groups of another size, each with the prompt of its first row, without
+    advantages."""
+    rollout = part.rollout
+    old = part.rollout.num_generations
     groups = [row // old for row in range(0, len(part.texts), size)]
     images = None if rollout.images is None else tuple(rollout.images[p] for p in groups)
     prompts = tuple(rollout.prompts[p] for p in groups)
@@ -177,22 +201,26 @@ def _regrouped(part: Experience, size: int) -> Experience:
 
 
 def is_varied(rewards_pg: np.ndarray) -> np.ndarray:
-    """Whether at least two rewards of a group differ, bool [P]: only such groups have advantages."""
+    """Whether at least two rewards of a group differ, bool [P]: only such groups have
+    advantages."""
     return np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))
 
 
 def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
-    """What `loss.overlong` adds to the rewards of completions of these lengths; None if it is off."""
+    """What `loss.overlong` adds to the rewards of completions of these lengths; None if it is
+    off."""
     overlong = config.loss.overlong
     assert overlong is not None  # Config.check
     if overlong.buffer == 0:
         return None
-    return g.overlong_penalty(lengths_b, config.rollout.max_new_tokens, overlong.buffer, overlong.penalty)
+    return g.overlong_penalty(
+        lengths_b, config.rollout.max_new_tokens, overlong.buffer, overlong.penalty
+    )
 
 
 def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
-    """A line if there are more rewards than turns. Without the last reward in `scores`, a row has no rewards
-    of turns either."""
+    """A line if there are more rewards than turns. Without the last reward in `scores`, a row has
+    no rewards of turns either."""
     column = scores.extras.setdefault(TURN_REWARDS, [None] * scores.values_kb.shape[1])
     turns_b = np.array(rollout.turn_numbers()).max(axis=1) + 1
     lengths = [len(row or ()) for row in column]
@@ -202,18 +230,20 @@ def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
         column[row] = None
     if not excess:
         return []
-    row, more = excess[0], f" and {len(excess) - 1} more" if len(excess) > 1 else ""
+    row = excess[0]
+    more = f" and {len(excess) - 1} more" if len(excess) > 1 else ""
     return [
-        f"get_turn_rewards: expected at most {turns_b[row]} numbers, one for each of the model's turns, "
-        f"found {lengths[row]}, at completion {row}{more}: no reward from it"
+        f"get_turn_rewards: expected at most {turns_b[row]} numbers, one for each of the model's "
+        f"turns, found {lengths[row]}, at completion {row}{more}: no reward from it"
     ]
 
 
 def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards: bool) -> mx.array:
-    """The advantages of completions [P,G], or of their turns [P,G,S] if rewards, discount or baseline tell
-    turns apart."""
+    """The advantages of completions [P,G], or of their turns [P,G,S] if rewards, discount or
+    baseline tell turns apart."""
     assert loss.baseline is not None and loss.scale is not None  # Config.check
-    rewards_pg, rollout = experience.rewards_pg, experience.rollout
+    rewards_pg = experience.rewards_pg
+    rollout = experience.rollout
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state
     if experience.played is None or not by_turn:
         rewards = mx.array(rewards_pg.astype(np.float32))

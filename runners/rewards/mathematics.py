@@ -10,13 +10,15 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def compare(gold: str, answer: str | None, text: str) -> float | None:
-    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no mathematics.
+    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no
+    mathematics.
 
     With `answer` None it is what math-verify finds in the whole text.
     """
     from math_verify import verify
 
-    if not (wanted := _expression(gold)):
+    wanted = _expression(gold)
+    if not wanted:
         return None
     given = _parsed(text) if answer is None else _expression(answer)
     return float(bool(given) and verify(wanted, given, timeout_seconds=None))

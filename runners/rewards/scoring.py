@@ -1,4 +1,5 @@
-"""Rewards: found by name and checked before anything is loaded, run over a batch, and their results read.
+"""Rewards: found by name and checked before anything is loaded, run over a batch, and their results
+read.
 
 A reward that fails gives no reward (NaN) and a line; no fault of a reward is silent.
 """
@@ -20,7 +21,15 @@ from runners.config.names import REWARD_ARGUMENTS
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import RewardError, UserError, did_you_mean, listed, show
 from runners.rewards.builtin import REWARDS, built_in
-from runners.rewards.calls import NO_RUN, Parameters, RewardLog, TrainerState, nothing, ready_function, run
+from runners.rewards.calls import (
+    NO_RUN,
+    Parameters,
+    RewardLog,
+    TrainerState,
+    nothing,
+    ready_function,
+    run,
+)
 from runners.user_code.process import MAIN, TOGETHER, Outcome, is_async
 from runners.user_code.worker import Calls, Worker
 
@@ -38,7 +47,8 @@ class UserFunction:
 
 @attrs.frozen(eq=False)
 class Reward:
-    """One reward: its name in logs, its function (plain or async, called with keywords only), its weight."""
+    """One reward: its name in logs, its function (plain or async, called with keywords only), its
+    weight."""
 
     name: str
     function: Callable[..., Any] | UserFunction
@@ -48,7 +58,9 @@ class Reward:
     def parameters(self) -> Parameters:
         """What the function takes by name."""
         function = self.function
-        return function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
+        return (
+            function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
+        )
 
 
 def resolve_rewards(
@@ -60,49 +72,58 @@ def resolve_rewards(
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0.
 
-    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`, or without
-    one this process, loads what is not built in. A reward's name in logs is its function's, or the full text
-    if two share a name. Raises UserError for an unknown name, and as `ready_function`.
+    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`,
+    or without one this process, loads what is not built in. A reward's name in logs is its
+    function's, or the full text if two share a name. Raises UserError for an unknown name, and as
+    `ready_function`.
     """
-    dirs, rewards = tuple(base_dirs), list[Reward]()
+    dirs = tuple(base_dirs)
+    rewards = list[Reward]()
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         short = name.rpartition(":")[2]
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
-                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
-                    f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own "
+                    f"is written {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
                 )
             function = built_in(form)[name]
         elif worker is None:
             function = ready_function(name, dirs)
         else:
-            found = worker.load(*loading(name, dirs))
-            takes = Parameters(*found["parameters"])
+            found = load_reward(worker.load, name, dirs)
+            taken, needed, takes_all = found["parameters"]
+            takes = Parameters(taken, needed, takes_all)
             function = UserFunction(worker, name, takes, found["is_async"], found["file"])
         rewards.append(Reward(short, function, weight))
     count = Counter(reward.name for reward in rewards)
     both = zip(rewards, names, strict=True)
-    return tuple(attrs.evolve(each, name=full) if count[each.name] > 1 else each for each, full in both)
+    return tuple(
+        attrs.evolve(each, name=full) if count[each.name] > 1 else each for each, full in both
+    )
 
 
-def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
-    """The operation that loads a reward, for `Worker.preload`."""
-    return "runners.rewards.calls:load", name, tuple(map(str, base_dirs))
+def load_reward(load: Callable[..., Any], name: str, base_dirs: Iterable[str | Path]) -> Any:
+    """Loads a reward in the process of user code; `load` is `Worker.load` or `preload`."""
+    return load("runners.rewards.calls:load", name, tuple(map(str, base_dirs)))
 
 
-def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True) -> None:
-    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest one, or
-    `environments` where there are none."""
+def check_columns(
+    rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True
+) -> None:
+    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest
+    one, or `environments` where there are none."""
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.parameters.needed:
             if needed == "environments" and not environments:
-                raise UserError(f"reward {show(reward.name)} needs environments; env.factory names none")
+                raise UserError(
+                    f"reward {show(reward.name)} needs environments; env.factory names none"
+                )
             if needed not in found and needed not in REWARD_ARGUMENTS:
                 raise UserError(
-                    f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
-                    f"{did_you_mean(needed, found)}"
+                    f"reward {show(reward.name)} needs the column {needed}; the data has "
+                    f"{listed(found)}{did_you_mean(needed, found)}"
                 )
 
 
@@ -121,17 +142,19 @@ class Scores:
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
     problems: list[str]  # one line for each fault, in the order of the rewards
     failed: dict[int, Failed]  # rewards that failed at every completion: index -> the first fault
-    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
+    # columns that rewards logged, B entries each
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
 
 @attrs.define(eq=False)
 class Scorer:
-    """The rewards of a run, and a time limit for calls in the process of user code: seconds; 0: none.
+    """The rewards of a run, and a time limit for calls in the process of user code: seconds; 0:
+    none.
 
-    Other functions are called in the caller's thread, without a limit. `on_error` says what a problem does:
-    "skip" reports it in `Scores.problems` and goes on without that reward, "raise" makes it a RewardError.
-    `thoughts` are the tags around thoughts in the completions.
+    Other functions are called in the caller's thread, without a limit. `on_error` says what a
+    problem does: "skip" reports it in `Scores.problems` and goes on without that reward, "raise"
+    makes it a RewardError. `thoughts` are the tags around thoughts in the completions.
     """
 
     rewards: Sequence[Reward]
@@ -153,22 +176,29 @@ class Scorer:
     ) -> Scores:
         """Call every reward on B completions; those of one prompt follow one another.
 
-        `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each completion. A reward
-        gets, by name, those arguments of docs/rewards.md that it takes, in lists of its own. With
-        `conversations`, the messages of each are its completion; `environments` are passed on unchanged.
+        `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each
+        completion. A reward gets, by name, those arguments of docs/rewards.md that it takes, in
+        lists of its own. With `conversations`, the messages of each are its completion;
+        `environments` are passed on unchanged.
 
-        Raises UserError for a reward that needs a column which is not there; RewardError for a problem where
-        `on_error` is "raise".
+        Raises UserError for a reward that needs a column which is not there; RewardError for a
+        problem where `on_error` is "raise".
         """
         check_columns(self.rewards, columns, environments=environments is not None)
         completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
         size = len(texts)
-        lists = {**columns, "completions": completions, "prompts": prompts, "completion_ids": completion_ids}
+        lists = {
+            **columns,
+            "completions": completions,
+            "prompts": prompts,
+            "completion_ids": completion_ids,
+        }
         lists["environments"] = environments
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
         outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
-        log, problems = RewardLog(size), list[str]()
+        log = RewardLog(size)
+        problems = list[str]()
         values_kb = np.full((len(outcomes), size), np.nan)
         failed: dict[int, Failed] = {}
         for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
@@ -190,8 +220,8 @@ class Scorer:
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
-        """The outcome of each reward's call. In the process of user code async ones run together, meanwhile
-        the others one after another."""
+        """The outcome of each reward's call. In the process of user code async ones run together,
+        meanwhile the others one after another."""
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
         there = {k: each for k, each in enumerate(functions) if isinstance(each, UserFunction)}
@@ -208,21 +238,35 @@ class Scorer:
             self._wait_for(k, outcomes)
         return [outcomes[k] for k in range(len(called))]
 
-    def _start(self, k: int, function: UserFunction, arguments: dict[str, Any], size: int, mode: str) -> None:
+    def _start(
+        self, k: int, function: UserFunction, arguments: dict[str, Any], size: int, mode: str
+    ) -> None:
         """Starts a call in the process of user code."""
         environments = arguments.pop("environments", None)
         self._calls = self._calls or Calls(function.worker)
-        what = ("runners.rewards.calls:score", function.name, arguments, size, environments)
-        self._calls.submit(k, *what, timeout=self.timeout, mode=mode)
+        self._calls.submit(
+            k,
+            "runners.rewards.calls:score",
+            function.name,
+            arguments,
+            size,
+            environments,
+            timeout=self.timeout,
+            mode=mode,
+        )
 
     def _wait_for(self, k: int, outcomes: dict[int, Outcome]) -> None:
         while self._calls is not None and k not in outcomes:
             outcomes.update(self._calls.collect(1))
 
 
-def _called_here(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> dict[str, Any]:
+def _called_here(
+    function: Callable[..., Any], arguments: dict[str, Any], size: int
+) -> dict[str, Any]:
     """`calls.run` of a function in this process. What it does to a list reaches no other reward."""
-    arguments = {name: [*each] if isinstance(each, list) else each for name, each in arguments.items()}
+    arguments = {
+        name: [*each] if isinstance(each, list) else each for name, each in arguments.items()
+    }
     if not is_async(function):
         return run(function, arguments, size)
     with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop

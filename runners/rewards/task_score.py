@@ -1,4 +1,5 @@
-"""The score that a reasoning-gym task gives an answer: the reward of `data.source = "reasoning-gym:TASK"`."""
+"""The score that a reasoning-gym task gives an answer: the reward of `data.source =
+"reasoning-gym:TASK"`."""
 
 from __future__ import annotations
 
@@ -17,16 +18,20 @@ def task_score(
     thought_tags: Sequence[str] = TAGS,
     **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, of the text in a completion's last answer tags, or behind its thoughts."""
+    """The task's score, 0 to 1, of the text in a completion's last answer tags, or behind its
+    thoughts."""
     texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [
-        float(_scorer(each["metadata"]["source_dataset"])(text.partition(ANSWER_END)[0].strip(), each))
+        float(
+            _scorer(each["metadata"]["source_dataset"])(text.partition(ANSWER_END)[0].strip(), each)
+        )
         for text, each in zip(texts, entry, strict=True)
     ]
 
 
 @functools.cache
 def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    from reasoning_gym import get_score_answer_fn  # pyright: ignore[reportMissingImports] (an extra)
+    # an extra
+    from reasoning_gym import get_score_answer_fn  # pyright: ignore[reportMissingImports]
 
     return get_score_answer_fn(task)

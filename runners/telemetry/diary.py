@@ -24,7 +24,8 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary(Report):
-    """Sends a run's events to its listeners, log and display, and records those worth reading later.
+    """Sends a run's events to its listeners, log and display,
+    and records those worth reading later.
 
     Events from before the log is there are written once it is. Times are seconds since 1970.
     """
@@ -38,21 +39,25 @@ class Diary(Report):
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
-        """From now on events go to `log` too, before the display. The event "start" contains `facts`."""
-        self._log, self._facts = log, facts
+        """From now on events go to `log` too, before the display.
+        The event "start" contains `facts`."""
+        self._log = log
+        self._facts = facts
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert, which may come from another thread, changes nothing but the display."""
+        """Takes an event. An alert, which may come from another thread,
+        changes nothing but the display."""
         match event:
             case Started(updates, header, done):
                 self._update = done
                 about = {name: str(value) for name, value in header.items() if name != "writes to"}
-                self._record("start", updates=updates, resumed=done > 0, about=about, **self._facts)
+                start = {"updates": updates, "resumed": done > 0, "about": about}
+                self._record("start", start | dict(self._facts))
             case Updated(metrics):
                 self._update = int(metrics.get("update", self._update + 1))
             case Note(text):
-                self._record("note", text=one_line(text, os.environ))
+                self._record("note", {"text": one_line(text, os.environ)})
         if self._log is not None:
             self._log.handle(event)
         self._report.handle(event)
@@ -81,7 +86,7 @@ class Diary(Report):
         except (Exception, KeyboardInterrupt) as error:
             self._end(error)
             raise
-        self._record("end", state="finished")
+        self._record("end", {"state": "finished"})
 
     @property
     def fault(self) -> Exception | None:
@@ -89,17 +94,17 @@ class Diary(Report):
         return self._report.fault
 
     def _end(self, error: BaseException) -> None:
-        state, text = "failed", str(error) if isinstance(error, UserError) else error_line(error)
+        is_stop = isinstance(error, Stopped | KeyboardInterrupt | OutputLost)
+        text = str(error) if isinstance(error, UserError) else error_line(error)
         if isinstance(error, Stopped):
-            state, text = "stopped", f"signal {error.exit_code - 128}"
+            text = f"signal {error.exit_code - 128}"
         elif isinstance(error, KeyboardInterrupt):
-            state, text = "stopped", "interrupted at once, without saving"
-        elif isinstance(error, OutputLost):
-            state = "stopped"
-        self._record("end", state=state, text=one_line(text, os.environ))
+            text = "interrupted at once, without saving"
+        state = "stopped" if is_stop else "failed"
+        self._record("end", {"state": state, "text": one_line(text, os.environ)})
 
-    def _record(self, kind: str, **more: Any) -> None:
-        record = {"event": kind, "time": round(time.time(), 3), "update": self._update} | more
+    def _record(self, kind: str, facts: dict[str, Any]) -> None:
+        record = {"event": kind, "time": round(time.time(), 3), "update": self._update} | facts
         if self._log is None:
             self._early.append(record)
         else:
@@ -107,15 +112,20 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """The report's facts about machine and versions, and the keys that config or command line set."""
-    found = {
+    """The report's facts about machine and versions, and the keys that config or command line
+    set."""
+    facts = {
         "system": f"{platform.system()} {platform.machine()}",
-        **{name: getattr(machine, name) for name in ("backend", "device", "cores", "blas")},
+        "backend": machine.backend,
+        "device": machine.device,
+        "cores": machine.cores,
+        "blas": machine.blas,
         "memory_gb": round(total_memory() / 1e9, 1),
     }
+    origins = config.settings.origins if config.settings else ()
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {
-        "machine": {name: value for name, value in found.items() if value},
+        "machine": {name: value for name, value in facts.items() if value},
         "versions": {"python": platform.python_version(), **versions},
-        "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],
+        "given": sorted(map(".".join, origins)),
     }

@@ -91,12 +91,13 @@ Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note |
 
 
 class Report:
-    """A listener; this one shows nothing, as for a rank whose run is shown by another rank. A context manager
-    that restores the terminal."""
+    """A listener; this one shows nothing, as for a rank whose run is shown by another rank. A
+    context manager that restores the terminal."""
 
     @property
     def fault(self) -> Exception | None:
-        """The first write to standard output that failed. From then on notes go to standard error."""
+        """The first write to standard output that failed.
+        From then on notes go to standard error."""
         return None
 
     def handle(self, event: Event) -> None:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Self, TextIO, cast
+import time
+from collections.abc import Callable
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from runners.machine.terminal import visible
+from runners.errors import printable
 from runners.telemetry.events import Advanced, Alert, Event, Finished, Started, Status, Updated
 from runners.telemetry.report import LINE_WIDTH, PlainReport, duration_text
 
-# Columns that stay empty at the right: the terminal writes "^C" behind the current line. If that wrapped, the
-# cursor would be one line too low, and a part of the line would never be erased.
+# Columns that stay empty at the right: the terminal writes "^C" behind the current line. If that
+# wrapped, the cursor would be one line too low, and a part of the line would never be erased.
 _FREE = 2
 
 
 class LiveReport(PlainReport):
     """A `PlainReport` for terminals, whose last line is drawn with rich."""
 
-    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None, **how: Any):
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        console: Console | None = None,
+        every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Writes to `stream`, or to a given `console`; for the others see `PlainReport`."""
-        super().__init__(stream or sys.stdout, **how)
+        super().__init__(stream or sys.stdout, every=every, clock=clock)
         self._console = console or Console(file=cast(TextIO, self._stream), highlight=False)
         # Two refreshes a second keep the time current and leave the cores to the run.
         self._live = Live(
@@ -52,12 +61,13 @@ class LiveReport(PlainReport):
 
     def render(self) -> Text:
         """The current line; rich calls this at every refresh."""
-        words, left = self.activity(), self.seconds_left()
+        parts = [self.activity()]
         if self.total:
+            left = self.seconds_left()
             so_far = f"{duration_text(self.elapsed())} so far"
-            time = so_far if left is None else f"{duration_text(left)} left"
-            words = "  ".join(filter(None, [f"update {self.done}/{self.total}", time, words]))
-        text = Text(visible(words), style="cyan", no_wrap=True)
+            spent = so_far if left is None else f"{duration_text(left)} left"
+            parts = [f"update {self.done}/{self.total}", spent, *parts]
+        text = Text(printable("  ".join(filter(None, parts))), style="cyan", no_wrap=True)
         text.truncate(max(self._console.width - _FREE, 1), overflow="ellipsis")
         return text
 
@@ -66,4 +76,4 @@ class LiveReport(PlainReport):
         return max(min(self._console.width - _FREE, LINE_WIDTH), 20)
 
     def _line(self, text: str) -> None:
-        self._console.print(Text(visible(text)), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)

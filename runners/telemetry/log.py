@@ -1,4 +1,5 @@
-"""The logs of a run: files of JSON lines that docs/report.md describes, and the dashboards of [log]."""
+"""The logs of a run: files of JSON lines that docs/report.md describes,
+and the dashboards of [log]."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
     import wandb  # pyright: ignore[reportMissingImports]
 
     file = folder / _ID_FILE  # a resume finds W&B's id of the run there
-    known = resumed_at is not None and file.is_file()
-    run_id = file.read_text(encoding="ascii", errors="replace").strip() if known else secrets.token_hex(4)
+    run_id = secrets.token_hex(4)
+    if resumed_at is not None and file.is_file():
+        run_id = file.read_text(encoding="ascii", errors="replace").strip()
     file.write_text(f"{run_id}\n", encoding="ascii")
     run = wandb.init(
         project=config.log.project,
@@ -65,33 +67,43 @@ def check_dashboards_installed(config: Config) -> None:
     """Raises UserError if a dashboard that [log] asks for is not installed."""
     for key, (package, _) in _DASHBOARDS.items():
         if getattr(config.log, key) and find_spec(package) is None:
-            raise UserError(f"log.{key} = true needs the package {package}: `pip install {package}`")
+            raise UserError(
+                f"log.{key} = true needs the package {package}: `pip install {package}`"
+            )
 
 
 class MetricsLog:
     """The log files and dashboards of a run, as the config's [log] asks; a context manager."""
 
     def __init__(
-        self, folder: Path, config: Config, *, keep: Mapping[str, int] | None = None, update: int = 0
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        keep: Mapping[str, int] | None = None,
+        update: int = 0,
     ):
-        """Opens the files in the run's `folder`. UserError if a file or a dashboard cannot be opened.
+        """Opens the files in the run's `folder`. UserError if a file or a dashboard cannot be
+        opened.
 
-        `keep` is what `positions` gave: the files continue from there, and dashboards from the run's
-        `update`. Events are appended, including interruptions. None: all start over.
+        `keep` is what `positions` gave: the files continue from there, and dashboards from the
+        run's `update`. Events are appended, including interruptions. None: all start over.
         """
+        resumed_at = None if keep is None else update
         self._dashboards: list[Dashboard] = []
         for key, (package, opened) in _DASHBOARDS.items():
             if getattr(config.log, key):
                 try:
-                    self._dashboards.append(opened(folder, config, None if keep is None else update))
+                    self._dashboards.append(opened(folder, config, resumed_at))
                 except Exception as error:  # each has its own errors: no login, no network, no disk
                     line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
                     raise UserError(line) from error
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
         self._files: dict[str, JsonLines] = {}
+        kept: Mapping[str, int] = {EVENTS: sys.maxsize, **(keep or {})}
         for file, asked in wanted.items():
-            place = None if keep is None else sys.maxsize if file == EVENTS else keep.get(file, 0)
+            place = None if keep is None else kept.get(file, 0)
             with disk_errors(f"{folder / file}: cannot be written"):
                 if asked:
                     self._files[file] = JsonLines(folder / file, keep=place)
@@ -120,7 +132,8 @@ class MetricsLog:
                 log(numbers, int(plain.get("update") or 0))
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Appends records to one of the files, if the config asks for it; else they are not made."""
+        """Appends records to one of the files, if the config asks for it;
+        else they are not made."""
         if name in self._files:
             for record in records:
                 self._files[name].write(record)
@@ -133,10 +146,12 @@ class MetricsLog:
         return None
 
     def positions(self) -> dict[str, int]:
-        """Bytes of each file that a resume cuts back. Raises UserError if a line is not written yet."""
+        """Bytes of each file that a resume cuts back. Raises UserError if a line is not written
+        yet."""
         for lines in self._files.values():
             lines.push()
-        if fault := self.fault():
+        fault = self.fault()
+        if fault:
             raise UserError(fault)
         return {name: lines.written for name, lines in self._files.items() if name != EVENTS}
 
@@ -152,5 +167,6 @@ class MetricsLog:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.close()
-        if kind is None and (fault := self.fault()):
+        fault = self.fault()
+        if kind is None and fault:
             raise UserError(f"{fault}; its last lines are lost")

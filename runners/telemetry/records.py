@@ -13,13 +13,18 @@ from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import mean_of
 
 
-def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:
+def completion_records(
+    experience: Experience, batch_step: int, update: int
+) -> Iterator[dict[str, Any]]:
     """A record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
-    lengths, played = experience.sampled_lengths.tolist(), experience.played
+    lengths = experience.sampled_lengths.tolist()
+    played = experience.played
     of_turns = _of_turns(experience)
-    advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(-1)
+    advantages = [float(np.mean(row)) for row in of_turns]
+    if not of_turns:
+        advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: mean_of(np.array(values)) for name, values in experience.logged.items()}
@@ -38,7 +43,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             "reward": rewards[row],
             "rewards": {name: None if math.isnan(value) else value for name, value in values},
             **({"length_penalty": penalties[row]} if penalties else {}),
-            "advantage": float(advantages[row]),
+            "advantage": advantages[row],
             **({"turn_advantages": of_turns[row]} if of_turns else {}),
             "tokens": lengths[row],
             "finished": finished[row],
@@ -50,11 +55,12 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
 
 def _of_turns(experience: Experience) -> list[list[float]]:
     """The advantages of each row's turns; empty if they are those of whole completions."""
-    adv_pg, played = experience.advantages_pg, experience.played
-    if adv_pg.ndim == 2 or played is None:
+    played = experience.played
+    if experience.advantages_pg.ndim == 2 or played is None:
         return []
-    rows = np.array(adv_pg).reshape(len(played), -1)
-    return [row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)]
+    rows = np.array(experience.advantages_pg).reshape(len(played), -1)
+    turns = [max(each.counts["turns"], 1) for each in played]
+    return [row[:count].tolist() for row, count in zip(rows, turns, strict=True)]
 
 
 def evaluation_records(
@@ -75,7 +81,8 @@ def evaluation_records(
 
 
 def _prompt(example: Example) -> dict[str, Any]:
-    """The user's last message (without one, the last message), the others, and the names of images."""
+    """The user's last message (without one, the last message), the others,
+    and the names of images."""
     messages = list(example.messages)
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
     prompt = messages.pop(asked[-1] if asked else -1)

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
-from runners.errors import gigabytes
+from runners.errors import gigabytes, printable
 from runners.machine.signals import to_stderr
-from runners.machine.terminal import Output, echo, visible
+from runners.machine.terminal import Output, echo
 from runners.telemetry import events
 from runners.telemetry.events import Event, Quiet, Report
 
@@ -21,22 +21,28 @@ __all__ = ["PlainReport", "Quiet", "Report"]
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
 _LOOK = 3.0  # seconds between two looks whether one is due, for an activity that sends no events
-_SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}  # the numbers at the end of an update's line
+# the numbers at the end of an update's line
+_SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
 
 
 class PlainReport(Report):
-    """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
+    """Plain lines of at most 100 columns, without colour or cursor movement;
+    one every `every` updates."""
 
-    def __init__(self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic
+    ):
         """Writes to `stream`, flushing each line. `clock` gives seconds."""
         self._stream = Output(stream)
-        self._every, self._clock = every, clock
+        self._every = every
+        self._clock = clock
         self.total = self.done = 0  # updates
         self._score: float | None = None  # of the last evaluation: exact match
         self._reward: float | None = None  # the same: the mean of the run's own rewards
         self._started = self._last_step = self._said = clock()  # `_said`: the last line
         self._step_times: deque[float] = deque(maxlen=21)  # seconds, without evaluations
-        self._status, self._status_began = "", self._started
+        self._status = ""
+        self._status_began = self._started
         self._advanced: events.Advanced | None = None  # the last one of this status
         self._over = threading.Event()
 
@@ -49,25 +55,32 @@ class PlainReport(Report):
         """See `Report.handle`. An alert goes to standard error: standard output may be a file."""
         match event:
             case events.Started():
-                self.total, self.done = event.updates, event.done
-                self._score, self._reward = event.score, event.reward
+                self.total = event.updates
+                self.done = event.done
+                self._score = event.score
+                self._reward = event.reward
                 self._started = self._last_step = self._said = self._clock()
                 self._facts(event.header)
             case events.Status(text):
-                self._status, self._status_began, self._advanced = text, self._clock(), None
+                self._status = text
+                self._status_began = self._clock()
+                self._advanced = None
             case events.Advanced():
                 self._advanced = event
                 self._remind()
             case events.Updated(metrics):
-                self._last_step, self._status = self._clock(), ""
+                self._last_step = self._clock()
+                self._status = ""
                 self._step_times.append(metrics.get("step_time", 0.0))
                 self.done = int(metrics.get("update", self.done + 1))
                 if self.done % self._every == 0 or self.done == self.total:
                     self._line(self._update_line(metrics))
             case events.Evaluated():
                 self._status = ""
-                self._score = self._score if event.score is None else event.score
-                self._reward = self._reward if event.reward is None else event.reward
+                if event.score is not None:
+                    self._score = event.score
+                if event.reward is not None:
+                    self._reward = event.reward
                 self._line(_eval_line(event))
             case events.Note(text):
                 self._note(text)
@@ -101,7 +114,8 @@ class PlainReport(Report):
         """The current activity, how far it has come, and its time so far; empty: there is none."""
         if not self._status:
             return ""
-        spent, event = duration_text(self._clock() - self._status_began), self._advanced
+        spent = duration_text(self._clock() - self._status_began)
+        event = self._advanced
         if event is None:
             return f"{self._status} {spent}"
         return f"{self._status}: {event.what} {event.done:,} of {event.total:,}, {spent}"
@@ -124,19 +138,25 @@ class PlainReport(Report):
         headline = f"em {percent_text(self._score)}"
         if self._score is None and self._reward is not None:  # there are no gold answers
             headline = f"held-out reward {number_text(self._reward)}"
-        penalty, rate = metrics.get("length_penalty"), metrics.get("tokens_per_second", 0.0)
+        penalty = metrics.get("length_penalty")
+        rate = metrics.get("tokens_per_second", 0.0)
         memory = 1e9 * metrics.get("memory/peak_gb", 0.0)
         parts = [
-            f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
-            "" if penalty is None else f"length penalty {number_text(penalty)}",
-            headline,
-            f"{rate / 1e3:.1f}k tok/s" if rate >= 1e3 else f"{rate:.0f} tok/s" if rate else "",
-            gigabytes(memory) if memory else "",
-            f"{duration_text(self.seconds_left())} left",
-            *(f"{name} {number_text(metrics[key])}" for name, key in _SMALL.items() if key in metrics),
+            f"reward {number_text(metrics['reward'])}" if "reward" in metrics else "supervised"
         ]
+        if penalty is not None:
+            parts.append(f"length penalty {number_text(penalty)}")
+        parts.append(headline)
+        if rate:
+            parts.append(f"{rate / 1e3:.1f}k tok/s" if rate >= 1e3 else f"{rate:.0f} tok/s")
+        if memory:
+            parts.append(gigabytes(memory))
+        parts.append(f"{duration_text(self.seconds_left())} left")
+        for name, key in _SMALL.items():
+            if key in metrics:
+                parts.append(f"{name} {number_text(metrics[key])}")
         line = f"update {self.done:>{len(str(self.total))}}/{self.total}"
-        for part in filter(None, parts):
+        for part in parts:
             if len(line) + 2 + len(part) <= self._columns:
                 line += f"  {part}"
         return line
@@ -152,11 +172,12 @@ class PlainReport(Report):
     def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
         for name, value in rows.items():
-            self._note(f"{name:<{indent}}{number_text(value) if isinstance(value, float) else value}")
+            shown = number_text(value) if isinstance(value, float) else value
+            self._note(f"{name:<{indent}}{shown}")
 
     def _line(self, text: str) -> None:
         self._said = self._clock()
-        self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
+        self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
 
 
@@ -186,9 +207,11 @@ def duration_text(seconds: float | None) -> str:
 
 
 def _eval_line(event: events.Evaluated) -> str:
-    found = []
+    parts = []
     if event.score is not None:
-        found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
+        parts.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
     if event.reward is not None:
-        found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
-    return f"eval {event.name}: {', '.join(found) or 'nothing was measured'} in {event.seconds:.1f} s"
+        count = "" if parts else f" ({event.total} prompts)"
+        parts.append(f"reward {number_text(event.reward)}{count}")
+    measured = ", ".join(parts) or "nothing was measured"
+    return f"eval {event.name}: {measured} in {event.seconds:.1f} s"

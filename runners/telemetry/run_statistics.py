@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ class Tally:
     resampled: int
     logged: dict[str, list[float]]  # metrics that rewards logged
     seconds: dict[str, float]
-    counts: dict[str, np.ndarray] = attrs.field(factory=dict)  # of conversations: see `rewards.experience`
-    outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)  # as `rate_metrics` takes them
+    # of conversations: see `rewards.experience`
+    counts: dict[str, np.ndarray] = attrs.field(factory=dict)
+    # as `rate_metrics` takes them
+    outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)
     quantization: str = ""  # of the weights that sampled
 
     @classmethod
@@ -45,29 +48,39 @@ class Tally:
             finished_b=np.array(experience.rollout.finished_b)[experience.drawn_b],
             sampled_tokens=experience.sampled_tokens,
             resampled=experience.resampled,
-            logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
+            logged={
+                name: [float(value) for value in values]
+                for name, values in experience.logged.items()
+            },
             seconds=dict(experience.seconds),
-            counts={name: np.array([each.counts[name] for each in played]) for name in COUNTS if played},
+            counts={
+                name: np.array([each.counts[name] for each in played]) for name in COUNTS if played
+            },
         )
 
 
-def rollout_metrics(tallies: Sequence[Tally], rewards: Sequence[str], config: Config) -> dict[str, float]:
-    """Rewards and completions of an update's batch steps; NaN where there is nothing to compute one from.
+def rollout_metrics(
+    tallies: Sequence[Tally], rewards: Sequence[str], config: Config
+) -> dict[str, float]:
+    """Rewards and completions of an update's batch steps;
+    NaN where there is nothing to compute one from.
 
-    `reward_std` is the mean over groups of the standard deviation within a group. `frac_reward_zero_std` is
-    the share of groups that get no advantage from `loss.baseline`: groups without variance, or, with
-    `batch_mean`, all groups of a batch step without variance. A metric that a reward logged keeps its name,
-    unless one of these has that name.
+    `reward_std` is the mean over groups of the standard deviation within a group.
+    `frac_reward_zero_std` is the share of groups that get no advantage from `loss.baseline`: groups
+    without variance, or, with `batch_mean`, all groups of a batch step without variance. A metric
+    that a reward logged keeps its name, unless one of these has that name.
     """
     steps = [tally.rewards_pg for tally in tallies]
-    rewards_pg, values_kb = np.concatenate(steps), np.concatenate([t.values_kb for t in tallies], axis=1)
+    rewards_pg = np.concatenate(steps)
+    values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
     lengths = np.concatenate([tally.lengths_b for tally in tallies])
     finished = np.concatenate([tally.finished_b for tally in tallies])
     penalty_b = length_penalty(config, mx.array(lengths))
-    if config.loss.baseline == "batch_mean":  # a whole step is compared: its groups are as varied as it is
-        varied = np.concatenate([np.repeat(is_varied(step.reshape(1, -1)), len(step)) for step in steps])
-    else:
-        varied = is_varied(rewards_pg)
+    varied = is_varied(rewards_pg)
+    if config.loss.baseline == "batch_mean":
+        # A whole step is compared: its groups are as varied as it is.
+        of_steps = [is_varied(step.reshape(1, -1)) for step in steps]
+        varied = np.repeat(np.concatenate(of_steps), list(map(len, steps)))
     logged: dict[str, list[float]] = {}
     for tally in tallies:
         for name, values in tally.logged.items():
@@ -99,7 +112,8 @@ def rollout_metrics(tallies: Sequence[Tally], rewards: Sequence[str], config: Co
     metrics["groups/taught"] = taught / (len(varied) + resampled)
     if taught:
         metrics["groups/tokens_per_taught"] = drawn / taught
-    return metrics | rate_metrics([each for tally in tallies for each in tally.outcomes])
+    outcomes = itertools.chain.from_iterable(tally.outcomes for tally in tallies)
+    return metrics | rate_metrics(list(outcomes))
 
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
@@ -131,7 +145,8 @@ _OF_TOKENS = {  # name in the log -> field of LossStats
     "ratio/mean": "ratio_mean",
     "ratio/max": "ratio_max",
 }
-_OF_CLIPS: dict[tuple[str, ...], dict[str, str]] = {  # TRL's names, by the sides that a surrogate clips
+# TRL's names, by the sides that a surrogate clips
+_OF_CLIPS: dict[tuple[str, ...], dict[str, str]] = {
     ("low", "high"): {
         "clip_ratio/low_mean": "clip_low",
         "clip_ratio/high_mean": "clip_high",
@@ -149,8 +164,8 @@ def loss_metrics(
     has_reference: bool,
     has_teacher: bool = False,
 ) -> dict[str, Any]:
-    """The learner's metrics of an update: token metrics only if a token reached it, clip metrics only if the
-    surrogate of `spec` clips."""
+    """The learner's metrics of an update: token metrics only if a token reached it, clip metrics
+    only if the surrogate of `spec` clips."""
     metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
         "grad_norm": update.grad_norm.item(),
@@ -160,7 +175,9 @@ def loss_metrics(
         metrics["update_skipped"] = True
     if stats.num_tokens.item() == 0:
         return metrics
-    fields = ({"kl": "kl"} if has_reference else {}) | ({"teacher/kl": "teacher_kl"} if has_teacher else {})
+    fields = {"kl": "kl"} if has_reference else {}
+    if has_teacher:
+        fields["teacher/kl"] = "teacher_kl"
     fields |= _OF_TOKENS | _OF_CLIPS.get(SURROGATES[spec.surrogate].clipped_sides, {})
     return metrics | {name: getattr(stats, field).item() for name, field in fields.items()}
 
@@ -205,10 +222,15 @@ class PartTimes:
                 self.add(part, seconds)
 
     def take(self) -> dict[str, float]:
-        """`step_time`, `time/PART` of each part and `time/rest` in seconds; counting restarts at 0."""
+        """`step_time`, `time/PART` of each part and `time/rest` in seconds;
+        counting restarts at 0."""
         now = self._clock()
-        whole, self._started = now - self._started, now
-        parts: dict[str, float] = self._seconds
+        whole = now - self._started
+        parts = self._seconds
+        self._started = now
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        rest = whole - sum(parts.values())
-        return {"step_time": whole, **{f"time/{part}": s for part, s in parts.items()}, "time/rest": rest}
+        return {
+            "step_time": whole,
+            **{f"time/{part}": seconds for part, seconds in parts.items()},
+            "time/rest": whole - sum(parts.values()),
+        }

@@ -1,6 +1,8 @@
-"""Checks each update's metrics: warns when training goes wrong, and decides when a run may end early.
+"""Checks each update's metrics: warns when training goes wrong,
+and decides when a run may end early.
 
-It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same updates.
+It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same
+updates.
 """
 
 from __future__ import annotations
@@ -31,20 +33,27 @@ class Watch:
     conditions: Sequence[Condition]  # of stop.when
 
     def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
-        """Takes in logged metrics; returns what was seen so far, and the warnings that are due, a line each.
+        """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
+        a line each.
 
         A metric that is missing or not finite is ignored: it neither counts nor ends a row.
         """
-        counts, reached, warnings = dict(seen.counts), seen.reached, []
-        numbers = {name: value for name, value in metrics.items() if finite_number(value) is not None}
+        counts = dict(seen.counts)
+        reached = seen.reached
+        warnings = []
+        numbers = {
+            name: value for name, value in metrics.items() if finite_number(value) is not None
+        }
         for name, so, line in _signs(numbers, self.settings):
             # Once a row, not at every update.
             if _count(counts, name, so) == self.settings.patience > 0:
                 warnings.append(line)
         for condition in self.conditions:
-            if (value := numbers.get(condition.metric)) is None:
+            value = numbers.get(condition.metric)
+            if value is None:
                 continue
-            row = _count(counts, f"stop {condition} for {condition.readings}", condition.holds(value))
+            stop = f"stop {condition} for {condition.readings}"
+            row = _count(counts, stop, condition.holds(value))
             if row >= condition.readings and reached is None:
                 times = f" for {row} readings" if row > 1 else ""
                 reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"
@@ -54,31 +63,36 @@ class Watch:
 def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tuple[str, bool, str]]:
     """For each kind of trouble: its name, whether the metrics show it, and the warning."""
     row = f"for {settings.patience} updates"
-    if (flat := metrics.get("frac_reward_zero_std")) is not None:
+    flat = metrics.get("frac_reward_zero_std")
+    if flat is not None:
         yield (
             "flat rewards",
             flat == 1,
-            f"no group's completions have differed in reward {row}, so nothing is learned (reward now "
-            f"{metrics.get('reward', 0):.3g}). If the reward has fallen, the policy has collapsed: lower "
-            f"optim.learning_rate (now {metrics.get('learning_rate', 0):.3g}) or raise loss.beta, and resume "
-            "from an earlier checkpoint. If it has risen, give harder prompts. Else use prompts of other "
-            "difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or rollout.temperature, or "
-            "try `grpo check CONFIG`",
+            f"no group's completions have differed in reward {row}, so nothing is learned (reward "
+            f"now {metrics.get('reward', 0):.3g}). If the reward has fallen, the policy has "
+            "collapsed: lower optim.learning_rate "
+            f"(now {metrics.get('learning_rate', 0):.3g}) or raise loss.beta, and resume from an "
+            "earlier checkpoint. If it has risen, give harder prompts. Else use prompts of other "
+            "difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or "
+            "rollout.temperature, or try `grpo check CONFIG`",
         )
-    if (entropy := metrics.get("entropy")) is not None and settings.min_entropy:
+    entropy = metrics.get("entropy")
+    if entropy is not None and settings.min_entropy:
         yield (
             "low entropy",
             entropy < settings.min_entropy,
-            f"entropy has been below watch.min_entropy = {settings.min_entropy:g} nats a token {row}, now "
-            f"{entropy:.3g}: completions hardly differ any more; lower optim.learning_rate, raise "
-            "loss.epsilon_high, or set loss.entropy_coef",
+            f"entropy has been below watch.min_entropy = {settings.min_entropy:g} nats a token "
+            f"{row}, now {entropy:.3g}: completions hardly differ any more; "
+            "lower optim.learning_rate, raise loss.epsilon_high, or set loss.entropy_coef",
         )
-    if (kl := metrics.get("kl")) is not None and settings.max_kl:
+    kl = metrics.get("kl")
+    if kl is not None and settings.max_kl:
         yield (
             "high kl",
             kl > settings.max_kl,
-            f"kl has been above watch.max_kl = {settings.max_kl:g} nats a token {row}, now {kl:.3g}: the "
-            "policy has moved far from its reference; lower optim.learning_rate, or raise loss.beta",
+            f"kl has been above watch.max_kl = {settings.max_kl:g} nats a token {row}, "
+            f"now {kl:.3g}: the policy has moved far from its reference; "
+            "lower optim.learning_rate, or raise loss.beta",
         )
     if 0 < metrics.get("update", 0) <= settings.patience:
         yield from _constant_rewards(metrics, f"in each of the first {settings.patience} updates")
@@ -94,9 +108,9 @@ def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[
         yield (
             f"constant {name}",
             std <= 1e-12 * abs(mean),
-            f"reward {name} gave all completions the same value, or none, {row}, so nothing is learned from "
-            "it; look at completions.jsonl and the columns that it reads, and see with `grpo check` what it "
-            "gives a right answer",
+            f"reward {name} gave all completions the same value, or none, {row}, so nothing is "
+            "learned from it; look at completions.jsonl and the columns that it reads, and see "
+            "with `grpo check` what it gives a right answer",
         )
 
 

@@ -1,1 +1,4 @@
-"""Tokenizers and prompt settings: checks before the first use, text to tokens and back. No weights."""
+"""Tokenizers and prompt settings: checks before the first use, text to tokens and back.
+
+No weights.
+"""

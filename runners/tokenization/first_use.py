@@ -19,13 +19,18 @@ from runners.tokenization.tokenizer_check import files_of
 import_transformers_without_torch()
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
-_WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n" * 4
-_USER, _SYSTEM = {"role": "user", "content": _WORDS}, {"role": "system", "content": _WORDS}
+_WORDS = (
+    "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n" * 4
+)
+_USER = {"role": "user", "content": _WORDS}
+_SYSTEM = {"role": "system", "content": _WORDS}
 _TALK = [_SYSTEM, _USER, {"role": "assistant", "content": _WORDS}, _USER]
 
 
 def first_use(folder: str) -> bool:
-    """In the child process: renders a few conversations and tokenizes a text; True unless a limit ends it."""
+    """In the child process: renders a few conversations and tokenizes a text; True unless a limit
+    ends it.
+    """
     for file in files_of(Path(folder)):
         _attempt(_tokenize if file.name == "tokenizer.json" else _render, file)
     return True

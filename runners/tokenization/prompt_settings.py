@@ -1,7 +1,8 @@
-"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm reads.
+"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm
+reads.
 
-A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the model card
-read it. It contains nothing about the machine.
+A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the
+model card read it. It contains nothing about the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _FORMAT = {"format": "grpo_fn.prompt", "version": 3}
 
 @attrs.frozen(kw_only=True)
 class PromptSettings:
-    """How a run asked every question, ended its completions, and drew them: keys of [data] and [rollout]."""
+    """How a run asked every question, ended its completions, and drew them: keys of [data] and
+    [rollout].
+    """
 
     system_prompt: str
     nudge: str
@@ -40,25 +43,27 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
+        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks
+        a key.
+        """
         values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """The same by section and key, in JSON's types, for `load_config`."""
         found: dict[str, dict[str, Any]] = {}
-        for name, value in (attrs.asdict(self) | {"stop": list(self.stop)}).items():
+        fields = attrs.asdict(self) | {"stop": list(self.stop)}
+        for name, value in fields.items():
             found.setdefault(_KEYS[name][0], {})[name] = value
         return found
 
 
-_KEYS: dict[str, tuple[str, attrs.Attribute]] = {
-    known.name: (section, known)
-    for section, kind in (("data", DataConfig), ("rollout", RolloutConfig))
-    for known in attrs.fields(kind)
-    if known.name in attrs.fields_dict(PromptSettings)
-}
+_KEYS: dict[str, tuple[str, attrs.Attribute]] = {}
 """The section and the key of the config that each field is."""
+for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
+    for _field in attrs.fields(_kind):
+        if _field.name in attrs.fields_dict(PromptSettings):
+            _KEYS[_field.name] = (_section, _field)
 
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
@@ -69,8 +74,8 @@ def write_prompt(folder: Path, settings: PromptSettings) -> None:
 def read_prompt(folder: Path) -> PromptSettings | None:
     """The settings in a model's folder, or in a folder of adapters; None if there are none.
 
-    Raises UserError for a file of another format or version, a missing or unknown key, and a value that is
-    impossible in a run.
+    Raises UserError for a file of another format or version, a missing or unknown key, and a value
+    that is impossible in a run.
     """
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):
@@ -79,7 +84,8 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     stated = {key: content.pop(key, None) for key in _FORMAT}
     if stated != _FORMAT:
         raise UserError(f"{file}: expected {show(_FORMAT)}, found {show(stated)}")
-    if unknown := sorted(content.keys() - _KEYS.keys()):
+    unknown = sorted(content.keys() - _KEYS.keys())
+    if unknown:
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
     for name, (_, known) in _KEYS.items():
         try:

@@ -1,4 +1,5 @@
-"""Tokens of a prompt, text of tokens (at once or as a stream), and the token at which a completion ends.
+"""Tokens of a prompt, text of tokens (at once or as a stream), and the token at which a completion
+ends.
 
 Completions are scored as text but never tokenized again, so the loops need only these functions.
 """
@@ -26,7 +27,9 @@ def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
     Raises UserError for a text of more than MAX_TEXT characters, and if the tokenizer fails on it.
     """
     if len(text) > MAX_TEXT:
-        raise UserError(f"expected a prompt of at most {MAX_TEXT:,} characters, found {len(text):,}")
+        raise UserError(
+            f"expected a prompt of at most {MAX_TEXT:,} characters, found {len(text):,}"
+        )
     with _foreign("a text"):
         return tuple(tokenizer.encode(text, **options))
 
@@ -47,8 +50,8 @@ def _foreign(what: str) -> Iterator[None]:
 class TextDecoder:
     """The text of completions: what rewards, evaluation, logs and commands read.
 
-    Tokens that end a completion, and padding, give no text at its end. Every other special token does, such
-    as a `</think>`: rewards may look for it.
+    Tokens that end a completion, and padding, give no text at its end. Every other special token
+    does, such as a `</think>`: rewards may look for it.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
@@ -76,17 +79,17 @@ class TextDecoder:
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to the number to keep, or None if it goes on.
 
-        Its second argument is the number of tokens that earlier calls have checked (0: none): these are
-        not checked again.
+        Its second argument is the number of tokens that earlier calls have checked (0: none): these
+        are not checked again.
 
-        The last kept token is the one that completes the earliest stop string, however tokens cut it up; text
-        of that token after the stop string stays, because tokens cannot be cut. A stop string that is a
-        special token's name makes it one of the tokens that end a completion: `decode` leaves it out at the
-        end. Without stop strings the result is None.
+        The last kept token is the one that completes the earliest stop string, however tokens cut
+        it up; text of that token after the stop string stays, because tokens cannot be cut. A stop
+        string that is a special token's name makes it one of the tokens that end a completion:
+        `decode` leaves it out at the end. Without stop strings the result is None.
 
-        Text is decoded only if a token contains a stop string's last character, and only as far back as the
-        string reaches. A call without such a token costs about a microsecond.
-        Raises ValueError for an empty stop string.
+        Text is decoded only if a token contains a stop string's last character, and only as far
+        back as the string reaches. A call without such a token costs about a microsecond. Raises
+        ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
             raise ValueError("a stop string is empty: it would end every completion at once")
@@ -117,7 +120,8 @@ class TextDecoder:
         return find
 
     def _tail(self, tokens: Sequence[int], number: int) -> str:
-        """The text of the last `number` tokens, and of up to three more if it would begin inside a character.
+        """The text of the last `number` tokens, and of up to three more if it would begin inside a
+        character.
 
         Some decoders drop all bytes after such a beginning.
         """
@@ -132,9 +136,10 @@ class TextDecoder:
 class TextStream:
     """A completion's text as its tokens come: the pieces together equal `decode` of all tokens.
 
-    (Only nearly, if characters are broken: some decoders then change earlier text.) A piece is held back
-    while it ends inside a character. Only the last few tokens are decoded again: those since the previous
-    piece, with that piece's tokens in front, because decoders treat the first token of a text differently.
+    (Only nearly, if characters are broken: some decoders then change earlier text.) A piece is held
+    back while it ends inside a character. Only the last few tokens are decoded again: those since
+    the previous piece, with that piece's tokens in front, because decoders treat the first token of
+    a text differently.
     """
 
     def __init__(self, decoder: TextDecoder):
@@ -157,5 +162,6 @@ class TextStream:
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._decoder.part(self._last)) :]
-        self._last, self._waiting = self._waiting, []
+        self._last = self._waiting
+        self._waiting = []
         return piece

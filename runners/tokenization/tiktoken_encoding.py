@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import tiktoken
 
 _BOS = "<|bos|>"
-_ENDS = ("<|assistant_end|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", _BOS)  # the first one there is EOS
+# the first one there is EOS
+_ENDS = ("<|assistant_end|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", _BOS)
 _PADS = ("<|pad|>", "<|padding|>")
 _TURNS = {"<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"}
 # nanochat has no system role: such a message is the beginning of the first user message.
@@ -36,15 +37,23 @@ _NANOCHAT_TEMPLATE = """\
 
 
 def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or for one of
-    tiktoken's own by its name.
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or
+    for one of tiktoken's own by its name.
 
-    A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or the like,
-    where the encoding has them. What a generation_config.json of the folder says stays. With nanochat's turn
-    marks there is a chat template.
+    A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or
+    the like, where the encoding has them. What a generation_config.json of the folder says stays.
+    With nanochat's turn marks there is a chat template.
     """
     import tiktoken
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
     if isinstance(encoding, str):
         encoding = tiktoken.get_encoding(encoding)
@@ -56,22 +65,28 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     words = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special]
+    )
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     if _BOS in special:
         begin = (_BOS, special[_BOS])
-        tokenizer.post_processor = processors.TemplateProcessing(f"{_BOS} $A", special_tokens=[begin])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{_BOS} $A", special_tokens=[begin]
+        )
         config["bos_token"] = _BOS
-    if end := next((name for name in _ENDS if name in special), None):
+    end = next((name for name in _ENDS if name in special), None)
+    if end:
         config["eos_token"] = end
         config["pad_token"] = next((name for name in _PADS if name in special), end)
     if special.keys() >= _TURNS:
         config["chat_template"] = _NANOCHAT_TEMPLATE
     tokenizer.save(str(folder / "tokenizer.json"))
-    ends = sorted({special[name] for name in (end, _BOS) if name in special})  # <|bos|> begins the next text
+    # <|bos|> begins the next text
+    ends = sorted({special[name] for name in (end, _BOS) if name in special})
     write_json(folder / "tokenizer_config.json", config)
     generation = folder / "generation_config.json"
     stated = read_json(generation) if generation.is_file() else {}
@@ -81,7 +96,9 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The tokens by name, and all pairs that make one, by rank: in this order tiktoken joins neighbours."""
+    """The tokens by name, and all pairs that make one, by rank: in this order tiktoken joins
+    neighbours.
+    """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()

@@ -1,7 +1,8 @@
 """Checks, before their first use, the time and memory of a model's tokenizer and chat template.
 
-Neither library has such a limit: a template of one line can ask for gigabytes, and so can a tokenizer.json of
-some kilobytes. So their first use is in a process that can be ended. That costs a second, once for each
+Neither library has such a limit: a template of one line can ask for gigabytes, and so can a
+tokenizer.json of some kilobytes. So their first use is in a process that can be ended. That costs a
+second, once for each
 content: contents that have passed are remembered in the user's cache folder.
 """
 
@@ -17,8 +18,11 @@ from runners.files.cache_folder import remember, remembers
 from runners.machine.bounded_process import BoundedFunction
 from runners.quickstart import MODEL_DIR
 
-_SECONDS, _MEMORY = 2.0, 512_000_000  # and for each byte of the files:
-_SECONDS_A_BYTE, _MEMORY_A_BYTE = 0.4e-6, 16
+_SECONDS = 2.0
+_MEMORY = 512_000_000
+# And for each byte of the files:
+_SECONDS_A_BYTE = 0.4e-6
+_MEMORY_A_BYTE = 16
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
@@ -37,7 +41,8 @@ def check_tokenizer(folder: Path) -> None:
     if remembers("checked", total.hexdigest()):
         return
     size = sum(map(len, contents.values()))
-    seconds, memory = _SECONDS + _SECONDS_A_BYTE * size, _MEMORY + _MEMORY_A_BYTE * size
+    seconds = _SECONDS + _SECONDS_A_BYTE * size
+    memory = _MEMORY + _MEMORY_A_BYTE * size
     function = "runners.tokenization.first_use:first_use"
     with closing(BoundedFunction(function, seconds=seconds, memory=memory)) as use:
         if use("/nowhere") is None:  # no process can be started: nothing is checked

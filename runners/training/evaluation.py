@@ -22,7 +22,8 @@ from runners.training.session import Session
 
 def evaluate_if_due(session: Session) -> None:
     """The evaluation that eval.at_start or eval.every asks for."""
-    every, state = session.config.eval.every, session.state
+    every = session.config.eval.every
+    state = session.state
     if session.config.eval.at_start and state.evaluated_at < 0:
         evaluate(session, "before training")
     elif every and state.update and state.update % every == 0 and state.evaluated_at < state.update:
@@ -34,7 +35,8 @@ def evaluate(session: Session, name: str) -> None:
     with session.plan.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
-        collector, form = session.run.collector, session.config.answer_form
+        collector = session.run.collector
+        form = session.config.answer_form
         measures = collector.scorer.rewards or form or collector.environments
         problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
         with session.committing("the evaluation"):
@@ -42,20 +44,26 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
+    """The loss of the held-out gold completions with the learner's weights; empty if there are
+    none."""
     run, state, ranks = session.run, session.state, session.ranks
-    if not (examples := run.data.gold_evaluation):
+    examples = run.data.gold_evaluation
+    if not examples:
         return {}
     session.shown.status("evaluating")
-    total, tokens = 0.0, 0
-    if own := examples[ranks.number :: ranks.count]:
+    total = 0.0
+    tokens = 0
+    own = examples[ranks.number :: ranks.count]
+    if own:
         experience = gold_experience(own, run.loaded.vision)
         batch = g.make_batch(experience.rollout, experience.advantages_pg)
         for piece in g.split_batch(batch, max_tokens=state.micro_batch_tokens):
             logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
             total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
         tokens = experience.sampled_tokens
-    sums = [message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])]
+    sums = [
+        message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])
+    ]
     loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
@@ -63,7 +71,8 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     """The problems, and the answers to them."""
     config, run, state = session.config, session.run, session.state
-    problems, engine = run.data.evaluation, run.learner.held_out
+    problems = run.data.evaluation
+    engine = run.learner.held_out
     engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
     evaluator = Evaluator(
@@ -76,14 +85,20 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         environments=run.collector.environments,
         vision=run.loaded.vision,
         state=TrainerState(
-            state.update, run.length.updates, run.order.epoch(state.position), config.optim.num_epochs
+            state.update,
+            run.length.updates,
+            run.order.epoch(state.position),
+            config.optim.num_epochs,
         ),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
-    seconds, completions, lines = 0.0, list[Completion](), list[str]()
+    seconds = 0.0
+    completions = list[Completion]()
+    lines = list[str]()
     for start in range(0, len(problems), rows):
-        session.shown.status("evaluating" + f", {start:,} of {len(problems):,} done" * (start > 0))
+        done = f", {start:,} of {len(problems):,} done" if start else ""
+        session.shown.status(f"evaluating{done}")
         part = evaluate_on_ranks(session.ranks, evaluator, problems[start : start + rows], sampling)
         seconds += part.seconds
         completions += part.completions
@@ -97,9 +112,14 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
 
 
 def _log(
-    session: Session, name: str, problems: Sequence[Example], result: EvalResult, gold: Mapping[str, float]
+    session: Session,
+    name: str,
+    problems: Sequence[Example],
+    result: EvalResult,
+    gold: Mapping[str, float],
 ) -> None:
-    measured, state = {**result.metrics, **gold}, session.state
+    measured = {**result.metrics, **gold}
+    state = session.state
     record = {**session.place(), **measured, "time/elapsed": session.elapsed()}
     seen, _ = session.watch.see(measured, state.seen)
     scores = state.scores if result.score is None else (*state.scores, result.score)
@@ -107,5 +127,15 @@ def _log(
     session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
     right = sum(bool(each.right) for each in result.completions)
     records = evaluation_records(problems, result.completions, state.update)
-    figures = result.score, right, len(result.completions), result.seconds
-    session.shown.handle(Evaluated(name, *figures, record, records, result.reward))
+    session.shown.handle(
+        Evaluated(
+            name=name,
+            score=result.score,
+            correct=right,
+            total=len(result.completions),
+            seconds=result.seconds,
+            metrics=record,
+            problems=records,
+            reward=result.reward,
+        )
+    )

@@ -1,12 +1,14 @@
 """Gradients and log-probs of micro-batches, repeated in smaller ones if memory runs out.
 
-On Metal and CUDA MLX raises an exception. On a CPU the system ends the process: nothing can be caught.
+On Metal and CUDA MLX raises an exception. On a CPU the system ends the process: nothing can be
+caught.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Generic, TypeVar, cast
 
 import attrs
@@ -53,7 +55,9 @@ class MicroBatches:
     longest: float = 0.0  # seconds of one micro-batch, above which the budget shrinks; 0: any
     advance: Advance = lambda what, done, total: None
 
-    def gradients(self, start: g.TrainState, steps: Sequence[Pieces], budget: int) -> Computed[Gradients]:
+    def gradients(
+        self, start: g.TrainState, steps: Sequence[Pieces], budget: int
+    ) -> Computed[Gradients]:
         """`start` with the gradients of these batch steps added."""
 
         def act(steps: Sequence[Pieces]) -> Gradients:
@@ -62,7 +66,8 @@ class MicroBatches:
             own = [pieces_of_rank(pieces, self.ranks.number, self.ranks.count) for pieces in steps]
             submitted = self._reported(sum(map(len, own)))
             for pieces in own:
-                # The state is rebound before anything is computed, so that nothing keeps the old sums.
+                # The state is rebound before anything is computed, so that nothing keeps the old
+                # sums.
                 state, stats = self.grad_step(state, pieces, submitted=submitted)
                 g.materialize(state.accum_grads, state.accum_weight, stats)
                 found.append(stats)
@@ -82,8 +87,8 @@ class MicroBatches:
     def logprobs(
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
     ) -> Computed[dict[int, mx.array]]:
-        """The log-probs that these parameters give the tokens of micro-batches, by the number of each one
-        that has rows. With several ranks each computes its part, and all get the whole."""
+        """The log-probs that these parameters give the tokens of micro-batches, by the number of
+        each one that has rows. With several ranks each computes its part, and all get the whole."""
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
@@ -96,13 +101,16 @@ class MicroBatches:
 
         computed = self._in_halves(act, [pieces], budget)
         # Every rank keeps all of them, so that a checkpoint fits any number of ranks.
-        messages = self.ranks.all_gather_object("the log-probs", computed.value) if count > 1 else ()
+        messages = (
+            self.ranks.all_gather_object("the log-probs", computed.value) if count > 1 else ()
+        )
         for message in messages:
             computed.value.update({int(n): mx.array(array) for n, array in message.value.items()})
         return computed
 
     def _reported(self, total: int) -> Callable[[mx.array], None]:
-        """Reports how many micro-batches are computed; the device stays one ahead of the reports."""
+        """Reports how many micro-batches are computed; the device stays one ahead of the
+        reports."""
         waiting: list[mx.array] = []
         self.advance("micro-batches", 0, total)
 
@@ -120,7 +128,7 @@ class MicroBatches:
         messages = self.ranks.all_gather_object("the statistics", rows)
         merged = []
         for number in range(len(found)):
-            parts = [g.LossStats(*map(mx.array, m.value[number].tolist())) for m in messages]
+            parts = [g.LossStats._make(map(mx.array, m.value[number].tolist())) for m in messages]
             merged.append(g.merge_stats(parts))
         g.materialize(merged)
         return tuple(merged)
@@ -128,19 +136,22 @@ class MicroBatches:
     def _in_halves(
         self, act: Callable[[Sequence[Pieces]], _Result], steps: Sequence[Pieces], budget: int
     ) -> Computed[_Result]:
-        """`act` of the steps' micro-batches, cut in halves as often as memory asks for, down to one row each."""
+        """`act` of the steps' micro-batches, cut in halves as often as memory asks for, down to one
+        row each."""
         while True:
             if budget < self.asked:  # they were made when it was larger
-                steps = [[part for piece in pieces for part in _fitting(piece, budget)] for pieces in steps]
-            reason = result = None
+                steps = [_all_fitting(pieces, budget) for pieces in steps]
+            fault = result = None
             try:
                 result = act(steps)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = str(error)
-            messages = self.ranks.all_gather_object("the gradients", reason)
-            reason = next((message.value for message in messages if message.value is not None), None)
+                fault = str(error)
+            messages = self.ranks.all_gather_object("the gradients", fault)
+            reason = next(
+                (message.value for message in messages if message.value is not None), None
+            )
             if reason is None:
                 return Computed(cast(_Result, result), steps, budget)
             del result
@@ -149,31 +160,36 @@ class MicroBatches:
             budget = self._smaller(steps, budget, reason)
 
     def _paced(self, seconds: float, computed: Computed[_Result]) -> Computed[_Result]:
-        """With a budget whose micro-batches take at most `longest` at this pace; all ranks have the same."""
-        tokens = [_tokens(piece) for pieces in computed.steps for piece in pieces]
+        """With a budget whose micro-batches take at most `longest` at this pace; all ranks have the
+        same."""
+        tokens = list(map(_tokens, chain.from_iterable(computed.steps)))
         pace = seconds * self.ranks.count / max(sum(tokens), 1)
         paces = self.ranks.all_gather_object("the pace", pace)
-        fits = max(int(self.longest / max(1e-9, *(message.value for message in paces))), 1)
+        slowest = max(message.value for message in paces)
+        fits = max(int(self.longest / max(1e-9, slowest)), 1)
         if fits >= min(max(tokens), computed.micro_batch_tokens):
             return computed
         self.note(
-            f"a micro-batch took over {self.longest:g} s; macOS may kill GPU work that long while the display "
-            f"is on; system.micro_batch_tokens is {fits:,} from now on"
+            f"a micro-batch took over {self.longest:g} s; macOS may kill GPU work that long while "
+            f"the display is on; system.micro_batch_tokens is {fits:,} from now on"
         )
         return attrs.evolve(computed, micro_batch_tokens=fits)
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
-        """A budget that cuts the largest micro-batches. Raises UserError if each has a single row."""
-        large = max((_tokens(p) for pieces in steps for p in pieces if p.targets_bt.shape[0] > 1), default=0)
-        if not large:
+        """A budget that cuts the largest micro-batches. Raises UserError if each has a single
+        row."""
+        pieces = chain.from_iterable(steps)
+        cuttable = [_tokens(piece) for piece in pieces if piece.targets_bt.shape[0] > 1]
+        if not cuttable:
             raise UserError(
-                f"out of memory with one completion at a time ({reason}); lower rollout.max_new_tokens, set "
+                f"out of memory with one completion at a time ({reason}); lower "
+                "rollout.max_new_tokens, set "
                 'system.grad_checkpoint = true, or train adapters: model.tune = "lora"'
             )
-        large = min(budget, large)  # the budget may have been far larger
+        large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
-            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated in halves; "
-            f"system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
+            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated in "
+            f"halves; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
         )
         return max(large // 2, 1)
 
@@ -182,7 +198,11 @@ def _fitting(piece: g.Batch, budget: int) -> list[g.Batch]:
     """A micro-batch cut to a budget, down to single rows."""
     if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
         return [piece]
-    return [part for half in halve_batch(piece) for part in _fitting(half, budget)]
+    return _all_fitting(halve_batch(piece), budget)
+
+
+def _all_fitting(pieces: Sequence[g.Batch], budget: int) -> list[g.Batch]:
+    return list(chain.from_iterable(_fitting(piece, budget) for piece in pieces))
 
 
 def _tokens(piece: g.Batch) -> int:

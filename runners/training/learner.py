@@ -1,4 +1,5 @@
-"""Builds the functional core of a run from its config: policies, compiled steps and the first state."""
+"""Builds the functional core of a run from its config: policies, compiled steps and the first
+state."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import mlx.core as mx
 from mlx.optimizers import join_schedules
 
 import grpo_fn as g
-from grpo_fn.policy import QuantizedRole, check_replay, checkpoint_layers, experts_per_token, is_quantized
+from grpo_fn.policy import (
+    QuantizedRole,
+    check_replay,
+    checkpoint_layers,
+    experts_per_token,
+    is_quantized,
+)
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength
@@ -29,7 +36,8 @@ from runners.training.teacher import Grader, make_grader
 
 @attrs.frozen(eq=False)
 class Learner:
-    """The functional core of a run: its policies, its steps, and the state before the first of them."""
+    """The functional core of a run: its policies, its steps, and the state before the first of
+    them."""
 
     policy: g.Policy
     sampling: g.Policy  # the same function for the sampler, over a module of its own
@@ -66,28 +74,49 @@ def build_learner(
 
     With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
     """
-    rollout, share_prompts = config.rollout, _shares_prompts(config, loaded, platform)
+    rollout = config.rollout
+    share_prompts = _shares_prompts(config, loaded, platform)
     _check_routers(config, loaded)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
     params = policy.params
-    how = {"model_config": loaded.config, "platform": platform, "share_prompts": share_prompts, "say": say}
-    found = check_model(config, policy, params, prompts, **how)
-    policy, notices = found.policy, list(found.notices)
+    found = check_model(
+        config,
+        policy,
+        params,
+        prompts,
+        model_config=loaded.config,
+        platform=platform,
+        share_prompts=share_prompts,
+        say=say,
+    )
+    policy = found.policy
+    notices = list(found.notices)
     sampling = policy.twin()
     compile_steps = config.system.compile and "compile" not in found.given_up
     quantized = None
     if rollout.quantization != "none" and is_quantized(policy.module):
-        # With adapters on packed weights there is nothing to round: the weights are quantized already.
+        # With adapters on packed weights there is nothing to round: the weights are quantized
+        # already.
         notices.append(
-            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
-            "already, and sampler and learner use the same ones"
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are "
+            "quantized already, and sampler and learner use the same ones"
         )
-    elif quantized := make_quantized_role(config, sampling, "rollout.quantization", rollout.storage, notices):
+    elif quantized := make_quantized_role(
+        config, sampling, "rollout.quantization", rollout.storage, notices
+    ):
         try:
             checked = check_model(
-                config, quantized.policy, quantized.transform(params), prompts, role="rollout", **how
+                config,
+                quantized.policy,
+                quantized.transform(params),
+                prompts,
+                model_config=loaded.config,
+                platform=platform,
+                share_prompts=share_prompts,
+                role="rollout",
+                say=say,
             )
         except UserError as error:
             # No reason to end the run: the engine goes back to full precision if its numbers fail.
@@ -95,12 +124,21 @@ def build_learner(
         else:
             quantized = attrs.evolve(quantized, policy=checked.policy)
             notices += checked.notices
-    reference = make_quantized_role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
+    reference = make_quantized_role(
+        config, policy, "loss.ref_quantization", config.loss.ref_storage, notices
+    )
     policy = policy.without_weights()
     sampling = sampling.without_weights()
     share_prompts = share_prompts and "share_prompts" not in found.given_up
-    shares = {"share_prompts": share_prompts, "compile": compile_steps}
-    grader = make_grader(config, policy, params, loaded, platform, **shares)
+    grader = make_grader(
+        config,
+        policy,
+        params,
+        loaded,
+        platform,
+        share_prompts=share_prompts,
+        compile=compile_steps,
+    )
     if grader is not None and grader.in_loss and not config.teacher.hint:
         share_prompts = grader.share_prompts
 
@@ -133,8 +171,12 @@ def build_learner(
             compile=compile_steps,
         ),
         update_step=g.make_update_step(optimizer, max_grad_norm=bound, compile=compile_steps),
-        logprob_step=g.make_logprob_step(policy, temperature=rollout.temperature, compile=compile_steps),
-        sft_step=g.make_sft_step(policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps),
+        logprob_step=g.make_logprob_step(
+            policy, temperature=rollout.temperature, compile=compile_steps
+        ),
+        sft_step=g.make_sft_step(
+            policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps
+        ),
         gold_logprob_step=g.make_logprob_step(policy, compile=compile_steps),
         state=g.sync_old(state),
         share_prompts=share_prompts,
@@ -145,7 +187,8 @@ def build_learner(
 
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
     """AdamW; its schedule begins again after the supervised updates."""
-    optim, rates = config.optim, []
+    optim = config.optim
+    rates = []
     for rate, updates in (
         (config.sft.learning_rate, length.supervised_updates),
         (optim.learning_rate, length.updates - length.supervised_updates),
@@ -183,19 +226,22 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
             continue
         try:
             if config.system.grad_checkpoint:
-                raise ValueError("with system.grad_checkpoint blocks do not return their routers' decisions")
+                raise ValueError(
+                    "with system.grad_checkpoint blocks do not return their routers' decisions"
+                )
             check(loaded.module)
         except ValueError as error:
             raise UserError(f"{config.where(f'loss.{key}')}: {error}; expected {off}") from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Whether the learner computes a group's prompt once. Raises UserError where it cannot but should."""
+    """Whether the learner computes a group's prompt once. Raises UserError where it cannot but
+    should."""
     shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:
         raise UserError(
             f'{config.where("system.share_prompts")}: expected "auto" or "never", found "always": '
-            "this model has a layer without a plain cache of keys and values, or system.grad_checkpoint, "
-            "loss.router_aux_coef or loss.router_replay is on"
+            "this model has a layer without a plain cache of keys and values, or "
+            "system.grad_checkpoint, loss.router_aux_coef or loss.router_replay is on"
         )
     return shares

@@ -1,7 +1,7 @@
 """`Plan`: what the steps of a run need and never change, with the phases that its config asks for.
 
-`before_learn` makes micro-batches of an experience, phase by phase. `after_rollout` and `after_update` follow
-a batch step and an update.
+`before_learn` makes micro-batches of an experience, phase by phase. `after_rollout` and
+`after_update` follow a batch step and an update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from runners.training.run_state import Pieces, RunState
 from runners.training.sampler import rounded_as, weights_of
 from runners.training.setup import Run
 
-_SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
+# parameters; below this size, step time no longer depends on the parameter count
+_SMALL = 2_500_000
 
 
 @attrs.frozen(eq=False)
@@ -138,7 +139,9 @@ def graded_by_teacher(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     """The teacher's part of the advantages, or its prompts."""
     grader = plan.run.learner.grader
     assert grader is not None
-    graded = grader.graded(lesson.batch, lesson.experience, plan.micro_batches, lesson.micro_batch_tokens)
+    graded = grader.graded(
+        lesson.batch, lesson.experience, plan.micro_batches, lesson.micro_batch_tokens
+    )
     return attrs.evolve(lesson, batch=graded.value, micro_batch_tokens=graded.micro_batch_tokens)
 
 
@@ -152,7 +155,8 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     shapes = set(state.shapes)
     parts = []
     for part in g.minibatches(lesson.batch, 1 if gold else config.optim.minibatches):
-        if gold or not (config.loss.router_aux_coef or in_loss):  # these have a gradient in every row
+        # these have a gradient in every row
+        if gold or not (config.loss.router_aux_coef or in_loss):
             part = g.drop_inactive(part, learner.spec)
         pieces: Pieces = []
         for share in deal(part, run.ranks.count):
@@ -170,7 +174,8 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
 
 
 def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with the sampler's choice of experts for their tokens: one more forward pass."""
+    """Micro-batches with the sampler's choice of experts for their tokens: one more forward
+    pass."""
     weights = plan.weights(state)
 
     def replayed(piece: g.Batch) -> g.Batch:
@@ -180,12 +185,14 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
-    return attrs.evolve(lesson, parts=tuple([replayed(piece) for piece in pieces] for pieces in lesson.parts))
+    return attrs.evolve(
+        lesson, parts=tuple([replayed(piece) for piece in pieces] for pieces in lesson.parts)
+    )
 
 
 def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with log π_old, if π_θ will differ from it: because a rollout serves several updates, or
-    because the weights that drew it are older than the learner's."""
+    """Micro-batches with log π_old, if π_θ will differ from it: because a rollout serves several
+    updates, or because the weights that drew it are older than the learner's."""
     version_b = lesson.experience.rollout.version_b
     is_stale = version_b is not None and bool((version_b < state.update).any().item())
     if plan.uses == 1 and not is_stale:
@@ -198,7 +205,9 @@ def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
         budget = found.micro_batch_tokens
         parts.append(
             [
-                attrs.evolve(piece, old_logp_bt=found.value[number]) if number in found.value else piece
+                attrs.evolve(piece, old_logp_bt=found.value[number])
+                if number in found.value
+                else piece
                 for number, piece in enumerate(found.steps[0])
             ]
         )
@@ -216,7 +225,8 @@ def calibrated_roles(run: Run) -> list[QuantizedRole]:
 
 
 def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After the first rollout with tokens: its layers' moments, with which the roles are rounded from now on."""
+    """After the first rollout with tokens: its layers' moments, with which the roles are rounded
+    from now on."""
     config, learner = plan.config, plan.run.learner
     gold = plan.is_supervised(state)
     if state.sampler.moments is not None or gold or not experience.rollout.prompts:
@@ -230,7 +240,9 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
         if learner.quantized is not None and is_calibrated(config, name):
             formats = None
             if config.rollout.bits_budget:
-                formats = budgeted_formats(config, learner.policy, learner.quantized, params, batch, moments)
+                formats = budgeted_formats(
+                    config, learner.policy, learner.quantized, params, batch, moments
+                )
                 plan.shown.note(formats_line(config, formats, learner.policy, params))
             sampler = rounded_as(sampler, learner.quantized, name, moments, formats)
         state = attrs.evolve(state, sampler=sampler)
@@ -259,8 +271,8 @@ def moved_reference(plan: Plan, state: RunState) -> RunState:
 
 
 def started_grpo(plan: Plan, state: RunState) -> RunState:
-    """After the last supervised update GRPO begins: with new moments of the optimizer, and a reference at
-    these weights."""
+    """After the last supervised update GRPO begins: with new moments of the optimizer, and a
+    reference at these weights."""
     length = plan.run.length
     if not state.batch_step == length.supervised < length.batch_steps:
         return state
@@ -273,7 +285,8 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
     """How the reference is rounded now; None: it is not."""
-    role, name = plan.run.learner.reference, plan.config.loss.ref_quantization
+    role = plan.run.learner.reference
+    name = plan.config.loss.ref_quantization
     moments = state.sampler.moments
     if role is None or not is_calibrated(plan.config, name) or moments is None:
         return role
@@ -286,7 +299,9 @@ def shapes_of(pieces: Pieces) -> set[Shape]:
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
-    """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that tracing
-    the step takes. On a CPU almost any number once an epoch has shown all lengths; a GPU would then compute
-    mostly padding once completions have become shorter."""
-    return number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000
+    """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that
+    tracing the step takes. On a CPU almost any number once an epoch has shown all lengths; a GPU
+    would then compute mostly padding once completions have become shorter."""
+    return (
+        number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000
+    )

@@ -1,13 +1,15 @@
 """From prompts to an experience: sample completions, score them, turn rewards into advantages.
 
-Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get the whole.
-A completion's random draws depend on its prompt's number, so that N ranks draw the same as one rank.
+Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get
+the whole. A completion's random draws depend on its prompt's number, so that N ranks draw the same
+as one rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -18,7 +20,7 @@ import grpo_fn as g
 from grpo_fn.prng import fold_in
 from runners.config.loading import Config
 from runners.data.curriculum import Outcome, passed
-from runners.data.prompts import Example, columns_of
+from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, Weights
 from runners.engines.rollouts import generate, requests_of
@@ -57,7 +59,8 @@ class Draw:
     weighted: Weighted | None = None  # how further prompts are drawn; None: in the usual order
     trainer_state: TrainerState = NO_RUN  # for rewards
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
-    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these weights.
+    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these
+    # weights.
     full: Weights | None = None
 
 
@@ -87,11 +90,11 @@ class Collector:
         """Sample and score the prompts of a draw with the engine's weights.
 
         With dynamic sampling, groups without variance are replaced by new prompts for at most
-        `max_resample` rounds. If groups are still missing, the last ones without variance fill the batch;
-        the learner skips them.
+        `max_resample` rounds. If groups are still missing, the last ones without variance fill the
+        batch; the learner skips them.
 
-        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off. A
-        call that was too slow, or that ended its process, has to be the third in a row.
+        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail
+        is off. A call that was too slow, or that ended its process, has to be the third in a row.
         """
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         missing = len(draw.drawn.examples)
@@ -122,7 +125,7 @@ class Collector:
             advantages_pg=advantages_pg,
             sampled_tokens=sum(part.sampled_tokens for part in parts),
             resampled=replaced,
-            outcomes=tuple(outcome for part in parts for outcome in self._outcomes(part)),
+            outcomes=tuple(chain.from_iterable(map(self._outcomes, parts))),
             position=taken.position,
             fallback=next((part.fallback for part in parts if part.fallback), None),
             slow_rewards=self._slow_rewards(parts, draw.slow_rewards),
@@ -131,7 +134,8 @@ class Collector:
 
     def _outcomes(self, part: Experience) -> list[Outcome]:
         """How many completions of each group passed, of those with a reward."""
-        shape, at_least = part.rewards_pg.shape, self.config.data.pass_reward
+        shape = part.rewards_pg.shape
+        at_least = self.config.data.pass_reward
         passed_b = passed(part.reward_names, part.values_kb, part.rewards_pg.reshape(-1), at_least)
         known_pg = ~np.isnan(part.rewards_pg)
         passes_p = (passed_b.reshape(shape) & known_pg).sum(axis=1).tolist()
@@ -143,10 +147,14 @@ class Collector:
         """Whether the last reward is the sum of those of the turns."""
         return self.environments is not None and self.environments.turn_reward is not None
 
-    def _slow_rewards(self, parts: Sequence[Experience], before: Mapping[str, int]) -> dict[str, int]:
-        """In how many batch steps in a row a reward was too slow, or ended its process, at all completions.
+    def _slow_rewards(
+        self, parts: Sequence[Experience], before: Mapping[str, int]
+    ) -> dict[str, int]:
+        """In how many batch steps in a row a reward was too slow, or ended its process, at all
+        completions.
 
-        Raises RewardError for a reward that failed at every completion of the batch step, and may not.
+        Raises RewardError for a reward that failed at every completion of the batch step, and may
+        not.
         """
         failed = {
             name: fault
@@ -154,21 +162,27 @@ class Collector:
             if all(name in part.failed for part in parts)
         }
         slow = {name: before.get(name, 0) + 1 for name, fault in failed.items() if fault.ended}
-        broken = [fault.line for name, fault in failed.items() if slow.get(name, _PATIENCE) >= _PATIENCE]
+        broken = [
+            fault.line for name, fault in failed.items() if slow.get(name, _PATIENCE) >= _PATIENCE
+        ]
         if broken and self.config.reward.stop_if_all_fail:
             error = RewardError(
                 f"{broken[0]}; it failed for every completion of this batch step: fix it "
-                "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
+                "and continue with --resume, or set reward.stop_if_all_fail = false to train "
+                "without it"
             )
             error.on_all_ranks = True
             raise error
         return slow
 
-    def _on_all_ranks(self, engine: Engine, examples: Sequence[Example], step: _Round) -> Experience:
+    def _on_all_ranks(
+        self, engine: Engine, examples: Sequence[Example], step: _Round
+    ) -> Experience:
         """One round; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
-        size, begun = self.sampling.num_generations, self.config.rollout.first_stage
+        size = self.sampling.num_generations
+        begun = self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
         part = self._scored(engine, own, numbers, sampling, step)
         if begun:  # all ranks sample equally often
@@ -229,7 +243,7 @@ class Collector:
         texts = [examples[row // size].opening + text for row, text in enumerate(said)]
         scores = self.scorer.score(
             texts,
-            [list(example.messages) for example in examples for _ in range(size)],
+            [list(example.messages) for example in repeated(examples, size)],
             columns_of(examples, size),
             completions,
             step.trainer_state,
@@ -240,8 +254,9 @@ class Collector:
             scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
         if self._turn_rewards:
             scores.problems.extend(check_turn_rewards(scores, rollout))
-        penalty_b = length_penalty(self.config, rollout.lengths_b)
-        penalty_b = None if penalty_b is None else np.array(penalty_b)
+        form = self.config.answer_form
+        penalty = length_penalty(self.config, rollout.lengths_b)
+        penalty_b = None if penalty is None else np.array(penalty)
         rewards_pg = self._combined(scores.values_kb, penalty_b, size)
         names = tuple(reward.name for reward in self.scorer.rewards)
         return Experience(
@@ -251,8 +266,14 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, [each.sampled for each in played] if played else completions)),
-            problems=(*faults_of(played or ()), *scores.problems),
+            sampled_tokens=sum(
+                map(len, [each.sampled for each in played] if played else completions)
+            ),
+            problems=(
+                *faults_of(played or ()),
+                *scores.problems,
+                *(form.doubts(texts) if form else ()),
+            ),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
@@ -263,8 +284,11 @@ class Collector:
             fallback=fallback,
         )
 
-    def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int) -> np.ndarray:
-        """The rewards of completions in groups of `size`, float64 [P,G], with the length penalty."""
+    def _combined(
+        self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int
+    ) -> np.ndarray:
+        """The rewards of completions in groups of `size`, float64 [P,G], with the length
+        penalty."""
         rewards_b = g.combine_rewards(
             mx.array(values_kb.astype(np.float32)),
             mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
@@ -276,7 +300,8 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Gold completions as a batch step: groups of one with an advantage of 1, and without rewards."""
+    """Gold completions as a batch step: groups of one with an advantage of 1, and without
+    rewards."""
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None
     rows = len(examples)
@@ -292,8 +317,11 @@ def gold_experience(examples: Sequence[Example], vision: VisionPart | None = Non
     )
 
 
-def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience | None) -> Experience:
-    """The whole experience of these examples of all ranks, from every rank's part; the same on all ranks.
+def gather_rollout(
+    ranks: Ranks, examples: Sequence[Example], part: Experience | None
+) -> Experience:
+    """The whole experience of these examples of all ranks, from every rank's part; the same on all
+    ranks.
 
     `part` is this rank's, None if it has no example.
     """
@@ -305,7 +333,7 @@ def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience |
     }
     experiences = list(parts.values())
     # Where each example's group is among those of the parts, one after the other.
-    numbers = [number for rank in parts for number in range(rank, len(examples), ranks.count)]
+    numbers = list(chain.from_iterable(range(rank, len(examples), ranks.count) for rank in parts))
     whole = select_groups(join_experiences(experiences), np.argsort(numbers).tolist())
     spent = {rank: experience.seconds for rank, experience in parts.items()}
     longest = max(each["rollout"] for each in spent.values())
@@ -314,7 +342,7 @@ def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience |
     for rank in range(ranks.count):
         seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
     # Environments' faults are counted over the whole batch; other lines are not repeated.
-    played = [each for experience in experiences for each in experience.played or ()]
+    played = list(chain.from_iterable(experience.played or () for experience in experiences))
     others = [line for line in whole.problems if not line.startswith(FAULT)]
     return attrs.evolve(
         whole,
@@ -329,7 +357,8 @@ def _packed(experience: Experience) -> dict[str, Any]:
     return {
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
-        "played": experience.played and [_fields(each, "environment") for each in experience.played],
+        "played": experience.played
+        and [_fields(each, "environment") for each in experience.played],
         "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
     }
 
@@ -340,13 +369,14 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
     }
-    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
+    # `reset` may have added to the examples'
+    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))
     fields = value | {
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
         "played": played and [FinishedEpisode(environment=None, **each) for each in played],
-        "failed": {name: Failed(*fault) for name, *fault in value["failed"]},
+        "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
     }
     return Experience(**fields)
 

@@ -1,7 +1,8 @@
-"""`Sampler`: what a run's completions are sampled with, as a value. Nothing else holds any part of it.
+"""`Sampler`: what a run's completions are sampled with, as a value. Nothing else holds any part of
+it.
 
-Its weights are the learner's, in full precision or rounded to few bits. A format whose numbers are too coarse
-gives way to a finer one, after the last to full precision.
+Its weights are the learner's, in full precision or rounded to few bits. A format whose numbers are
+too coarse gives way to a finer one, after the last to full precision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from runners.config.loading import Config
 from runners.engines.engine import Weights
 from runners.models.role_quantization import is_calibrated
 
-FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
+# The format that follows one whose numbers are too coarse; after the last: full precision.
+FINER = {
     "affine-3": "affine-4",
     "affine-4": "affine-6",
     "affine-6": "affine-8",
@@ -35,10 +37,13 @@ class Sampler:
 
     version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
-    formats: Mapping[str, str] | None = None  # of the weights that have another one, by rollout.bits_budget
+    # of the weights that have another one, by rollout.bits_budget
+    formats: Mapping[str, str] | None = None
     moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
     fallback: str | None = None  # why few-bit weights were given up
-    rows: int = rules.key(0, "completions decoded together: less once memory ran out; 0: all", ">= 0")
+    rows: int = rules.key(
+        0, "completions decoded together: less once memory ran out; 0: all", ">= 0"
+    )
     # How its weights are rounded; None: they are not, for good or until there are `moments`.
     role: QuantizedRole | None = attrs.field(
         default=None, metadata={"unsaved": "it is made again from format, formats and moments"}
@@ -75,8 +80,8 @@ def rounded_as(
 ) -> Sampler:
     """The sampler with weights of that format, or of theirs in `formats`.
 
-    `quantized` is the role as it was checked at the start: what was found out there about its policy holds
-    for every format.
+    `quantized` is the role as it was checked at the start: what was found out there about its
+    policy holds for every format.
     """
     made = quantized.remade(name, moments, formats)
     new = made.policy
@@ -112,8 +117,8 @@ def fallback_line(sampler: Sampler) -> str:
 def judged(
     sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
 ) -> tuple[Sampler, str | None]:
-    """A finer format, after the last full precision, if the weights π/μ of an update are too uneven, and a
-    line about it; else the sampler as it is, and None.
+    """A finer format, after the last full precision, if the weights π/μ of an update are too
+    uneven, and a line about it; else the sampler as it is, and None.
 
     rollout.mismatch_limit is the KL(μ ‖ π) in nats a token above which a format is too coarse.
     """
@@ -125,8 +130,9 @@ def judged(
     if size >= SAMPLE_SIZE and kl <= limit:
         return sampler, None
     reason = (
-        f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from the "
-        f"learner; expected at least {SAMPLE_SIZE:g}, and at most rollout.mismatch_limit = {limit:g}"
+        f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from "
+        f"the learner; expected at least {SAMPLE_SIZE:g}, and at most rollout.mismatch_limit = "
+        f"{limit:g}"
     )
     finer = FINER.get(sampler.format)
     if finer is None:
@@ -134,11 +140,14 @@ def judged(
         return sampler, fallback_line(sampler)
     line = f"sampling continues in {finer}: {sampler.format} has {reason}"
     moments = sampler.moments if is_calibrated(config, finer) else None
-    return attrs.evolve(rounded_as(sampler, quantized, finer, moments), moments=sampler.moments), line
+    return attrs.evolve(
+        rounded_as(sampler, quantized, finer, moments), moments=sampler.moments
+    ), line
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """What an engine samples with: the learner's `params`, rounded if the sampler rounds, and computed."""
+    """What an engine samples with: the learner's `params`, rounded if the sampler rounds, and
+    computed."""
     role = sampler.role
     if role is None or params is None:
         return Weights(policy, params, sampler.version, sampler.rows)

@@ -12,6 +12,7 @@ import attrs
 
 import grpo_fn as g
 from runners.checkpoints.checkpoint import prune_checkpoints, write_checkpoint
+from runners.checkpoints.run_folder import check_place, place_of
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
@@ -30,20 +31,27 @@ from runners.training.setup import Run
 class Session:
     """A run in progress.
 
-    `state` is replaced only within `committing`, by all ranks or by none. So a signal may interrupt anything
-    else: the step under way is dropped, and what is saved is the state before it.
+    `state` is replaced only within `committing`, by all ranks or by none. So a signal may interrupt
+    anything else: the step under way is dropped, and what is saved is the state before it.
     """
 
     def __init__(
         self, run: Run, state: RunState, *, log: MetricsLog, shown: Diary, facts: Mapping[str, Any]
     ) -> None:
-        """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
-        self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
-        self.log, self.shown = log, shown
+        """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it
+        holds."""
+        self.run = run
+        self.config = run.config
+        self.ranks = run.ranks
+        self.state = state
+        self.log = log
+        self.shown = shown
         self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
-        self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
+        self._place = place_of(run.folder)
+        self._facts = facts
+        self._prompt = PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
         self._lost: str | None = None  # why rank 0's display has no reader
@@ -68,12 +76,14 @@ class Session:
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
-        """The block replaces the run's state: on all ranks or on none, and no signal interrupts it."""
+        """The block replaces the run's state: on all ranks or on none, and no signal interrupts
+        it."""
         fault = self.shown.fault
         with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
             self._lost = messages[0].value
             yield
-            g.materialize(self.state.train, self.state.waiting)  # another thread could only read them
+            # another thread could only read them
+            g.materialize(self.state.train, self.state.waiting)
 
     def change(self, **changes: Any) -> None:
         """Replaces fields of the state; within `committing`."""
@@ -88,7 +98,8 @@ class Session:
             self.save()
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
-        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
+        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this
+        returns."""
         with self.plan.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
                 self._write(why, strict)
@@ -97,7 +108,8 @@ class Session:
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
-        """Saves before the run ends early, unless the last checkpoint is current or nothing has begun."""
+        """Saves before the run ends early, unless the last checkpoint is current or nothing has
+        begun."""
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self._saved != (state.batch_step, state.update)
@@ -107,9 +119,11 @@ class Session:
 
     def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""
-        final, fault = self.run.folder / "final", None
+        final = self.run.folder / "final"
+        fault = None
         try:
             if self.ranks.is_rank_zero:
+                check_place(self.run.folder, self._place)
                 final = save_model(final, self.state.train.params, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
@@ -124,9 +138,11 @@ class Session:
 
     def _write(self, why: str, strict: bool) -> None:
         """Writes the complete state of the run, once its logs are on the disk up to here."""
-        folder, keep = self.run.folder, self.config.checkpoint
+        folder = self.run.folder
+        keep = self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         try:
+            check_place(folder, self._place)
             plain, trees = state.saved()
             facts = {
                 **self._facts,
@@ -174,34 +190,38 @@ class Session:
         raise end
 
     def check_bad_updates(self) -> None:
-        """If too many updates in a row were skipped: saves the last good state, and raises NumbersError."""
-        limit, in_a_row = self.config.optim.max_bad_updates, self.state.bad_updates_in_a_row
+        """If too many updates in a row were skipped: saves the last good state, and raises
+        NumbersError."""
+        limit = self.config.optim.max_bad_updates
+        in_a_row = self.state.bad_updates_in_a_row
         if not limit or in_a_row < limit:
             return
         self.shown.status("saving")
         self.save("the last good state: ", strict=True)
         raise NumbersError(
-            f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = {limit}); "
-            "the last good state has been saved; lower optim.learning_rate, or look at these updates' "
-            "completions"
+            f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
+            f"{limit}); the last good state has been saved; lower optim.learning_rate, or look at "
+            "these updates' completions"
         )
 
     def check_swap(self) -> None:
-        """If the system has swapped out more than system.swap_limit_gb since the start: saves, and raises
-        UserError."""
-        if not (limit := 1e9 * self.config.system.swap_limit_gb):
+        """If the system has swapped out more than system.swap_limit_gb since the start: saves, and
+        raises UserError."""
+        limit = 1e9 * self.config.system.swap_limit_gb
+        if not limit:
             return
         grown = (swap_used() or 0) - self._swap
         if self.ranks.any_rank("the swap", grown > limit):
             self.save_to_stop("stopped before the system swaps more: ")
             raise UserError(
-                f"{self.config.where('system.swap_limit_gb')}: the system has swapped out {gigabytes(grown)} "
-                "since the start; lower system.micro_batch_tokens or rollout.max_batch or close programs, "
-                "and continue with --resume"
+                f"{self.config.where('system.swap_limit_gb')}: the system has swapped out "
+                f"{gigabytes(grown)} since the start; lower system.micro_batch_tokens or "
+                "rollout.max_batch or close programs, and continue with --resume"
             )
 
     def check_log(self) -> None:
-        """Reports once that a line of the log cannot be written; it is written when there is space."""
+        """Reports once that a line of the log cannot be written; it is written when there is
+        space."""
         fault = self.log.fault()
         if fault and fault != self._log_fault:
             self.failed(UserError(fault))

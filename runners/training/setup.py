@@ -54,7 +54,8 @@ class Data:
     evaluation: list[Example]
     gold: list[Example]  # with the completions of supervised updates; empty: there are none
     gold_evaluation: list[Example]  # held-out ones
-    notices: tuple[str, ...]  # about rows and prompts that were left out, and a missing chat template
+    # about rows and prompts that were left out, and a missing chat template
+    notices: tuple[str, ...]
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +68,8 @@ class Run:
     data: Data
     length: RunLength
     order: PromptOrder  # of the training examples
-    curriculum: Estimates | None  # of the training prompts before the first step; None: there is none
+    # of the training prompts before the first step; None: there is none
+    curriculum: Estimates | None
     learner: Learner
     collector: Collector
     notices: tuple[str, ...]
@@ -84,15 +86,18 @@ class SetUp:
     config: Config  # checked; `build` resolves what it leaves open
     platform: Platform
     say: Say = lambda text: None  # shows the current activity
-    decided: Mapping[str, Any] | None = None  # the keys of [rollout] as an earlier process resolved them
+    # the keys of [rollout] as an earlier process resolved them
+    decided: Mapping[str, Any] | None = None
     ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
-    worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
+    # of `start_worker`; None: a new one
+    worker: Worker | None = attrs.field(default=None, kw_only=True)
     start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
     advance: Advance | None = attrs.field(default=None, kw_only=True)
     note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
     def build(self) -> Run:
-        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any fault."""
+        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any
+        fault."""
         config, platform, ranks = self.config, self.platform, self.ranks
         worker = self.worker or start_worker(config)
         if config.data.image and not ranks.is_alone:
@@ -103,11 +108,12 @@ class SetUp:
         spec = config.loss_spec()
         rewards = load_code(config, worker)
         self.say("reading the data")
-        rows = load_rows(config.data, config.folders)
-        config = self.config = with_answers_of(config, *rows)
-        if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
+        train_rows, held_out_rows = load_rows(config.data, config.folders)
+        config = self.config = with_answers_of(config, train_rows, held_out_rows)
+        # nothing to compare with: only own rewards measure
+        if config.sft.only and not config.data.answer:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
-        columns = reward_columns((*rows[0], *rows[1]), config.data.answer)
+        columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
         check_columns(rewards, columns, environments=config.env.answers)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = self._loaded()
@@ -116,17 +122,31 @@ class SetUp:
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
         environments = build_environments(
-            config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
+            config.env,
+            config.data,
+            loaded.tokenizer,
+            decoder,
+            loaded.eos_ids,
+            config.folders,
+            worker,
         )
         if environments is not None:
             environments.check_columns(columns)
         if rewards or not config.sft.only:
             rewards = all_rewards(rewards, environments)
-        if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
-            where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
-            raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
+        if (
+            environments
+            and environments.turn_reward
+            and config.reward.aggregate != "sum_then_normalize"
+        ):
+            where = config.where("reward.aggregate")
+            found = show(config.reward.aggregate)
+            raise UserError(
+                f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}'
+            )
         find_stop = decoder.find_stop(config.rollout.stop)
         reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
+        rows = (train_rows, held_out_rows)
         data = self._examples(rows, columns, loaded, environments, reader)
         train, curriculum, left_out = with_difficulty(data.train, config.data)
         data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
@@ -135,9 +155,10 @@ class SetUp:
         if config.rollout.launch == "auto":
             config = config.having("rollout", launch=usual_launch(platform))
         # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
-        own = [self.decided or decisions(config), config.system.micro_batch_tokens]
-        agreed = [message.value for message in ranks.all_gather_object("the decisions", own)]
-        config = config.having("rollout", **agreed[0][0])
+        proposed = [self.decided or decisions(config), config.system.micro_batch_tokens]
+        agreed = [message.value for message in ranks.all_gather_object("the decisions", proposed)]
+        decided = agreed[0][0]
+        config = config.having("rollout", launch=decided["launch"], max_batch=decided["max_batch"])
         tokens = min(tokens for _, tokens in agreed)
         self.config = config = config.having("system", micro_batch_tokens=tokens)
         length = RunLength.of(config, len(data.train), len(data.gold))
@@ -149,7 +170,9 @@ class SetUp:
             loaded,
             length,
             platform,
-            prompts=[example.tokens for example in drawn(order, 0, config.optim.batch_size).examples],
+            prompts=[
+                example.tokens for example in drawn(order, 0, config.optim.batch_size).examples
+            ],
             decoder=decoder,
             say=self.say,
             advance=self.advance,
@@ -157,13 +180,14 @@ class SetUp:
         )
         if learner.grader is not None:
             prompts = [example.tokens for example in (*data.train, *data.gold)]
-            limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
+            limit = config.rollout.max_new_tokens
+            positions = learner.grader.teacher.policy.positions
             check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
         sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
-                f"{loaded.path}: completions of prompts with images are decoded over one copy of their "
-                "prompt, which gives other numbers with this model on this machine"
+                f"{loaded.path}: completions of prompts with images are decoded over one copy of "
+                "their prompt, which gives other numbers with this model on this machine"
             )
         return Run(
             config=config,
@@ -176,7 +200,9 @@ class SetUp:
             learner=learner,
             collector=Collector(
                 sampling_of(config, loaded.eos_ids),
-                Scorer(rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts),
+                Scorer(
+                    rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts
+                ),
                 decoder,
                 config,
                 order,
@@ -221,37 +247,50 @@ class SetUp:
         reader: GoldReader | None,
     ) -> Data:
         config = self.config
-        notices, built, gold = [], [], [list[Example](), list[Example]()]
+        notices = []
+        built = []
+        gold = {"train": list[Example](), "eval": list[Example]()}
         vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
-        positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
+        positions = bound_positions(loaded.module)
         for name, part in zip(("train", "eval"), rows, strict=True):
             schemas = environments.chat.schemas if environments else ()
             processor = loaded.vision.processor if loaded.vision else None
             examples, too_long = build_examples(
                 part, config.data, loaded.tokenizer, schemas, processor, columns
             )
-            limit = config.eval.max_new_tokens or limit if name == "eval" else limit
-            where, prompts = f"{name} data, {loaded.path}", [example.tokens for example in examples]
+            limit = config.rollout.max_new_tokens
+            if name == "eval":
+                limit = config.eval.max_new_tokens or limit
+            where = f"{name} data, {loaded.path}"
+            prompts = [example.tokens for example in examples]
             check_prompts(where, prompts, limit, vocabulary, positions)
             built.append(examples)
             notices += part.notices(name, too_long, config.data.max_prompt_length)
             if reader and (name == "train" or config.data.completion or not config.sft.completions):
                 from_file = name == "train" and bool(config.sft.completions)
-                found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
+                found, lines = (
+                    reader.of_file() if from_file else reader.of_rows(examples, part, name)
+                )
                 whole = [example.tokens + example.gold for example in found]
-                where = f"gold completions of the {name} data with their prompts, {loaded.path}"
-                check_prompts(where, whole, 0, vocabulary, positions)
-                gold[name == "eval"], notices = found, [*notices, *lines]
+                place = f"gold completions of the {name} data with their prompts, {loaded.path}"
+                check_prompts(place, whole, 0, vocabulary, positions)
+                gold[name] = found
+                notices += lines
         notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
         samples = config.eval.samples
         return Data(
-            built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices)
+            built[0],
+            held_out(built[1], samples),
+            gold["train"],
+            held_out(gold["eval"], samples),
+            tuple(notices),
         )
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
     """Warnings about settings that are allowed but probably a mistake."""
-    rollout, spec = config.rollout, learner.spec
+    rollout = config.rollout
+    spec = learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     rounded = learner.quantized is not None
     if not (truncated or rounded) or spec.correction != "none":

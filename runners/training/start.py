@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from runners.checkpoints.resume import (
     find_origin,
     first_start,
 )
-from runners.checkpoints.run_folder import clear, locked, set_aside
+from runners.checkpoints.run_folder import clear, locked, place_of, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
@@ -73,12 +73,15 @@ def start_or_resume(
         else:  # this rank's files go into a temporary folder
             silent = LogConfig(every=config.log.every, jsonl=False, completions=False, report=False)
             config = attrs.evolve(config, log=silent)
-            report, resume, overwrite = Report(), False, True
+            report = Report()
+            resume = False
+            overwrite = True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = Diary(stack.enter_context(report))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         stack.enter_context(locked(folder, config.where("run.name")))
-        origin, known = None, None
+        origin = None
+        known = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
         # Whether the run continues what is in its folder; otherwise it replaces that.
@@ -100,7 +103,8 @@ def start_or_resume(
             advance=shown.advanced,
             note=shown.note,
         ).build()
-        data, rewards = run.data, run.collector.scorer.rewards
+        data = run.data
+        rewards = run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
             "config": config.to_dict(),
@@ -111,17 +115,24 @@ def start_or_resume(
         }
         state = first_state(run)
         if origin is not None:
-            compare_inputs(inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change)
+            compare_inputs(
+                inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change
+            )
             shown.status("loading the checkpoint")
             state = restore(run, origin, changed=allow_config_change)
-            shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
+            shown.note(
+                f"resuming from {origin.folder}: batch step {state.batch_step}, update "
+                f"{state.update}"
+            )
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
-        run.learner.engine.load(weights_of(run.learner.sampling, state.train.old_params, state.sampler))
+        run.learner.engine.load(
+            weights_of(run.learner.sampling, state.train.old_params, state.sampler)
+        )
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
         if config.log.report:  # from now on there is something to report
-            stack.callback(final_report, folder, shown.note)
+            stack.callback(_report, folder, place_of(folder), shown.note)
         stack.enter_context(log)
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
@@ -133,16 +144,27 @@ def start_or_resume(
             yield session
 
 
-def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary) -> MetricsLog:
-    """The log, in a folder that has only files of this run, those before `origin` included; the notices."""
-    config, writes, keep = run.config, run.ranks.is_rank_zero, None
+def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
+    """The report of a run that is still where it began."""
+    if place_of(folder) == place:
+        final_report(folder, note)
+
+
+def _files(
+    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary
+) -> MetricsLog:
+    """The log, in a folder that has only files of this run, those before `origin` included; the
+    notices."""
+    config = run.config
+    writes = run.ranks.is_rank_zero
+    keep = None
     # Every parameter, unpacked, in the dtype of the source's files.
     final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
     free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
     if free < final:
         raise UserError(
-            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and the disk "
-            f"has {gigabytes(free)} free; make room, or choose another run.output_dir"
+            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and "
+            f"the disk has {gigabytes(free)} free; make room, or choose another run.output_dir"
         )
     if origin is None:
         clear(folder)
@@ -162,10 +184,11 @@ def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its cursor.
+    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its
+    cursor.
 
-    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is closed,
-    nothing is shown.
+    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is
+    closed, nothing is shown.
     """
     output: TextIO | None = stream or sys.stdout
     if output is None or output.closed:

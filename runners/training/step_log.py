@@ -33,7 +33,8 @@ _OF_SAMPLES = (
 def show_start(session: Session) -> None:
     """The run's header on the display."""
     config, run, state = session.config, session.run, session.state
-    loaded, updates = run.loaded, run.length.supervised_updates
+    loaded = run.loaded
+    updates = run.length.supervised_updates
     header = {
         "run": config.run.name,
         "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "
@@ -43,27 +44,45 @@ def show_start(session: Session) -> None:
     }
     if not config.sft.only:
         prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
-        each = f"{prompts} prompts × {config.rollout.num_generations} completions, {config.loss.preset}"
-        header["each update"] = each
+        header["each update"] = (
+            f"{prompts} prompts × {config.rollout.num_generations} completions, "
+            f"{config.loss.preset}"
+        )
     header["writes to"] = str(run.folder)
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
-        header["supervised"] = f"{updates:,} update{'s' * (updates > 1)} of {gold:,} gold completions"
-    last = [values[-1] if values else None for values in (state.scores, state.eval_rewards)]
-    session.shown.handle(Started(run.length.updates, header, state.update, *last))
+        plural = "s" if updates > 1 else ""
+        header["supervised"] = f"{updates:,} update{plural} of {gold:,} gold completions"
+    session.shown.handle(
+        Started(
+            updates=run.length.updates,
+            header=header,
+            done=state.update,
+            score=state.scores[-1] if state.scores else None,
+            reward=state.eval_rewards[-1] if state.eval_rewards else None,
+        )
+    )
 
 
 def show_summary(session: Session, final: Path) -> None:
     """The run's result on the display: the final model, and what its evaluations found."""
-    state, folder, held_out = session.state, final.parent, len(session.run.data.evaluation)
-    scores, rewards, shown = list(state.scores), list(state.eval_rewards), dict[str, Any]()
+    state = session.state
+    folder = final.parent
+    held_out = len(session.run.data.evaluation)
+    scores = list(state.scores)
+    rewards = list(state.eval_rewards)
+    shown = dict[str, Any]()
     if scores:
         before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
         shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
     elif rewards:
         before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
         shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
-    shown |= {"updates": state.update, "tokens sampled": f"{state.sampled_tokens:,}", "model": str(final)}
+    shown |= {
+        "updates": state.update,
+        "tokens sampled": f"{state.sampled_tokens:,}",
+        "model": str(final),
+    }
     if (folder / METRICS).is_file():  # not if it was deleted under the run
         shown["log"] = str(folder / METRICS)
     if session.config.log.report:
@@ -90,9 +109,11 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     metrics = update_metrics(session, updated)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
-    state, reward = session.state, metrics.get("reward", math.nan)
+    state = session.state
+    reward = metrics.get("reward", math.nan)
     skipped = bool(metrics.get("update_skipped"))
-    if bad := state.bad_updates + skipped:
+    bad = state.bad_updates + skipped
+    if bad:
         metrics["bad_updates"] = bad
     seen, warnings = session.watch.see(metrics, state.seen)
     session.change(
@@ -105,8 +126,10 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     due = session.state.update % session.config.log.every == 0 or bool(last)
     session.shown.handle(Updated(metrics, logged=due))
     if skipped:
-        why = f"its loss is {metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
-        session.shown.note(f"update {state.update} skipped: the new weights would not be finite; {why}")
+        session.shown.note(
+            f"update {state.update} skipped: the new weights would not be finite; its loss is "
+            f"{metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
+        )
     for line in warnings:
         session.shown.note(line)
 
@@ -147,10 +170,14 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
 
 
 def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
-    """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for a
-    model without known routers, with checkpointed blocks, or if no token counts."""
+    """How evenly the last rollout uses the experts, from a forward pass over some of its rows.
+    Empty for a model without known routers, with checkpointed blocks, or if no token counts."""
     policy = plan.run.learner.policy
-    if plan.config.system.grad_checkpoint or not has_routers(policy.module) or not state.experiences:
+    if (
+        plan.config.system.grad_checkpoint
+        or not has_routers(policy.module)
+        or not state.experiences
+    ):
         return {}
     batch = batch_of(plan, state.experiences[-1])
     counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
@@ -172,7 +199,8 @@ def _epoch(session: Session, gold: bool) -> float:
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
     """The costs of several ranks: seconds in exchanges and sums, and of each rank's rollouts."""
-    ranks, own = session.ranks, "rollout_seconds/"
+    ranks = session.ranks
+    own = "rollout_seconds/"
     if ranks.is_alone:
         return {}
     seconds = ranks.seconds()

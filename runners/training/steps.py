@@ -1,8 +1,9 @@
-"""The steps of a run, as functions of values: propose → experience → learn → gradients → update → sync.
+"""The steps of a run, as functions of values: propose → experience → learn → gradients → update →
+sync.
 
-Each takes a `RunState` and returns the next one; the state that it gets stays as it is. The gradients of an
-update are not part of `learn`, because a checkpoint must not depend on the number of ranks: it holds the
-micro-batches that wait, and no rank's sums.
+Each takes a `RunState` and returns the next one; the state that it gets stays as it is. The
+gradients of an update are not part of `learn`, because a checkpoint must not depend on the number
+of ranks: it holds the micro-batches that wait, and no rank's sums.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class UpdateResult:
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """What the next batch step's rollout needs: prompts, random key, and the weights to fall back on."""
+    """What the next batch step's rollout needs: prompts, random key, and the weights to fall back
+    on."""
     run, config = plan.run, plan.config
     if state.batch_step < run.length.supervised:
         gold = PromptOrder(run.data.gold, config.run.seed)
         size = gold_batch(config)
-        return Draw(drawn=drawn(gold, state.batch_step * size, size), gold=True, key=state.train.key)
+        return Draw(
+            drawn=drawn(gold, state.batch_step * size, size), gold=True, key=state.train.key
+        )
     weighted = None
     if state.curriculum is not None and config.data.curriculum == "adaptive":
         weights_n = draw_weights(
@@ -57,7 +61,9 @@ def propose(plan: Plan, state: RunState) -> Draw:
         drawn=drawn(run.order, state.position, config.optim.batch_size, weighted),
         key=fold_in(state.train.key, ROLLOUTS, state.batch_step),
         weighted=weighted,
-        trainer_state=TrainerState(state.update, run.length.updates, epoch, config.optim.num_epochs),
+        trainer_state=TrainerState(
+            state.update, run.length.updates, epoch, config.optim.num_epochs
+        ),
         slow_rewards=state.slow_rewards,
         full=full,
     )
@@ -85,14 +91,18 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
     sampler = state.sampler
     if not gold:
         sampler = attrs.evolve(sampler, rows=experience.rows)
-        state = attrs.evolve(state, position=experience.position, slow_rewards=experience.slow_rewards)
+        state = attrs.evolve(
+            state, position=experience.position, slow_rewards=experience.slow_rewards
+        )
     if experience.fallback:
         sampler = given_up(sampler, experience.fallback)
         plan.shown.note(fallback_line(sampler))
     tally = attrs.evolve(Tally.of(experience), quantization=sampler.quantization)
     known = state.curriculum
     if known is not None:
-        outcomes = [(float(known.first_n[n]), passes, all_) for n, passes, all_ in experience.outcomes]
+        outcomes = [
+            (float(known.first_n[n]), passes, all_) for n, passes, all_ in experience.outcomes
+        ]
         tally = attrs.evolve(tally, outcomes=outcomes)
         known = updated(known, experience.outcomes, state.batch_step, config.data.rate_decay)
     state = attrs.evolve(
@@ -135,8 +145,8 @@ def gradients(plan: Plan, state: RunState) -> RunState:
 
 
 def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
-    """One optimizer step with these gradients. The new weights take the old ones' memory if nobody else holds
-    them: hand the state over, and keep no reference to it."""
+    """One optimizer step with these gradients. The new weights take the old ones' memory if nobody
+    else holds them: hand the state over, and keep no reference to it."""
     train = state.train
     state = attrs.evolve(state, train=None)
     with plan.times.timing("update"), plan.ranks.moving_arrays():
@@ -148,9 +158,11 @@ def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
 
 
 def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
-    """After an update: with a sampler of finer weights, if its numbers differ too much from the learner's."""
+    """After an update: with a sampler of finer weights, if its numbers differ too much from the
+    learner's."""
     drawn_as = {tally.quantization for tally in state.tallies}
-    if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:  # a coarser format drew them
+    # a coarser format drew them
+    if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:
         return state
     sampler, line = judged(state.sampler, stats, plan.run.learner.quantized, plan.config)
     if line is None:

@@ -1,4 +1,5 @@
-"""The teacher of [teacher]: loaded beside the student, it grades the tokens that the student sampled."""
+"""The teacher of [teacher]: loaded beside the student, it grades the tokens that the student
+sampled."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Grader:
     def graded(
         self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
     ) -> Computed[g.Batch]:
-        """The batch with the teacher's prompts if there are hints, and its advantages: those of the task,
-        and, if the KL is a reward, −(log π − log μ) of each token."""
+        """The batch with the teacher's prompts if there are hints, and its advantages: those of the
+        task, and, if the KL is a reward, −(log π − log μ) of each token."""
         config = self.config.teacher
         if config.hint:
             batch = self._hinted(batch, experience)
@@ -57,12 +58,16 @@ class Grader:
         batch = attrs.evolve(batch, teacher_logp_bt=found.value, advantages_b=adv)
         return Computed(batch, found.steps, found.micro_batch_tokens)
 
-    def _logprobs(self, batch: g.Batch, micro_batches: MicroBatches, budget: int) -> Computed[mx.array]:
+    def _logprobs(
+        self, batch: g.Batch, micro_batches: MicroBatches, budget: int
+    ) -> Computed[mx.array]:
         """The teacher's log-probs of the batch's tokens [B,T]; each rank computes its part."""
         rows, width = batch.mask_bt.shape
         numbered = attrs.evolve(batch, row_b=mx.arange(rows))  # rows are sorted into micro-batches
         pieces: Sequence[g.Batch] = g.split_batch(
-            numbered, max_tokens=budget, share_prompts=self.share_prompts and not self.config.teacher.hint
+            numbered,
+            max_tokens=budget,
+            share_prompts=self.share_prompts and not self.config.teacher.hint,
         )
         found = micro_batches.logprobs(self._step, self.teacher.params, pieces, budget)
         logp_bt = np.zeros((rows + 1, width), np.float32)  # the last row takes what padding has
@@ -80,14 +85,18 @@ class Grader:
         other = g.make_batch(attrs.evolve(experience.rollout, prompts=prompts), adv_pg)
         length = other.tokens_bl.shape[1]
         tokens_bm = mx.pad(other.tokens_bl, [(0, 0), (0, round_up(length) - length)])
-        return attrs.evolve(batch, hinted_tokens_bm=tokens_bm, hinted_lengths_b=other.prompt_lengths_b)
+        return attrs.evolve(
+            batch, hinted_tokens_bm=tokens_bm, hinted_lengths_b=other.prompt_lengths_b
+        )
 
     def prompt(self, example: Example) -> tuple[int, ...]:
         """The teacher's prompt: the student's, with the hint behind the question."""
-        data, (*before, last) = self.config.data, example.messages
+        data = self.config.data
+        *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
         messages = (*before, {**last, "content": f"{last['content']}{hint}"})
-        raw, kwargs = data.prompt_form == "raw", data.chat_template_kwargs
+        raw = data.prompt_form == "raw"
+        kwargs = data.chat_template_kwargs
         return render(self.tokenizer, messages, data.nudge, template_kwargs=kwargs, raw=raw)[1]
 
 
@@ -101,7 +110,8 @@ def make_grader(
     share_prompts: bool,
     compile: bool,
 ) -> Grader | None:
-    """The teacher of a checked config, None if it has none; `policy` and `params` are the student's first.
+    """The teacher of a checked config, None if it has none; `policy` and `params` are the student's
+    first.
 
     Raises UserError for a vocabulary that is not the student's, and as `load_inference` does.
     """
@@ -109,27 +119,32 @@ def make_grader(
     if not settings.path:
         return None
     if settings.path == SELF:
-        own, params = policy, policy.cast(params)
+        teacher = policy
+        weights = policy.cast(params)
     else:
-        own, params = _loaded(config, loaded, platform, policy.vocabulary), {}
+        teacher = _loaded(config, loaded, platform, policy.vocabulary)
+        weights = {}
     return Grader(
-        Teacher(own, params, settings.weight if settings.form == "loss" else 0.0),
-        g.make_logprob_step(own, temperature=config.rollout.temperature, compile=compile),
+        Teacher(teacher, weights, settings.weight if settings.form == "loss" else 0.0),
+        g.make_logprob_step(teacher, temperature=config.rollout.temperature, compile=compile),
         config,
         loaded.tokenizer,
-        share_prompts and can_share(own.module),
+        share_prompts and can_share(teacher.module),
     )
 
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
-    """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not known)."""
-    folder, trust = resolve_model(config.teacher.path, "teacher.path"), config.model.trust_remote_code
+    """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not
+    known)."""
+    folder = resolve_model(config.teacher.path, "teacher.path")
+    trust = config.model.trust_remote_code
     found = load_inference(str(folder), platform, dtype=config.model.dtype, trust_remote_code=trust)
     theirs = found.tokenizer.get_vocab()
     for token, number in loaded.tokenizer.get_vocab().items():
         if theirs.get(token) != number and (rows is None or number < rows):
             raise UserError(
                 f"{config.where('teacher.path')}: expected the vocabulary of {loaded.path}, whose "
-                f"{show(token)} is the id {number}, found {theirs.get(token, 'no such token')} in {folder}"
+                f"{show(token)} is the id {number}, found {theirs.get(token, 'no such token')} in "
+                f"{folder}"
             )
     return found.policy

@@ -17,6 +17,7 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
+from runners.training.best_model import decline_line
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -60,18 +61,19 @@ def run_training(
     Args:
         config: see `load_config`.
         report: the display; by default the terminal.
-        resume: continue from the last whole checkpoint of the run's folder (True), or from the one in this
-            folder. A run without a checkpoint starts over.
+        resume: continue from the last whole checkpoint of the run's folder (True), or from the one
+            in this folder. A run without a checkpoint starts over.
         allow_config_change: continue even if keys differ on which the weights depend.
-        overwrite: start over even if the folder holds an interrupted run, and remove its checkpoints.
-            run.overwrite replaces only a finished run.
-        ranks: those that share the run; by default all that `mlx.launch` has started, including this
-            process. Rank 0 has the folder and the display.
-        signals: those that stop the run, already active; None: SIGINT, SIGTERM and SIGHUP while it runs.
+        overwrite: start over even if the folder holds an interrupted run, and remove its
+            checkpoints. run.overwrite replaces only a finished run.
+        ranks: those that share the run; by default all that `mlx.launch` has started, including
+            this process. Rank 0 has the folder and the display.
+        signals: those that stop the run, already active; None: SIGINT, SIGTERM and SIGHUP while it
+            runs.
 
-    Raises UserError or ConfigError for bad input, before the first step. After the state is saved, raises
-    Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display can no longer be
-    written, and NumbersError if too many updates in a row were skipped.
+    Raises UserError or ConfigError for bad input, before the first step. After the state is saved,
+    raises Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display
+    can no longer be written, and NumbersError if too many updates in a row were skipped.
     """
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
@@ -159,7 +161,11 @@ def finish(session: Session) -> RunResult:
     if session.state.evaluated_at != session.state.update:
         evaluate(session, "at the end")
     session.shown.status("saving the final model")
-    final, state = session.save_final(), session.state
+    final = session.save_final()
+    state = session.state
     first = state.scores[0] if session.config.eval.at_start and state.scores else None
     show_summary(session, final)
+    decline = decline_line(final.parent, state.scores, len(session.run.data.evaluation))
+    if decline is not None:
+        session.shown.note(decline)
     return RunResult(final.parent, state.train, first, state.em, state.update, session.elapsed())

@@ -1,4 +1,6 @@
-"""Where code runs that a config names (rewards, tools, environments): in a process beside the run, or here.
+"""Where code runs that a config names (rewards, tools, environments):
+in a process beside the run, or here.
 
-Imports config, machine and errors; whatever runs in that process is named by text, and imported there.
+Imports config, machine and errors; whatever runs in that process is named by text,
+and imported there.
 """

@@ -1,7 +1,8 @@
-"""The process that runs user code for `worker.Worker`: reads calls from a connection, and answers each.
+"""The process that runs user code for `worker.Worker`: reads calls from a connection,
+and answers each.
 
-Its main thread imports the user's files and calls plain rewards, so that what needs a main thread works. It
-computes nothing for the run, and imports no MLX unless the user's code does.
+Its main thread imports the user's files and calls plain rewards, so that what needs a main thread
+works. It computes nothing for the run, and imports no MLX unless the user's code does.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ LARGEST = 1 << 26  # bytes of an answer
 
 Act = Callable[[], Any]
 
-# How a call runs. MAIN: one after another, in the main thread of the worker process. THREAD: each in its own.
-# TOGETHER: as many as there are, coroutines, whose threads wait for one event loop.
-MAIN, THREAD, TOGETHER = "main", "thread", "together"
+# How a call runs. MAIN: one after another, in the main thread of the worker process. THREAD: each
+# in its own. TOGETHER: as many as there are, coroutines, whose threads wait for one event loop.
+MAIN = "main"
+THREAD = "thread"
+TOGETHER = "together"
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +48,8 @@ class Outcome:
     value: Any = None
     fault: str = ""  # one line; empty: it returned
     refused: bool = False  # the fault is a UserError's message
-    ended: bool = False  # it was too slow, called sys.exit or ended its process, instead of raising an error
+    # it was too slow, called sys.exit or ended its process, instead of raising an error
+    ended: bool = False
     timed_out: bool = False
     seconds: float = 0.0
 
@@ -59,7 +63,8 @@ class Outcome:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling the function gives a coroutine: an ``async def``, or an object with one."""
-    method = getattr(type(function), "__call__", None)  # noqa: B004 (its kind is asked, not whether it exists)
+    # The kind of the method is asked, not whether it exists.
+    method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
@@ -74,7 +79,9 @@ def finished(value: Any) -> Any:
 
 class _Server:
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock, self.pid = connection, threading.Lock(), os.getpid()
+        self.connection = connection
+        self.lock = threading.Lock()  # of messages
+        self.pid = os.getpid()
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
@@ -84,7 +91,8 @@ class _Server:
         self.new_thread(self.loop.run_forever)
 
     def read(self) -> None:
-        """Starts calls as they come; without the name of an operation, it is a call that is too late."""
+        """Starts calls as they come; without the name of an operation,
+        it is a call that is too late."""
         while True:
             number, mode, name, arguments = pickle.loads(self.connection.recv_bytes())
             act = functools.partial(self.operate, name, arguments)
@@ -101,19 +109,21 @@ class _Server:
     def operate(self, name: str, arguments: bytes) -> Any:
         """Calls the function `package.module:function` of this package."""
         module, _, function = name.partition(":")
-        return getattr(importlib.import_module(module), function)(self.store, *pickle.loads(arguments))
+        operation = getattr(importlib.import_module(module), function)
+        return operation(self.store, *pickle.loads(arguments))
 
     def run(self, number: int, act: Act, mode: str = MAIN) -> None:
-        """Runs a call in the current thread. What can be awaited is: TOGETHER in the event loop of all calls,
-        else in one of its own, as what is no coroutine may block it."""
+        """Runs a call in the current thread. What can be awaited is: TOGETHER in the event loop of
+        all calls, else in one of its own, as what is no coroutine may block it."""
         begun = time.monotonic()
         self.threads[number] = threading.get_ident()
         try:
             try:
                 value = act()
                 if mode == TOGETHER and inspect.isawaitable(value):
-                    self.coroutines[number] = asyncio.run_coroutine_threadsafe(self.wait(value), self.loop)
-                    outcome = self.coroutines[number].result()
+                    waiting = asyncio.run_coroutine_threadsafe(self.wait(value), self.loop)
+                    self.coroutines[number] = waiting
+                    outcome = waiting.result()
                 else:
                     outcome = Outcome(finished(value))
             finally:
@@ -124,25 +134,30 @@ class _Server:
         self.answer(number, outcome, begun)
 
     async def wait(self, value: Awaitable[Any]) -> Outcome:
-        """What comes of a coroutine, also KeyboardInterrupt, which would end the event loop of all."""
+        """What comes of a coroutine, also KeyboardInterrupt,
+        which would end the event loop of all."""
         try:
             outcome = Outcome(await value)
         except BaseException as error:
             outcome = Outcome.failed(error)
         if os.getpid() != self.pid:
-            os._exit(0)  # a child that the call has forked, and that came back from it: it shares the loop
+            # a child that the call has forked, and that came back from it: it shares the loop
+            os._exit(0)
         return outcome
 
     def cancel(self, number: int) -> None:
-        """Ends a call if it is a coroutine, or computes in Python, and says so; one that blocks goes on."""
-        thread, coroutine = self.threads.get(number), self.coroutines.get(number)
+        """Ends a call if it is a coroutine, or computes in Python, and says so;
+        one that blocks goes on."""
+        coroutine = self.coroutines.get(number)
         if coroutine:  # its thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
             return
+        thread = self.threads.get(number)
         if thread == self.main_thread:
             signal.pthread_kill(self.main_thread, signal.SIGINT)
         elif thread:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+            error = ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
         self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
@@ -156,9 +171,10 @@ class _Server:
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
         """Sends an outcome, in JSON, which runs nobody's code where it is read."""
-        fault, seconds = f"returned more than {LARGEST:,} bytes", time.monotonic() - begun
+        timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
+        fault = f"returned more than {LARGEST:,} bytes"
         try:
-            data = json.dumps([number, *attrs.astuple(attrs.evolve(outcome, seconds=seconds), recurse=False)])
+            data = json.dumps([number, *attrs.astuple(timed, recurse=False)])
             if len(data) <= LARGEST:
                 self.send(data)
                 return
@@ -176,7 +192,8 @@ class _Server:
 
 
 def serve(stdout: str) -> None:
-    """Runs until the connection, which is standard output, is closed; `stdout` is what takes its place."""
+    """Runs until the connection, which is standard output, is closed;
+    `stdout` is what takes its place."""
     connection = Connection(os.dup(1))
     os.dup2(int(stdout), 1)
     os.close(int(stdout))
@@ -199,4 +216,5 @@ def serve(stdout: str) -> None:
 
     threading.Thread(target=read, name="grpo-read", daemon=True).start()
     while True:  # the main thread: one call after another
-        server.run(*server.main_calls.get())
+        number, act = server.main_calls.get()
+        server.run(number, act)

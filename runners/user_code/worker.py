@@ -1,7 +1,7 @@
 """A process of its own for user code: it can be ended whatever it does, and ends with the run.
 
-It is kept, so that a call costs a message there and back. Arguments go there as pickles; results come back as
-JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
+It is kept, so that a call costs a message there and back. Arguments go there as pickles; results
+come back as JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from runners.user_code.process import LARGEST, MAIN, THREAD, Outcome
 _LOOK = 0.05  # seconds between two calls of `check`
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
 _RELOADING = 600.0  # seconds for importing the user's files once more
-# A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
-# the shell ends the group, whatever the worker and its children are doing.
+# A shell leads the process group. The run holds its standard input: whatever ends the run closes
+# that, and the shell ends the group, whatever the worker and its children are doing.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
 _SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
 _ENDED = Outcome(fault="its process was ended", ended=True)
@@ -82,7 +82,8 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
+        """Gives a call up. The process is ended if it does not react,
+        or if its main thread goes on."""
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
@@ -100,7 +101,8 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """In a forked child of the run: the run alone ends the process, and holds the pipe whose end does."""
+        """In a forked child of the run: the run alone ends the process,
+        and holds the pipe whose end does."""
         self._process.returncode = 0
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -108,7 +110,7 @@ class _Process:
 
     def _send(self) -> None:
         with suppress(OSError):
-            while (message := self._messages.get()) is not None:
+            for message in iter(self._messages.get, None):
                 self._connection.send_bytes(message)
 
     def _receive(self) -> None:
@@ -124,7 +126,8 @@ class _Process:
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        if call := self.calls.pop(number, None):
+        call = self.calls.pop(number, None)
+        if call is not None:
             call.let_go.set()
             call.outcome.set_result(outcome)
 
@@ -140,8 +143,8 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 class Worker:
     """The process: started when it is needed, and again after it was ended.
 
-    Calls name an operation, a function `package.module:name` of this package that gets the process's store
-    and the arguments. `notices` are lines on restarts, for whoever reports.
+    Calls name an operation, a function `package.module:name` of this package that gets the
+    process's store and the arguments. `notices` are lines on restarts, for whoever reports.
     """
 
     def __init__(self) -> None:
@@ -184,7 +187,8 @@ class Worker:
     def _running(self) -> _Process:
         if self._process is not None and not self._process.dead:
             return self._process
-        before, self._process = self._process, _Process()
+        before = self._process
+        self._process = _Process()
         weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(
@@ -197,7 +201,8 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                raise RewardError(f"user code cannot be loaded again: {error_line(error)}") from error
+                line = f"user code cannot be loaded again: {error_line(error)}"
+                raise RewardError(line) from error
         return self._process
 
     def _loaded(self, load: tuple[Any, ...], seconds: float | None = None) -> Any:
@@ -208,17 +213,20 @@ class Worker:
 
 
 class Calls:
-    """Calls by key, of which one runs at a time for each. A time limit counts from a call's start."""
+    """Calls by key, of which one runs at a time for each.
+    A time limit counts from a call's start."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
-        self.worker, self._workers = worker, workers
+        self.worker = worker
+        self._workers = workers
         self._running: dict[Any, Call] = {}
         self._done: queue.SimpleQueue[tuple[Any, Call]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0: no limit."""
+        """Starts an operation (its name and arguments: see `Worker`) for a key;
+        `timeout` 0: no limit."""
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
             self._start_waiting()
@@ -233,13 +241,17 @@ class Calls:
         found: dict[Any, Outcome] = {}
         while True:
             while not self._done.empty():
-                self._take(found, *self._done.get())
+                self._take(found, self._done.get())
             now = time.monotonic()
             for key, call in list(self._running.items()):
                 if now >= call.latest:
                     self.worker.cancel(self._running.pop(key))
-                    fault = f"timed out after {call.timeout:g} s"
-                    found[key] = Outcome(fault=fault, ended=True, timed_out=True, seconds=call.timeout)
+                    found[key] = Outcome(
+                        fault=f"timed out after {call.timeout:g} s",
+                        ended=True,
+                        timed_out=True,
+                        seconds=call.timeout,
+                    )
             self._start_waiting()
             if len(found) >= least:
                 return found
@@ -249,20 +261,23 @@ class Calls:
                 latest = min(latest, time.monotonic() + _LOOK)
             rest = None if latest == inf else max(latest - time.monotonic(), 0.0)
             with suppress(queue.Empty):
-                self._take(found, *self._done.get(timeout=rest))
+                self._take(found, self._done.get(timeout=rest))
 
     def _start_waiting(self) -> None:
         while self._waiting:
             if sum(each.mode == THREAD for each in self._running.values()) >= self._workers:
                 return
-            self._start(*self._waiting.popleft(), THREAD)
+            key, operation, timeout = self._waiting.popleft()
+            self._start(key, operation, timeout, THREAD)
 
     def _start(self, key: Any, operation: tuple[Any, ...], timeout: float, mode: str) -> None:
         call = self.worker.submit(*operation, mode=mode)
-        call.timeout, call.latest = timeout, time.monotonic() + (timeout or inf)
+        call.timeout = timeout
+        call.latest = time.monotonic() + (timeout or inf)
         self._running[key] = call
         call.outcome.add_done_callback(lambda _: self._done.put((key, call)))
 
-    def _take(self, found: dict[Any, Outcome], key: Any, call: Call) -> None:
+    def _take(self, found: dict[Any, Outcome], done: tuple[Any, Call]) -> None:
+        key, call = done
         if self._running.get(key) is call:  # else it was given up
             found[key] = self._running.pop(key).outcome.result()

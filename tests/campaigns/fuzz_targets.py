@@ -35,17 +35,22 @@ from runners.checkpoints.resume import find_origin
 from runners.checkpoints.run_folder import list_checkpoints
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig, LoraConfig
+from runners.conversion.gguf.reading import convert_gguf
 from runners.conversion.nanochat import read_encoding
+from runners.data.curriculum import draw_weights, prompt_id, with_difficulty
 from runners.data.datasets import load_rows
-from runners.data.prompts import reward_columns
+from runners.data.gold import GoldReader
+from runners.data.prompts import Example, reward_columns
 from runners.data.rendering import render
 from runners.errors import UserError
 from runners.files.tensor_files import save_arrays
 from runners.models.adapters import base_of, new_adapters, read_adapters
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_module, load_tokenizer, read_model
+from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 from runners.training.run_state import RunState, restore_state
+from tests.support.gguf_files import LLAMA, write
 from tests.support.tiny_models import CHAT_TEMPLATE, make_model_folder
 
 Made = tuple[st.SearchStrategy[Any], Callable[[Any], object], Any]
@@ -284,10 +289,30 @@ def adapters(folder: Path) -> Made:
     save_arrays(place / "adapters.safetensors", arrays, {"format": "mlx"})
     stated = {"fine_tune_type": "lora", "model": str(model), **config}
     (place / "adapter_config.json").write_bytes(dumped(stated))
+    return _adapter_target(place, model, "adapters.safetensors")
+
+
+def peft(folder: Path) -> Made:
+    """The same in PEFT's format, with patterns and scales in adapter_config.json."""
+    model = make_model_folder(folder / "model", layers=1)
+    module, _ = load_module(model, False)
+    config = new_adapters(module, "lora", LoraConfig(rank=2), 0)
+    arrays: Any = dict(tree_flatten(module.trainable_parameters()))
+    stated, theirs = to_peft({"fine_tune_type": "lora", "model": str(model), **config}, arrays)
+    layer = stated["target_modules"][0]
+    stated |= {"alpha_pattern": {layer: 3.0}, "rank_pattern": {layer: 2}, "layers_to_transform": None}
+    place = folder / "adapters"
+    place.mkdir()
+    save_arrays(place / PEFT_ADAPTERS, theirs, {"format": "pt"})
+    (place / "adapter_config.json").write_bytes(dumped(stated))
+    return _adapter_target(place, model, PEFT_ADAPTERS)
+
+
+def _adapter_target(place: Path, model: Path, weights: str) -> Made:
     whole = Folder(place)
     inputs = st.one_of(
-        whole.mutated("adapters.safetensors"),
-        whole.few_changed("adapters.safetensors"),
+        whole.mutated(weights),
+        whole.few_changed(weights),
         whole.changed("adapter_config.json"),
         whole.mutated("adapter_config.json"),
     )
@@ -300,6 +325,72 @@ def adapters(folder: Path) -> Made:
         assert tree_flatten(module.parameters())
 
     return whole.target(inputs, read)
+
+
+def gguf(folder: Path) -> Made:
+    """A GGUF file: its bytes changed, and its metadata of other types and sizes."""
+    file = folder / "made.gguf"
+    (folder / "model").mkdir()
+    write(file)
+    whole = file.read_bytes()
+    kinds = st.sampled_from([0, 4, 5, 6, 8, 9, 10, 12, 99])
+    numbers = st.sampled_from([0, 1, 3, 2**31, 2**63 - 1]) | st.integers(0, 255)
+    values = st.tuples(kinds, numbers).map(lambda pair: struct.pack("<IQ", *pair))
+    arrays = st.tuples(kinds, numbers).map(lambda pair: struct.pack("<IIQ", 9, *pair))
+    plain = st.text(max_size=8) | st.integers(0, 2**31 - 1) | st.floats(width=32) | st.booleans()
+    changed = st.tuples(st.sampled_from(sorted(LLAMA)), values | arrays | plain)
+
+    def written(pair: tuple[str, Any]) -> bytes:
+        write(file, metadata=LLAMA | dict([pair]))
+        return file.read_bytes()
+
+    def feed(value: bytes) -> None:
+        file.write_bytes(value)
+        for made in (folder / "model").iterdir():
+            made.unlink()
+        convert_gguf(file, folder / "model", dequantize=False)
+
+    return mutated([whole]) | changed.map(written), feed, whole
+
+
+def completions(folder: Path) -> Made:
+    """The file of sft.completions, as a run leaves it."""
+    model = make_model_folder(folder / "model", layers=1)
+    file = folder / "completions.jsonl"
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    usual = {"prompt": "What is 1 + 1?", "completion": "2", "reward": 1.0, "finished": True}
+    valid = [usual, {**usual, "context": turns, "messages": None, "images": None}]
+    file.touch()
+    config = load_config(None, [f"model.path={model}", f"sft.completions={file}"])
+    reader = GoldReader(config, load_tokenizer(model), None)
+    rows = st.lists(changed_json(valid[0]) | changed_json(valid[1]), max_size=3)
+    lines = b"\n".join(map(dumped, valid))
+
+    def feed(value: bytes) -> None:
+        file.write_bytes(value)
+        reader.of_file()
+
+    return mutated([lines]) | rows.map(lambda found: b"\n".join(map(dumped, found))), feed, lines
+
+
+def difficulty(folder: Path) -> Made:
+    """The file of data.difficulty, and the estimates that a run makes of it."""
+    file = folder / "made.difficulty.jsonl"
+    examples = [Example(({"role": "user", "content": text},), text, (1,), "", {}, (), 0) for text in "abc"]
+    valid = [{"prompt": prompt_id(each), "samples": 8, "passes": 3, "reward": 0.5} for each in examples]
+    rows = st.lists(st.sampled_from(valid).flatmap(changed_json), max_size=3)
+    lines = b"".join(dumped(line) + b"\n" for line in valid)
+    config = DataConfig(curriculum="adaptive", difficulty=str(file))
+
+    def feed(value: bytes) -> None:
+        file.write_bytes(value)
+        kept, known, _ = with_difficulty(examples, config)
+        assert known is not None and len(kept) == len(known.step_n)
+        weights_n = draw_weights(known, 3, target=0.5, decay=0.99, size=8)
+        assert ((weights_n >= 0) & (weights_n <= 1)).all()
+
+    changed = rows.map(lambda found: b"".join(dumped(line) + b"\n" for line in found))
+    return mutated([lines]) | changed, feed, lines
 
 
 _PIECES = (
@@ -347,6 +438,5 @@ def templates(folder: Path) -> Made:
     return inputs, feed, valid[0]
 
 
-TARGETS: dict[str, Callable[[Path], Made]] = {
-    made.__name__: made for made in (rows, weights, checkpoint, prompt, tokenizer, adapters, templates)
-}
+_READERS = (rows, weights, checkpoint, prompt, tokenizer, adapters, peft, gguf, completions, difficulty)
+TARGETS: dict[str, Callable[[Path], Made]] = {made.__name__: made for made in (*_READERS, templates)}

@@ -16,7 +16,7 @@ from tests.support.processes.new_process import python
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
-NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
+NAMES = {"PIL": "pillow", "markdown_it": "markdown-it-py"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2", "mlx-vlm"}  # for chat templates; runners.images imports it by name
 FOR_USERS = ("gguf", "math", "tasks", "vlm", "torch", "dashboards")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from runners.config.loading import load_config
-from runners.errors import spell_tables
+from runners.files.toml_files import toml_text
 from runners.telemetry.events import Note
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
@@ -49,7 +49,7 @@ class Notes(Quiet):
 
 def small(**tables: dict) -> str:
     """The text of a small run's config, with these keys of its tables in place of SMALL's or beside them."""
-    return spell_tables({name: SMALL.get(name, {}) | tables.get(name, {}) for name in {**SMALL, **tables}})
+    return toml_text({name: SMALL.get(name, {}) | tables.get(name, {}) for name in {**SMALL, **tables}})
 
 
 @attrs.frozen

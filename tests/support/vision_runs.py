@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runners.errors import spell_tables
+from runners.files.toml_files import toml_text
 from tests.support.vision_models import make_vision_folder, write_picture
 
 REWARD = '''"""A reward that random text earns more or less of; it keeps the images that it is given."""
@@ -59,5 +59,5 @@ def write_vision_run(folder: Path, family: str = "qwen2_vl", **tables: dict[str,
     merged = {name: CONFIG.get(name, {}) | tables.get(name, {}) for name in {**CONFIG, **tables}}
     merged["run"] = {"output_dir": str(folder / "outputs")} | merged["run"]
     path = folder / f"{merged['run']['name']}.toml"
-    path.write_text(spell_tables(merged))
+    path.write_text(toml_text(merged))
     return path

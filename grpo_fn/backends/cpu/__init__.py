@@ -1,4 +1,5 @@
-"""CPUs: the BLAS of a Linux machine, which importing this loads, and functions faster than MLX's own.
+"""CPUs: the BLAS of a Linux machine, which importing this loads, and functions faster than MLX's
+own.
 
 Does not import MLX, because the BLAS has to come first; `find` imports the submodules.
 """

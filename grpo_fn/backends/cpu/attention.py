@@ -1,7 +1,7 @@
 """Attention over whole sequences in float32, in as few products of the BLAS as there are keys.
 
-MLX takes one product for each row and head, and its softmax computes one exponential at a time. Here heads
-that share keys are further rows of one product, and the softmax is `elementwise`'s.
+MLX takes one product for each row and head, and its softmax computes one exponential at a time.
+Here heads that share keys are further rows of one product, and the softmax is `elementwise`'s.
 """
 
 from typing import Any, cast
@@ -10,30 +10,34 @@ import mlx.core as mx
 
 from grpo_fn.backends.cpu.elementwise import softmax, softmax_gradient
 
-_MOST_SCORES = 2**23  # more than these are left to MLX, whose softmax needs no second array of their size
+# more than these are left to MLX, whose softmax needs no second array of their size
+_MOST_SCORES = 2**23
 
 
 def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -> bool:
-    """Whether `attention` is for these: float32, several tokens a row, a causal mask or one of booleans."""
+    """Whether `attention` is for these: float32, several tokens a row, a causal mask or one of
+    booleans."""
     if not isinstance(keys, mx.array) or queries.dtype != mx.float32 or keys.dtype != mx.float32:
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
-    several = queries.shape[-2] > 1  # not a decoding step
-    return known and several and scores <= _MOST_SCORES
+    # a decoding step has one token a row
+    return known and queries.shape[-2] > 1 and scores <= _MOST_SCORES
 
 
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """softmax(scale · Q Kᵀ where the mask is True) V ("Attention is all you need", arXiv 1706.03762, eq. 1).
+    """softmax(scale · Q Kᵀ where the mask is True) V ("Attention is all you need", arXiv
+    1706.03762, eq. 1).
 
     Args:
         queries: [B,H,L,D].
         keys: [B,K,S,D], H a multiple of K.
         values: [B,K,S,Dv].
         scale: of the scores.
-        mask: of booleans, broadcast to [B,H,L,S]; "causal": the last tokens of S are those of L; None: all.
+        mask: of booleans, broadcast to [B,H,L,S]; "causal": the last tokens of S are those of L;
+            None: all.
 
     Returns:
         [B,H,L,Dv].
@@ -56,7 +60,10 @@ def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
 
 
 @_masked_softmax.vjp
-def _masked_softmax_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    # Where the mask is False the weight is 0, and so is the score's gradient. Only a row without any True has
-    # other weights: that of a position which is no token, which no token sees, and whose cotangent is 0.
+def _masked_softmax_vjp(
+    primals: Any, cotangent: mx.array, output: mx.array
+) -> tuple[mx.array, mx.array]:
+    # Where the mask is False the weight is 0, and so is the score's gradient. Only a row without
+    # any True has other weights: that of a position which is no token, which no token sees, and
+    # whose cotangent is 0.
     return softmax_gradient(output, cotangent), mx.zeros_like(primals[1])

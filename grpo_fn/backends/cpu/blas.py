@@ -1,7 +1,8 @@
 """The BLAS for MLX's products on a Linux CPU: the one effect of `import grpo_fn`.
 
-The reference BLAS inside MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and rounds
-differently. Another library takes its place only if its symbols are global before MLX is imported.
+The reference BLAS inside MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and
+rounds differently. Another library takes its place only if its symbols are global before MLX is
+imported.
 """
 
 import ctypes
@@ -20,7 +21,8 @@ _LIBRARIES += ("libmkl_rt.so.2", "libmkl_rt.so.1", "libmkl_rt.so")
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 _VARIABLE = "GRPO_FN_BLAS"
 _KERNELS_VARIABLE = "OPENBLAS_CORETYPE"
-# What OpenBLAS takes for an x86 processor that it does not know: without AVX, some six times slower.
+# What OpenBLAS takes for an x86 processor that it does not know: without AVX, some six times
+# slower.
 _FALLBACK = b"Prescott"
 # Kernels of older processors, and what a newer one has to have for them; the fastest first.
 _KERNELS = (
@@ -28,7 +30,9 @@ _KERNELS = (
     ("Haswell", {"avx2", "fma"}),
 )
 TOO_LATE = "mlx was imported before grpo_fn: import grpo_fn first"
-_AS_IT_IS = "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
+_AS_IT_IS = (
+    "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
+)
 
 
 @attrs.frozen
@@ -43,10 +47,11 @@ _found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.rel
 
 
 def load_blas() -> Blas:
-    """Makes a fast BLAS global, once per process; the environment's GRPO_FN_BLAS names one, or says "none".
+    """Makes a fast BLAS global, once per process; the environment's GRPO_FN_BLAS names one, or says
+    "none".
 
-    Nothing is loaded on macOS, with a CUDA build of MLX, or if MLX has been imported already, which gives a
-    warning.
+    Nothing is loaded on macOS, with a CUDA build of MLX, or if MLX has been imported already, which
+    gives a warning.
 
     Raises ImportError if GRPO_FN_BLAS names something that is not a BLAS.
     """
@@ -91,8 +96,14 @@ def _installed(*distributions: str) -> bool:
 
 
 def _candidates() -> list[str]:
-    folders = (Path(sys.prefix) / "lib", Path(sys.base_prefix) / "lib", Path.home() / ".local" / "lib")
-    private = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libmkl_rt.so*"))]
+    folders = (
+        Path(sys.prefix) / "lib",
+        Path(sys.base_prefix) / "lib",
+        Path.home() / ".local" / "lib",
+    )
+    private: list[str] = []
+    for folder in folders:
+        private += sorted(glob.glob(f"{folder}/libmkl_rt.so*"))
     return [*_LIBRARIES, *dict.fromkeys(private)]
 
 
@@ -111,8 +122,8 @@ def _load_global(name: str) -> bool:
 def _choose_kernels(library: ctypes.CDLL) -> None:
     """Selects the fastest usable kernels in an OpenBLAS that is older than the processor.
 
-    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses, and is
-    made to choose again here; other libraries do not see the variable.
+    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses,
+    and is made to choose again here; other libraries do not see the variable.
     """
     needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
@@ -150,7 +161,8 @@ def _is_ilp64(library: ctypes.CDLL) -> bool:
 
 
 def _global_blas() -> str | None:
-    """A BLAS that is already global, such as by LD_PRELOAD; private copies, such as NumPy's, do not count."""
+    """A BLAS that is already global, such as by LD_PRELOAD; private copies, such as NumPy's, do not
+    count."""
     try:
         program = ctypes.CDLL(None)
     except OSError:

@@ -1,15 +1,16 @@
-"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
+"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units
+are.
 
-MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most of its
-time. The exponential below is sums and products alone, which `mx.compile` turns into vector instructions.
-All of it is for float32: `on_cpu` tells.
+MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most
+of its time. The exponential below is sums and products alone, which `mx.compile` turns into vector
+instructions. All of it is for float32: `on_cpu` tells.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
-e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed by Estrin's
-scheme: few dependent steps, so that each of the four functions below is one pass over memory, or less inside
-a compiled step. 2^n is n written into the exponent's bits; n stands in the lowest bits of the sum that rounds
-it.
+e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed by
+Estrin's scheme: few dependent steps, so that each of the four functions below is one pass over
+memory, or less inside a compiled step. 2^n is n written into the exponent's bits; n stands in the
+lowest bits of the sum that rounds it.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.008368916
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
 _LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # 2^n is 0 and infinity
 _LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; n · high is exact (Cody and Waite)
+# their sum is ln 2; n · high is exact (Cody and Waite)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 
 def on_cpu(*arrays: mx.array) -> bool:
@@ -38,7 +40,8 @@ def exp(x: mx.array) -> mx.array:
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which goes: a product with a column, as MLX adds one number at a time."""
+    """Σ x along the last axis, which goes: a product with a column, as MLX adds one number at a
+    time."""
     return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
 
 
@@ -49,18 +52,22 @@ def softmax(x: mx.array) -> mx.array:
 
 def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
     """The gradient of softmax's argument."""
-    weighted_nd, flat_nd = (each.reshape(-1, each.shape[-1]) for each in (cotangent * output, output))
+    weighted_nd, flat_nd = (
+        each.reshape(-1, each.shape[-1]) for each in (cotangent * output, output)
+    )
     return (weighted_nd - flat_nd * weighted_nd.sum(axis=-1, keepdims=True)).reshape(output.shape)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, without a gradient of its own."""
-    return _gated(gate, x, *_powers_of_minus(gate))
+    power, scale = _powers_of_minus(gate)
+    return _gated(gate, x, power, scale)
 
 
 def swiglu_gradient(gate: mx.array, x: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
     """The gradients of `swiglu`'s gate and x."""
-    return _gated_gradient(gate, x, *_powers_of_minus(gate), cotangent)
+    power, scale = _powers_of_minus(gate)
+    return _gated_gradient(gate, x, power, scale, cotangent)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -78,8 +85,8 @@ def _rounded(x: mx.array, per_unit: float) -> mx.array:
 
     `per_unit`: log2 e, or −log2 e for e^{−x}.
 
-    The bounds are compared after the sum: g++ makes no vector instructions of arithmetic on a bounded number,
-    as it computes the two constant results beforehand and branches to them.
+    The bounds are compared after the sum: g++ makes no vector instructions of arithmetic on a
+    bounded number, as it computes the two constant results beforehand and branches to them.
     """
     sum_ = x * per_unit + _ROUNDER
     return mx.where(sum_ < _LEAST, _LEAST, mx.where(sum_ > _MOST, _MOST, sum_))
@@ -96,7 +103,8 @@ def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
 
 def _power(r: mx.array) -> mx.array:
     """e^r."""
-    c, square = _COEFFICIENTS, r * r
+    c = _COEFFICIENTS
+    square = r * r
     low = (c[0] + c[1] * r) + square * (c[2] + c[3] * r)
     return low + (square * square) * ((c[4] + c[5] * r) + square * c[6])
 
@@ -112,8 +120,8 @@ _MOST_AXES = 6
 def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[..., Any]:
     """One kernel for a whole expression of arrays of one shape and dtype, also in eager code.
 
-    Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes the shapes
-    that constants are broadcast to, and is then used for every shape.
+    Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes
+    the shapes that constants are broadcast to, and is then used for every shape.
     """
     fused = mx.compile(function, shapeless=True)
     for axes in range(_MOST_AXES + 1):
@@ -121,7 +129,8 @@ def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[...
     return fused
 
 
-_fused_remainder, _fused_power = _fused(_remainder), _fused(_power)
+_fused_remainder = _fused(_remainder)
+_fused_power = _fused(_power)
 _fused_scale_bits = _fused(_scale_bits, mx.int32)
 _fused_rounded = _fused(lambda x: _rounded(x, _LOG2_E))
 _fused_rounded_of_minus = _fused(lambda x: _rounded(x, -_LOG2_E))
@@ -129,10 +138,12 @@ _fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))
 
 
 def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Two arrays whose product is e^(−gate), returned separately so that callers can fuse the product.
+    """Two arrays whose product is e^(−gate), returned separately so that callers can fuse the
+    product.
 
-    The two views force a kernel boundary, because MLX limits a kernel's depth: where the chain up to SwiGLU
-    exceeds it, the constants of its second half come as strided inputs, and g++ does not vectorize that loop.
+    The two views force a kernel boundary, because MLX limits a kernel's depth: where the chain up
+    to SwiGLU exceeds it, the constants of its second half come as strided inputs, and g++ does not
+    vectorize that loop.
     """
     rounded = _fused_rounded_of_minus(gate)
     remainder = _fused_remainder_of_minus(gate, rounded)
@@ -183,19 +194,21 @@ def _gated_gradient(
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     """The product of attention weights and values in float32, which is the faster product on a CPU.
 
-    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is. Rounded
-    twice, log-probs were up to 0.12 nats from the learner's.
+    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is.
+    Rounded twice, log-probs were up to 0.12 nats from the learner's.
     """
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 
 
 def gather_mm(x: mx.array, weights: mx.array, **options: Any) -> mx.array:
-    """`mx.gather_mm` of any floating dtype: on a CPU MLX multiplies by chosen experts only in float32."""
+    """`mx.gather_mm` of any floating dtype: on a CPU MLX multiplies by chosen experts only in
+    float32."""
     return mx.gather_mm(x.astype(mx.float32), weights.astype(mx.float32), **options).astype(x.dtype)
 
 
-# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time; the BLAS
-# does not. So sums of rows are products with a column, and what scales rows and columns is an outer product.
+# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time;
+# the BLAS does not. So sums of rows are products with a column, and what scales rows and columns is
+# an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
     flat_nd = x.reshape(-1, x.shape[-1])
@@ -203,16 +216,21 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
 
 
 @_rms_norm.vjp
-def _rms_norm_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def _rms_norm_vjp(
+    primals: Any, cotangent: mx.array, output: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
     # Only the input is saved for this pass.
     x, weight, eps = primals
     (x,) = recomputed([x], cotangent)
     width = x.shape[-1]
-    flat_nd, cotangent_nd = x.reshape(-1, width), cotangent.reshape(-1, width)
+    flat_nd = x.reshape(-1, width)
+    cotangent_nd = cotangent.reshape(-1, width)
     inverse_n1 = _inverse_rms(flat_nd, eps)
     along_nd = cotangent_nd * flat_nd
     back_n1 = (along_nd @ weight[:, None]) * inverse_n1 * inverse_n1 * inverse_n1 * (1 / width)
-    gradient_nd = cotangent_nd * (inverse_n1 @ weight[None]) - flat_nd * (back_n1 @ mx.ones((1, width)))
+    gradient_nd = cotangent_nd * (inverse_n1 @ weight[None]) - flat_nd * (
+        back_n1 @ mx.ones((1, width))
+    )
     of_weight = (inverse_n1.reshape(1, -1) @ along_nd).reshape(-1)
     return gradient_nd.reshape(x.shape), of_weight, mx.zeros_like(eps)
 

@@ -1,7 +1,8 @@
 """Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` would do both, but takes 1.3 s for each kernel in each process, because it reads MLX's
-headers each time. These sources need no headers and compile in a small part of that time.
+`mx.fast.cuda_kernel` would do both, but takes 1.3 s for each kernel in each process, because it
+reads MLX's headers each time. These sources need no headers and compile in a small part of that
+time.
 """
 
 import ctypes
@@ -55,18 +56,22 @@ def takes_dtype(dtype: mx.Dtype) -> bool:
 
 
 def literal(number: float) -> str:
-    """The number as text in a kernel's source. A passed number would be in memory that the host writes to,
-    and each launch would wait for it. Every number makes a new kernel."""
+    """The number as text in a kernel's source. A passed number would be in memory that the host
+    writes to, and each launch would wait for it. Every number makes a new kernel."""
     return f"({number:.9e}f)"
 
 
 class CudaKernel:
     """A kernel; its source is the body of a function of its inputs and outputs, by name."""
 
-    def __init__(self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> None:
+    def __init__(
+        self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str
+    ) -> None:
         """`source` may name sizes of inputs, as in `x_shape[0]`."""
         self._name, self._inputs, self._outputs = name, inputs, outputs
-        self._sizes = tuple(dict.fromkeys((found[1], int(found[2])) for found in _SIZE.finditer(source)))
+        self._sizes = tuple(
+            dict.fromkeys((found[1], int(found[2])) for found in _SIZE.finditer(source))
+        )
         self._body = _SIZE.sub(r"\1_shape_\2", source)
         self._compiled: dict[Any, tuple[str, bytes]] = {}
 
@@ -85,7 +90,8 @@ class CudaKernel:
         """The outputs of one launch.
 
         Args:
-            inputs: arrays in the order of their names; they are copied if their rows are not in order.
+            inputs: arrays in the order of their names; they are copied if their rows are not in
+                order.
             template: names in the source, with the dtype, number or bool of each.
             grid: threads.
             threadgroup: threads of a block.
@@ -96,9 +102,13 @@ class CudaKernel:
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
         key = (threads, *template, *(a.dtype for a in inputs), *output_dtypes)
         if key not in self._compiled:
-            types = [a.dtype for a in inputs], list(output_dtypes)
-            name, source = self.source(template, *types, threads)
-            self._compiled[key] = name, compiled_source(source, str(mx.device_info()["architecture"]))
+            name, source = self.source(
+                template, [a.dtype for a in inputs], list(output_dtypes), threads
+            )
+            self._compiled[key] = (
+                name,
+                compiled_source(source, str(mx.device_info()["architecture"])),
+            )
         name, code = self._compiled[key]
         by_name = dict(zip(self._inputs, inputs, strict=True))
         return mx.fast.precompiled_cuda_kernel(
@@ -122,7 +132,8 @@ class CudaKernel:
         outputs: Sequence[mx.Dtype],
         threads: int,
     ) -> tuple[str, str]:
-        """A unique name for the kernel with these types and threads of a block, and its whole source.
+        """A unique name for the kernel with these types and threads of a block, and its whole
+        source.
 
         MLX caches programs by name, so the name contains a checksum of the source.
         """
@@ -143,7 +154,8 @@ class CudaKernel:
 
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """The kernel: a `CudaKernel`, or without NVRTC an `mx.fast.cuda_kernel`, which is called alike."""
+    """The kernel: a `CudaKernel`, or without NVRTC an `mx.fast.cuda_kernel`, which is called
+    alike."""
     if _nvrtc() is not None:
         return CudaKernel(name, inputs, outputs, source)
     # MLX caches compiled kernels only by their names.
@@ -152,7 +164,8 @@ def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], so
 
 
 def compiles(least: str) -> bool:
-    """Whether sources are compiled by NVRTC, for a device of at least this architecture, such as "sm_80"."""
+    """Whether sources are compiled by NVRTC, for a device of at least this architecture, such as
+    "sm_80"."""
     architecture = str(mx.device_info().get("architecture", ""))
     return _nvrtc() is not None and _generation(architecture) >= _generation(least)
 
@@ -177,15 +190,17 @@ def device_limits() -> DeviceLimits | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, values = ctypes.c_int(), []
+    device = ctypes.c_int()
+    values = []
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None
-    for attribute in (16, 97):  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    for attribute in (16, 97):
         value = ctypes.c_int()
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
             return None
         values.append(value.value)
-    return DeviceLimits(*values)
+    return DeviceLimits(multiprocessors=values[0], shared_bytes=values[1])
 
 
 @functools.cache
@@ -207,7 +222,8 @@ def compiled_source(source: str, architecture: str) -> bytes:
     """
     library = _nvrtc()
     assert library is not None
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
 
     def call(function: str, *arguments: Any) -> int:
         return getattr(library, function)(*arguments)
@@ -218,13 +234,23 @@ def compiled_source(source: str, architecture: str) -> bytes:
         call(content, program, found)
         return found.raw
 
-    if call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+    if call(
+        "nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+    ):
         raise RuntimeError("NVRTC could not begin a program")
     try:
-        words = f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"
+        words = (
+            f"--gpu-architecture={architecture}",
+            "--std=c++17",
+            "--device-as-default-execution-space",
+        )
         options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
         if call("nvrtcCompileProgram", program, len(options), options):
-            log = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            log = (
+                text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
+                .rstrip(b"\0")
+                .decode(errors="replace")
+            )
             raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{log}")
         return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:

@@ -1,8 +1,9 @@
 """Two CUDA kernels over a chunk of a head's products: log-probs and entropies, and their gradient.
 
-A block computes one row. MLX's composed form needs a dozen passes over float32 copies of the logits. Here
-each number of a product is read once and, for its gradient, written once, in its own dtype. The running sums
-follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an entropy needs beside the total:
+A block computes one row. MLX's composed form needs a dozen passes over float32 copies of the
+logits. Here each number of a product is read once and, for its gradient, written once, in its own
+dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an
+entropy needs beside the total:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
     lse = top + log total                       H = log total − moment / total
@@ -12,11 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401 (`takes_dtype` is the predicate of both)
+# `takes_dtype` is the predicate of both.
+from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401
 
 _THREADS = 512
 
-# The common start of both. A capped or scaled logit is rounded as in the model: after each operation.
+# The common start of both. A capped or scaled logit is rounded as in the model: after each
+# operation.
 _LOGITS = """
     constexpr int N = V % (16 / sizeof(T)) == 0 ? 16 / sizeof(T) : 1;  // numbers that are read at once
     const int row = blockIdx.x, target = targets[row];
@@ -213,5 +216,12 @@ def row_gradients(
         unused if by_entropy_c is None else by_entropy_c,
     ]
     template = [("ENTROPY", by_entropy_c is not None)]
-    outputs = [(product_cv.shape, product_cv.dtype)]
-    return _launch(kernel, product_cv, more, scale_cap, temperature, template, outputs)[0]
+    return _launch(
+        kernel,
+        product_cv,
+        more,
+        scale_cap,
+        temperature,
+        template,
+        [(product_cv.shape, product_cv.dtype)],
+    )[0]

@@ -1,25 +1,30 @@
-"""Programs that MLX compiles at their first use on CUDA, each as a small computation that needs only it.
+"""Programs that MLX compiles at their first use on CUDA, each as a small computation that needs
+only it.
 
-MLX (0.32) writes the source of every gather, scatter and fused chain of elementwise operations, and NVRTC
-compiles it: two to six seconds on one core, one after another, and a first update needs some thirty.
-Compiled programs are stored in a folder under the names used here, and other processes find them there. So
-parallel processes can compile them ahead, while the model is loaded.
+MLX (0.32) writes the source of every gather, scatter and fused chain of elementwise operations, and
+NVRTC compiles it: two to six seconds on one core, one after another, and a first update needs some
+thirty. Compiled programs are stored in a folder under the names used here, and other processes find
+them there. So parallel processes can compile them ahead, while the model is loaded.
 
-A name that this version of MLX does not use costs a process for nothing: `names` is for the versions that
-pyproject.toml allows.
+A name that this version of MLX does not use costs a process for nothing: `names` is for the
+versions that pyproject.toml allows.
 """
 
 from collections.abc import Callable
 
 import mlx.core as mx
 
-_DTYPES = {name: getattr(mx, name) for name in ("bfloat16", "float16", "float32", "int32", "uint32", "int64")}
+_DTYPES = {
+    name: getattr(mx, name)
+    for name in ("bfloat16", "float16", "float32", "int32", "uint32", "int64")
+}
 _DTYPES["bool"] = mx.bool_
 
-# Reads of a table by an index: rows of embeddings and of log-probs, keys of random streams, positions.
+# Reads of a table by an index: rows of embeddings and of log-probs, keys of random streams,
+# positions.
 _GATHERS = (
-    "{0}_uint32_1", "{0}_int32_1", "{0}_int32_2", "uint32_uint32_1", "uint32_int32_1", "float32_uint32_1",
-    "int32_uint32_1", "bool_int32_1", "int32_int32_1", "float32_int32_1",
+    "{0}_uint32_1", "{0}_int32_1", "{0}_int32_2", "uint32_uint32_1", "uint32_int32_1",
+    "float32_uint32_1", "int32_uint32_1", "bool_int32_1", "int32_int32_1", "float32_int32_1",
 )  # fmt: skip
 # Results that are written into their rows, and gradients of reads.
 _SCATTERS = (
@@ -32,8 +37,11 @@ _AXES = {
     "gather_axis_float32_int32": (mx.float32, mx.int32),
 }
 _CODES = {"bfloat16": "V2", "float16": "f2", "float32": "f4"}
-_FLOATS, _INTEGERS, _WORDS = (((4, 8), mx.float32), ((4, 8), mx.int32), ((4, 1), mx.uint32))
-_FLOAT, _INTEGER = ((4, 1), mx.float32), ((4, 1), mx.int32)  # of each row
+_FLOATS = ((4, 8), mx.float32)
+_INTEGERS = ((4, 8), mx.int32)
+_WORDS = ((4, 1), mx.uint32)
+_FLOAT = ((4, 1), mx.float32)  # of each row
+_INTEGER = ((4, 1), mx.int32)
 
 
 def _counts(weights: mx.array, total: mx.array) -> mx.array:
@@ -47,9 +55,12 @@ def _not_above(upto: mx.array, most: mx.array, word: mx.array) -> mx.array:
     return upto <= mx.where(most > 0, wanted, -1)
 
 
-# Chains of elementwise operations: a compiled computation, and its arguments as (shape, dtype). {0} is the
-# code of the compute dtype, None that dtype. The last number of a name stands for the constants.
-_CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], mx.Dtype | None], ...]]] = {
+# Chains of elementwise operations: a compiled computation, and its arguments as (shape, dtype). {0}
+# is the code of the compute dtype, None that dtype. The last number of a name stands for the
+# constants.
+_CHAINS: dict[
+    str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], mx.Dtype | None], ...]]
+] = {
     # The gate of an MLP and the positions, in a decoding step.
     "C{0}ISigmoidAD{0}IMultiplyACE{0}OMultiplyDB_VV_{0}{0}_6142509188972423790": (
         lambda gate, x: gate * mx.sigmoid(gate) * x,
@@ -59,8 +70,12 @@ _CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], m
         lambda a, b: a + b,
         (((4,), mx.int32), ((), mx.int32)),
     ),
-    # A draw: softmax, counts, the place in them, and the token's log-prob, as in rollout/sampling.py.
-    "Cf4IBroadcastBDf4OSubtractAC_VV_f4f4_6142509188972423790": (lambda z, top: z - top, (_FLOATS, _FLOAT)),
+    # A draw: softmax, counts, the place in them, and the token's log-prob, as in
+    # rollout/sampling.py.
+    "Cf4IBroadcastBDf4OSubtractAC_VV_f4f4_6142509188972423790": (
+        lambda z, top: z - top,
+        (_FLOATS, _FLOAT),
+    ),
     "Cf4IBroadcastBDf4ISubtractACEf4OExpD_VV_f4f4_6142509188972423790": (
         lambda z, top: mx.exp(z - top),
         (_FLOATS, _FLOAT),
@@ -70,11 +85,12 @@ _CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], m
         (_FLOAT, _FLOAT),
     ),
     "Bf4ILogACf4ONegativeB_V_f4_6142509188972423790": (lambda p: -mx.log(p), (_FLOATS,)),
-    "Gf4IBroadcastBHb1IGreaterAGIf4IBroadcastBJb1IGreaterCIKf4IBroadcastDLf4IDivideKCMf4ISelectJLINf4IBroadcast"
-    "MOf4IMultiplyANPi4IAsTypeOQi4IBroadcastERi4IAddPQSi4IBroadcastFTi4OSelectHRS_VCVCCC_f4f4_"
-    "13610897302297541540": (_counts, (_FLOATS, _FLOAT)),
-    "Gi4IBroadcastCHb1IGreaterBGIu8IAsTypeBJu8IAsTypeDKu8IMultiplyIJLu8IBroadcastEMu8IRightShiftKLNi4IAsTypeMOi4I"
-    "BroadcastFPi4ISelectHNOQi4IBroadcastPRb1OLessEqualAQ_VVCVCC_i4i4u4_12043668613759322838": (
+    "Gf4IBroadcastBHb1IGreaterAGIf4IBroadcastBJb1IGreaterCIKf4IBroadcastDLf4IDivideKCMf4ISelectJLIN"
+    "f4IBroadcastMOf4IMultiplyANPi4IAsTypeOQi4IBroadcastERi4IAddPQSi4IBroadcastFTi4OSelectHRS_VCVC"
+    "CC_f4f4_13610897302297541540": (_counts, (_FLOATS, _FLOAT)),
+    "Gi4IBroadcastCHb1IGreaterBGIu8IAsTypeBJu8IAsTypeDKu8IMultiplyIJLu8IBroadcastEMu8IRightShiftKLN"
+    "i4IAsTypeMOi4IBroadcastFPi4ISelectHNOQi4IBroadcastPRb1OLessEqualAQ_VVCVCC_i4i4u"
+    "4_12043668613759322838": (
         _not_above,
         (_INTEGERS, _INTEGER, _WORDS),
     ),
@@ -86,7 +102,8 @@ _CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], m
 
 
 def names(dtype: str) -> tuple[str, ...]:
-    """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's files."""
+    """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's
+    files."""
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     chains = [chain.format(_CODES[dtype]) for chain in _CHAINS]

@@ -1,4 +1,5 @@
-"""Calibrated rounding: some rows of a block of columns for each block of threads; a thread for each range."""
+"""Calibrated rounding: some rows of a block of columns for each block of threads; a thread for each
+range."""
 
 import functools
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
 
 _THREADS = 128  # of a block for ranges
 _TILE = 64  # rows and columns at a time, of a block of 256 threads
-# Of each tile of columns first the errors of all columns before it are carried over, as a product on tensor
-# cores. Then its columns are rounded one after another: four neighbouring threads share a row.
+# Of each tile of columns first the errors of all columns before it are carried over, as a product
+# on tensor cores. Then its columns are rounded one after another: four neighbouring threads share a
+# row.
 _COLUMNS = """
 #define EACH (COLUMNS / 4)
 const int out = w_shape[1], width = w_shape[2], per_block = (out + ROWS - 1) / ROWS;
@@ -159,9 +161,15 @@ def _round_columns(
 ) -> mx.array:
     blocks, out, width = w_now.shape
     columns = _TILE if width % _TILE == 0 else 32
-    numbers = {"COLUMNS": columns, "ROWS": _TILE, "MOST": 2**bits - 1, "GROUP": group, "THREADS": 256}
-    names = ("w", "scale", "bias", "blocks", "order", "share"), ("codes", "error")
-    codes_now, _ = cuda_kernel("round_columns", *names, _COLUMNS)(
+    numbers = {
+        "COLUMNS": columns,
+        "ROWS": _TILE,
+        "MOST": 2**bits - 1,
+        "GROUP": group,
+        "THREADS": 256,
+    }
+    names = ("w", "scale", "bias", "blocks", "order", "share")
+    codes_now, _ = cuda_kernel("round_columns", names, ("codes", "error"), _COLUMNS)(
         inputs=[w_now, scale_nog, bias_nog, blocks_n, order_kw, share_kww],
         template=list(numbers.items()),
         output_shapes=[w_now.shape, w_now.shape],
@@ -173,7 +181,12 @@ def _round_columns(
 
 
 def _group_ranges(
-    bits: int, group: int, dtype: mx.Dtype, shrinks: tuple[float, ...], w_now: mx.array, weight_nw: mx.array
+    bits: int,
+    group: int,
+    dtype: mx.Dtype,
+    shrinks: tuple[float, ...],
+    w_now: mx.array,
+    weight_nw: mx.array,
 ) -> tuple[mx.array, mx.array]:
     source = _RANGES.replace("SHRINKS", ", ".join(literal(shrink) for shrink in shrinks))
     numbers = {"GROUP": group, "MOST": 2**bits - 1, "TRIED": len(shrinks), "THREADS": _THREADS}

@@ -1,1 +1,2 @@
-"""Log-probs of a batch's tokens: their positions, shared prompts, and the step from hidden states."""
+"""Log-probs of a batch's tokens: their positions, shared prompts, and the step from hidden
+states."""

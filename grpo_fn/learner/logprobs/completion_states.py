@@ -1,11 +1,13 @@
-"""The states from which a batch's completion tokens are predicted: hidden ones, and those of routers.
+"""The states from which a batch's completion tokens are predicted: hidden ones, and those of
+routers.
 
 With shared prompts a group's prompt is computed once, and its completions attend to it:
 
-    prompts [P,L] ─backbone→ keys, values of each layer        completions [B,T−1] ─backbone over them→ hidden
+    prompts [P,L] ─backbone→ keys, values of each layer
+    completions [B,T−1] ─backbone over them→ hidden
 
-The layers below replace caches and give mlx-lm's attention layers an offset, a mask, and keys and values to
-attend to. They hold traced arrays, so gradients flow from completions into prompts.
+The layers below replace caches and give mlx-lm's attention layers an offset, a mask, and keys and
+values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
 """
 
 from typing import cast
@@ -27,10 +29,14 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
         ValueError: the batch shares prompts and has `experts_blnk`, which are for whole rows.
     """
     if batch.prompt_index_b is None:
-        hidden_bld = policy.hidden(params, batch.tokens_bl, frozen, batch.images, batch.experts_blnk)
+        hidden_bld = policy.hidden(
+            params, batch.tokens_bl, frozen, batch.images, batch.experts_blnk
+        )
         return _predicting(batch, hidden_bld)
     if batch.experts_blnk is not None:
-        raise ValueError("experts_blnk are those of whole rows: make micro-batches without shared prompts")
+        raise ValueError(
+            "experts_blnk are those of whole rows: make micro-batches without shared prompts"
+        )
     lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
     images = batch.images
     at = 0 if images is None else Positions(images.positions_r3l)
@@ -54,23 +60,32 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
 def completion_hidden_and_routing(
     policy: Policy, params: Tree, frozen: Tree, batch: Batch
 ) -> tuple[mx.array, list[mx.array]]:
-    """`completion_hidden`, and the routers' logits [B·T,E] of each layer with experts, at the same tokens.
+    """`completion_hidden`, and the routers' logits [B·T,E] of each layer with experts, at the same
+    tokens.
 
     Raises:
         ValueError: the batch shares prompts or has images, or as `Policy.hidden_and_routing`.
     """
     if batch.prompt_index_b is not None:
-        raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+        raise ValueError(
+            "routers are recorded over whole rows: make micro-batches without shared prompts"
+        )
     if batch.images is not None:
         raise ValueError("routers are recorded over text: expected a batch without images")
-    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen, batch.experts_blnk)
-    return _predicting(batch, hidden_bld), [_predicting(batch, x).reshape(-1, x.shape[-1]) for x in logits]
+    hidden_bld, logits = policy.hidden_and_routing(
+        params, batch.tokens_bl, frozen, batch.experts_blnk
+    )
+    return _predicting(batch, hidden_bld), [
+        _predicting(batch, x).reshape(-1, x.shape[-1]) for x in logits
+    ]
 
 
 def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
-    """[B,T,D]: the first token is predicted at the prompt's last position. Past a row's end: any states.
+    """[B,T,D]: the first token is predicted at the prompt's last position. Past a row's end: any
+    states.
 
-    The gradient also picks rows. That of an indexed read would add up row by row, atomically on a GPU.
+    The gradient also picks rows. That of an indexed read would add up row by row, atomically on a
+    GPU.
     """
     rows, width = batch.targets_bt.shape
     length = states_bld.shape[1]
@@ -98,12 +113,14 @@ def _taken(values_bnd: mx.array, column_bm: mx.array) -> mx.array:
 
 
 def _last(size: int) -> mx.array:
-    """The last index as an array: a fused kernel contains each number, and would be compiled for each."""
+    """The last index as an array: a fused kernel contains each number, and would be compiled for
+    each."""
     return mx.arange(size - 1, size)
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer has its own plain cache of keys and values, and takes a mask for each row.
+    """Whether every layer has its own plain cache of keys and values, and takes a mask for each
+    row.
 
     Sliding windows, recurrent states, and layers that use other layers' caches do not allow it.
     """
@@ -136,7 +153,11 @@ class _CompletionLayer:
     """Puts the row's prompt in front of a layer's keys and values of the completions."""
 
     def __init__(
-        self, prompt: _PromptLayer, lengths_p: mx.array, index_b: mx.array, shift_p: mx.array | None = None
+        self,
+        prompt: _PromptLayer,
+        lengths_p: mx.array,
+        index_b: mx.array,
+        shift_p: mx.array | None = None,
     ) -> None:
         self._prompt, self._index_b = prompt, index_b
         self._length_b = lengths_p[index_b]
@@ -144,11 +165,19 @@ class _CompletionLayer:
         self.offset = self._length_b if shift_p is None else self._length_b + shift_p[index_b]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        prompt_keys, prompt_values = self._prompt.keys[self._index_b], self._prompt.values[self._index_b]
-        return mx.concatenate([prompt_keys, keys], axis=2), mx.concatenate([prompt_values, values], axis=2)
+        prompt_keys, prompt_values = (
+            self._prompt.keys[self._index_b],
+            self._prompt.values[self._index_b],
+        )
+        return mx.concatenate([prompt_keys, keys], axis=2), mx.concatenate(
+            [prompt_values, values], axis=2
+        )
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token itself."""
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token
+        itself."""
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
         offset = self._length_b[:, None, None, None]
@@ -157,7 +186,9 @@ class _CompletionLayer:
         causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
         shape = (self._length_b.shape[0], 1, length)
         in_prompt = mx.broadcast_to(in_prompt, (*shape, padded))
-        return mx.concatenate([in_prompt, mx.broadcast_to(causal[None, None], (*shape, length))], axis=-1)
+        return mx.concatenate(
+            [in_prompt, mx.broadcast_to(causal[None, None], (*shape, length))], axis=-1
+        )
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:

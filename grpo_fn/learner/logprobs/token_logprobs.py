@@ -1,10 +1,11 @@
 """Log-probabilities of given tokens, and the KL to a teacher, without all logits in memory at once.
 
-The logits of N positions × V tokens are the largest arrays of the learner. Here they are computed for a chunk
-of positions at a time, forward and again backward, with the gradient in closed form:
+The logits of N positions × V tokens are the largest arrays of the learner. Here they are computed
+for a chunk of positions at a time, forward and again backward, with the gradient in closed form:
 
+    z = head(hidden) / temperature
     log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
-    H = lse(z) − Σ_j p_j z_j        ∂/∂z_j = −p_j (log p_j + H)            z = head(hidden) / temperature
+    H = lse(z) − Σ_j p_j z_j        ∂/∂z_j = −p_j (log p_j + H)
 """
 
 from collections.abc import Callable
@@ -23,8 +24,8 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 def chunk_rows(vocabulary: int) -> int:
     """The default number of positions whose logits are held at a time.
 
-    On a CPU 96, fewer if that is over 16 MB and more if it is under 1 MB; on a GPU as many as fit in 128 MB
-    (Metal) or 512 MB (CUDA).
+    On a CPU 96, fewer if that is over 16 MB and more if it is under 1 MB; on a GPU as many as fit
+    in 128 MB (Metal) or 512 MB (CUDA).
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -67,10 +68,11 @@ def token_logprobs_and_entropy(
     chunk: int | None = None,
     entropy_gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt, entropy_bt).
+    """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt,
+    entropy_bt).
 
-    Both float32, nats, at the given temperature. With `entropy_gradient=False` the entropy is a constant to
-    differentiation, which saves two passes over the logits.
+    Both float32, nats, at the given temperature. With `entropy_gradient=False` the entropy is a
+    constant to differentiation, which saves two passes over the logits.
     """
     entropy = "differentiable" if entropy_gradient else "constant"
     logp_bt, entropy_bt = _apply(hidden_btd, head, targets_bt, temperature, chunk, entropy)
@@ -95,13 +97,16 @@ def _apply(
         check_shape("head", head, (head.shape[0], width))
         head = linear_head(head)
     if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: expected > 0 (greedy choice has no distribution)")
+        raise ValueError(
+            f"temperature = {temperature}: expected > 0 (greedy choice has no distribution)"
+        )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected at least 1 position")
     if batch * length == 0:
         return [mx.zeros((batch, length)) for _ in range(1 if entropy is None else 2)]
     if chunk is None:
-        vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]  # lazy: a shape, no work
+        # lazy: a shape, no work
+        vocabulary = head.function(head.params, hidden_btd[:1, 0]).shape[-1]
         chunk = chunk_rows(vocabulary)
     compute = _chunked(head, targets_bt.reshape(-1), temperature, chunk, entropy)
     columns = compute(hidden_btd.reshape(-1, width), head.params)
@@ -111,10 +116,12 @@ def _apply(
 def _chunked(
     head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
 ) -> Callable[..., Any]:
-    """A custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n, lse_n]."""
+    """A custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n,
+    lse_n]."""
 
     def divided(x: mx.array) -> mx.array:
-        """By the temperature. Each pass over a chunk's logits takes time, so there is none for a one."""
+        """By the temperature. Each pass over a chunk's logits takes time, so there is none for a
+        one."""
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
@@ -150,7 +157,8 @@ def _chunked(
                 factor_cv = factor_cv - spread_cv * divided(ct[1])[:, None]
             dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
             if head.scale != 1 or head.cap is not None:
-                # The product inside `function`, in the form that it has there: compiled, it is computed once.
+                # The product inside `function`, in the form that it has there: compiled, it is
+                # computed once.
                 product_cv = (h_cd[None] @ weight_vd.T)[0]
                 dz_cv = dz_cv * head.logit_gradient(product_cv.astype(mx.float32))
             dz_cv = dz_cv.astype(h_cd.dtype)
@@ -161,7 +169,8 @@ def _chunked(
 
 
 def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
-    """The array with one number added in each row; in the same pass, unless the backend has a faster way."""
+    """The array with one number added in each row; in the same pass, unless the backend has a
+    faster way."""
     fast = find("add_at", array_cv)
     if fast is not None:
         return fast(array_cv, index_c, values_c)
@@ -182,9 +191,9 @@ def reverse_kl(
 
     p = softmax(head(hidden)/temperature), q likewise.
 
-    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and all data from the
-    student, MiniLLM's divergence (arXiv 2306.08543) taken token by token. Vocabularies that are padded to
-    different sizes are compared over the ids that both have.
+    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and all data from
+    the student, MiniLLM's divergence (arXiv 2306.08543) taken token by token. Vocabularies that are
+    padded to different sizes are compared over the ids that both have.
 
     Args:
         hidden_btd: the student's final hidden states [B,T,D].
@@ -222,7 +231,9 @@ def reverse_kl(
 
     compute = in_chunks(
         forward_chunk,
-        lambda params, h_cd, teacher_ce, out, ct: autodiff(forward_chunk, params, h_cd, teacher_ce, ct),
+        lambda params, h_cd, teacher_ce, out, ct: autodiff(
+            forward_chunk, params, h_cd, teacher_ce, ct
+        ),
         mx.stop_gradient(teacher_bte).reshape(rows * length, -1),
         max(chunk_rows(vocabulary) // 2, 1) if chunk is None else chunk,
     )
@@ -231,13 +242,18 @@ def reverse_kl(
 
 # (head params, hidden_cd, the positions' constants) -> columns [C]
 ForwardChunk = Callable[[Tree, mx.array, mx.array], list[mx.array]]
-# (head params, hidden_cd, constants, columns, their cotangents) -> the gradients of hidden_cd and params
-BackwardChunk = Callable[[Tree, mx.array, mx.array, list[mx.array], list[mx.array]], tuple[mx.array, Tree]]
+# (head params, hidden_cd, constants, columns, their cotangents) -> the gradients of hidden_cd and
+# params
+BackwardChunk = Callable[
+    [Tree, mx.array, mx.array, list[mx.array], list[mx.array]], tuple[mx.array, Tree]
+]
 
 
-def in_chunks(forward: ForwardChunk, backward: BackwardChunk, constants_n: mx.array, chunk: int) -> Any:
-    """A custom function (hidden_nd, head params) -> columns [N], `chunk` positions at a time, forward and
-    backward. No gradient flows to `constants_n`, [N] or [N,…]."""
+def in_chunks(
+    forward: ForwardChunk, backward: BackwardChunk, constants_n: mx.array, chunk: int
+) -> Any:
+    """A custom function (hidden_nd, head params) -> columns [N], `chunk` positions at a time,
+    forward and backward. No gradient flows to `constants_n`, [N] or [N,…]."""
     starts = range(0, constants_n.shape[0], chunk)
 
     @mx.custom_function
@@ -259,10 +275,12 @@ def in_chunks(forward: ForwardChunk, backward: BackwardChunk, constants_n: mx.ar
         for start in starts:
             rows = slice(start, start + chunk)
             h_cd = hidden_nd[rows]
-            ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
-            if dh_parts:  # an order, so that the gradient of the weights grows in place, chunk after chunk
+            ct_c = [c[rows] for c in cotangents]
+            out_c = [o[rows] for o in outputs]
+            # an order, so that the gradient of the weights grows in place, chunk after chunk
+            if dh_parts:
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
-            dh_cd, grads = backward(params, h_cd, constants_n[rows], out, ct)
+            dh_cd, grads = backward(params, h_cd, constants_n[rows], out_c, ct_c)
             if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
                 grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads

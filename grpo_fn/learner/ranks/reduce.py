@@ -1,8 +1,10 @@
-"""Many devices: shares of a batch for the grad step, and sums over ranks between it and the update step.
+"""Many devices: shares of a batch for the grad step, and sums over ranks between it and the update
+step.
 
-Every rank adds the gradients of its own completions to its state. Before the update the sums, and the sums of
-their denominators, are added up over all ranks, so that the update divides by the whole batch's denominator.
-Nothing is averaged per rank: any cut of a batch into ranks gives the same update.
+Every rank adds the gradients of its own completions to its state. Before the update the sums, and
+the sums of their denominators, are added up over all ranks, so that the update divides by the whole
+batch's denominator. Nothing is averaged per rank: any cut of a batch into ranks gives the same
+update.
 """
 
 import itertools
@@ -16,15 +18,15 @@ from grpo_fn.backends import number
 from grpo_fn.learner.batch import Batch, counted_alone, take_part, take_rows
 from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
-from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
+from grpo_fn.trees import Tree, arrays_of, flat, map_arrays, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
     """A batch in `number` parts with about as many tokens each; the rows of a prompt stay together.
 
-    Largest groups first, each to the part with the fewest tokens so far. The parts' counts add up to the
-    batch's: the first one also counts the rows left out of the batch. Parts without a row are omitted, except
-    the first. Waits for the device.
+    Largest groups first, each to the part with the fewest tokens so far. The parts' counts add up
+    to the batch's: the first one also counts the rows left out of the batch. Parts without a row
+    are omitted, except the first. Waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -35,14 +37,17 @@ def deal(batch: Batch, number: int) -> list[Batch]:
         return [batch]
     rows = batch.mask_bt.shape[0]
     groups = list(range(rows)) if batch.group_b is None else on_host(batch.group_b)
-    prompts, counted = on_host(batch.prompt_lengths_b), on_host(batch.mask_bt.sum(axis=1))
+    prompts = on_host(batch.prompt_lengths_b)
+    counted = on_host(batch.mask_bt.sum(axis=1))
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    cost = {group: sum(prompts[row] + counted[row] for row in own) for group, own in members.items()}
+    cost = {
+        group: sum(prompts[row] + counted[row] for row in own) for group, own in members.items()
+    }
     parts = []
     for groups_of_part in _dealt(cost, number):
-        own = [row for group in groups_of_part for row in members[group]]
+        own = flat(members[group] for group in groups_of_part)
         if parts and not own:
             continue
         parts.append(counted_alone(take_rows(batch, sorted(own))))
@@ -54,10 +59,11 @@ def deal(batch: Batch, number: int) -> list[Batch]:
 
 
 def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
-    """The micro-batches of a batch that a rank computes, with about the same number of tokens on each rank.
+    """The micro-batches of a batch that a rank computes, with about the same number of tokens on
+    each rank.
 
-    If there are fewer micro-batches than ranks, the largest are cut in halves. At least one is returned; a
-    rank without work gets one without rows.
+    If there are fewer micro-batches than ranks, the largest are cut in halves. At least one is
+    returned; a rank without work gets one without rows.
     """
     if size == 1:
         return list(pieces)
@@ -74,7 +80,8 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
 
 
 def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
-    """The keys in `number` parts of about the same cost: the largest first, each to the cheapest part."""
+    """The keys in `number` parts of about the same cost: the largest first, each to the cheapest
+    part."""
     parts: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number
     for key in sorted(cost, key=lambda key: -cost[key]):  # stable: in order where costs are equal
@@ -88,7 +95,8 @@ BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
 
 
 class Collectives(Protocol):
-    """The operations on a group of ranks that are needed here; `collectives` makes one from MLX's group.
+    """The operations on a group of ranks that are needed here; `collectives` makes one from MLX's
+    group.
 
     Every rank calls the same methods in the same order, with arrays of the same shapes.
     """
@@ -112,10 +120,11 @@ class Collectives(Protocol):
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are computed before they are sent, and awaited afterwards.
+    """`mx.distributed` on one stream. Arrays are computed before they are sent, and awaited
+    afterwards.
 
-    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends a buffer
-    that waits for some seconds.
+    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends a
+    buffer that waits for some seconds.
     """
 
     group: mx.distributed.Group
@@ -143,7 +152,8 @@ class MlxCollectives:
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
     """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, else on the CPU.
 
-    For another combination (ring on a machine with CUDA) pass an `MlxCollectives` with its own stream.
+    For another combination (ring on a machine with CUDA) pass an `MlxCollectives` with its own
+    stream.
     """
     if not isinstance(group, mx.distributed.Group):
         return cast(Collectives, group)
@@ -153,10 +163,10 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
 def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 
-    Call it between the grad step and the update step, once per update. With one rank it returns the state
-    unchanged. Gradients are sent in buckets of about `BUCKET_BYTES`, joined from small leaves; a larger leaf
-    is sent alone. If a loss is not finite on one rank, the sum of the denominators is NaN on all ranks, and
-    they skip the update together.
+    Call it between the grad step and the update step, once per update. With one rank it returns the
+    state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES`, joined from small
+    leaves; a larger leaf is sent alone. If a loss is not finite on one rank, the sum of the
+    denominators is NaN on all ranks, and they skip the update together.
 
     Args:
         state: this rank's, after its grad steps.
@@ -174,7 +184,8 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
-    """Rank 0's tree on all ranks, bit for bit; the others pass a tree of the same shapes and dtypes."""
+    """Rank 0's tree on all ranks, bit for bit; the others pass a tree of the same shapes and
+    dtypes."""
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
@@ -182,7 +193,9 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     def shared(part: Sequence[mx.array]) -> list[mx.array]:
         # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
         words = [_words(leaf) for leaf in part]
-        sums = _summed(words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks)
+        sums = _summed(
+            words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks
+        )
         found = []
         for leaf, total in zip(part, sums, strict=True):
             own = mx.contiguous(total.view(mx.uint8)[: leaf.nbytes])
@@ -193,8 +206,10 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
 
 
 def _by_buckets(tree: Tree, act: Callable[[Sequence[mx.array]], list[mx.array]]) -> Tree:
-    """The tree with the leaves that `act` makes of each bucket's; only one bucket is in memory twice."""
-    leaves, made = list(arrays_of(tree)), []
+    """The tree with the leaves that `act` makes of each bucket's; only one bucket is in memory
+    twice."""
+    leaves = list(arrays_of(tree))
+    made = []
     for low, high in buckets([leaf.nbytes for leaf in leaves]):
         made += act(leaves[low:high])
         mx.eval(made[low:])
@@ -211,16 +226,20 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
     """The sums of a bucket's arrays, all of one dtype, over the ranks."""
     total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
     bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
-    return [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
+    return [
+        flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)
+    ]
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single leaf."""
-    low, held = 0, 0
+    """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single
+    leaf."""
+    low = held = 0
     for place, size in enumerate(sizes):
         if place > low and held + size > BUCKET_BYTES:
             yield low, place
-            low, held = place, 0
+            low = place
+            held = 0
         held += size
     if low < len(sizes):
         yield low, len(sizes)

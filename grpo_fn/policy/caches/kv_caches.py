@@ -15,8 +15,10 @@ _PROBE_ROWS = 13  # not a number of heads, so that a mask on the wrong axis cann
 
 
 def plain_caches(model: nn.Module) -> Caches:
-    """Empty caches as the model itself makes them; all rows of a batch must then be of one length."""
-    from mlx_lm.models.cache import make_prompt_cache  # pulls in transformers: only once decoding starts
+    """Empty caches as the model itself makes them; all rows of a batch must then be of one
+    length."""
+    # pulls in transformers: only once decoding starts
+    from mlx_lm.models.cache import make_prompt_cache
 
     return make_prompt_cache(model)
 
@@ -33,11 +35,12 @@ def merged(rows: Sequence[Caches]) -> Caches:
 
 
 def takes_ragged(model: nn.Module) -> bool:
-    """Whether rows of different lengths can share a batch: the caches have a form for it, and the model too.
+    """Whether rows of different lengths can share a batch: the caches have a form for it, and the
+    model too.
 
-    This is found by building a call without computing it: some attention layers cannot take a mask for each
-    row. Only a model that `shares_keys` is computed, because it may derive a position from the number of keys
-    (afm7).
+    This is found by building a call without computing it: some attention layers cannot take a mask
+    for each row. Only a model that `shares_keys` is computed, because it may derive a position from
+    the number of keys (afm7).
     """
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
@@ -60,15 +63,16 @@ def _keep_keys(caches: Caches) -> bool:
 
 
 def shares_keys(model: nn.Module) -> bool:
-    """Whether some layers attend to keys and values that others have cached: fewer caches than layers."""
+    """Whether some layers attend to keys and values that others have cached: fewer caches than
+    layers."""
     return len(plain_caches(model)) < len(getattr(model, "layers", None) or [])
 
 
 def needs_caches(model: nn.Module) -> bool:
     """Whether logits differ with and without caches, so that training would not match sampling.
 
-    Only models that `shares_keys` are checked, by computing a few tokens: without caches to share, layers of
-    gemma3n use their own keys.
+    Only models that `shares_keys` are checked, by computing a few tokens: without caches to share,
+    layers of gemma3n use their own keys.
     """
     if not hasattr(model, "make_cache") or not shares_keys(model):
         return False
@@ -83,7 +87,8 @@ _PROBE = list(range(1, 13))  # token ids
 
 
 def _ragged_is_right(model: nn.Module) -> bool:
-    """Whether a long and a short row that are decoded together have the logits that each has alone."""
+    """Whether a long and a short row that are decoded together have the logits that each has
+    alone."""
     rows = [_PROBE, _PROBE[:3]]
     caches = ragged_caches(model, 2)
     longest = len(rows[0]) - 1
@@ -92,7 +97,9 @@ def _ragged_is_right(model: nn.Module) -> bool:
     model(body_bl, cache=caches)
     finish_padding(caches)
     together = model(mx.array([row[-1:] for row in rows]), cache=caches)[:, -1]
-    alone = mx.concatenate([model(mx.array([row]), cache=plain_caches(model))[:, -1] for row in rows])
+    alone = mx.concatenate(
+        [model(mx.array([row]), cache=plain_caches(model))[:, -1] for row in rows]
+    )
     return _same_numbers(together, alone)
 
 
@@ -106,7 +113,8 @@ def _same_numbers(one: mx.array, other: mx.array) -> bool:
 
 
 def prepare_padding(caches: Caches, lengths: list[int], padded: int) -> None:
-    """Tell ragged caches that each row of the next call ends with `padded − length` tokens of padding."""
+    """Tell ragged caches that each row of the next call ends with `padded − length` tokens of
+    padding."""
     for cache in caches:
         cache.prepare(lengths=lengths, right_padding=[padded - length for length in lengths])
 
@@ -144,7 +152,13 @@ def drop_padding(caches: Caches) -> None:
     spare = min(on_host(caches[0].left_padding))
     for cache in caches if spare else ():
         keys, values, offset_b, padding_b, used = cache.state
-        cache.state = (keys[:, :, spare:], values[:, :, spare:], offset_b, padding_b - spare, used - spare)
+        cache.state = (
+            keys[:, :, spare:],
+            values[:, :, spare:],
+            offset_b,
+            padding_b - spare,
+            used - spare,
+        )
 
 
 def _padded(cache: Any) -> Any:

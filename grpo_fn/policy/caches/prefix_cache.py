@@ -2,9 +2,10 @@
 
     attention of a row = softmax over [its prompt's keys | its own keys]
 
-The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it would be a
-product with a separate matrix for each row. So it needs G times less memory to hold and to read (Hydragen,
-arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
+The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it
+would be a product with a separate matrix for each row. So it needs G times less memory to hold and
+to read (Hydragen, arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the
+rows' own part.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from grpo_fn.backends.composed import softmax
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
+from grpo_fn.trees import group_numbers
 
 Pair = tuple[mx.array, mx.array]  # keys and values
 
@@ -31,7 +33,8 @@ class Layout:
 
     prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
     lengths: tuple[int, ...]  # P: tokens of each prompt
-    grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
+    # row at each place of a P × largest group grid, flat; None: the rows fill it
+    grid_n: mx.array | None
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
     starts: tuple[int, ...]  # B: position that the rows' first own column has in each row
@@ -40,16 +43,21 @@ class Layout:
     first_b111: mx.array | None  # the same; None: no row has padding
 
     @classmethod
-    def of(cls, prompt_of: list[int], lengths: list[int], starts: list[int], firsts: list[int]) -> "Layout":
+    def of(
+        cls, prompt_of: list[int], lengths: list[int], starts: list[int], firsts: list[int]
+    ) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
         grid = place = None
         if min(groups) < widest:
-            first = [sum(groups[:p]) for p in range(len(groups))]
-            cells = [first[p] + min(i, groups[p] - 1) for p in range(len(groups)) for i in range(widest)]
-            places = [p * widest + i for p, count in enumerate(groups) for i in range(count)]
-            grid, place = mx.array(cells, mx.int32), mx.array(places, mx.int32)
+            cells: list[int] = []
+            places: list[int] = []
+            for p, count in enumerate(groups):
+                cells += [sum(groups[:p]) + min(i, count - 1) for i in range(widest)]
+                places += range(p * widest, p * widest + count)
+            grid = mx.array(cells, mx.int32)
+            place = mx.array(places, mx.int32)
         seen = None
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
@@ -103,10 +111,14 @@ class PrefixCache:
         """Everything it holds, to be evaluated."""
         return [*self.prompt, self._own.keys, self._own.values]
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> None:
         """No mask: a new token sees all earlier ones."""
         if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
+            raise ValueError(
+                f"length = {length}, window_size = {window_size}: expected 1 and no window"
+            )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Append tokens to each row's own part, and return that part."""
@@ -146,7 +158,10 @@ class PrefixCache:
 
     def join(self, other: "PrefixCache", layout: Layout) -> None:
         """Append the prompts of another cache, and its rows, which have no own tokens yet."""
-        self.prompt = _stacked(self.prompt[0], other.prompt[0]), _stacked(self.prompt[1], other.prompt[1])
+        self.prompt = (
+            _stacked(self.prompt[0], other.prompt[0]),
+            _stacked(self.prompt[1], other.prompt[1]),
+        )
         rows = len(other.layout.prompt_of)
         keys, values = (
             mx.concatenate([own, mx.zeros((rows, *own.shape[1:]), own.dtype)])
@@ -166,20 +181,25 @@ class PrefixCache:
             longest = max(layout.lengths)
             self.prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
         own_keys, own_values = self._own.keys_and_values()
-        self._own.keys, self._own.values = own_keys[:, :, spare:][rows], own_values[:, :, spare:][rows]
+        self._own.keys, self._own.values = (
+            own_keys[:, :, spare:][rows],
+            own_values[:, :, spare:][rows],
+        )
         self._own.offset -= spare
 
 
 def sharing_pays() -> bool:
-    """Whether one copy of each prompt was measured as faster on this kind of device: `generate`'s default."""
+    """Whether one copy of each prompt was measured as faster on this kind of device: `generate`'s
+    default."""
     return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
 def shares_prefix(module: nn.Module) -> bool:
-    """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in every layer.
+    """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in
+    every layer.
 
-    This is found by building a call without computing it. Each cache has to be asked to attend: a layer that
-    takes the keys and attends by itself (phi3small) would not see the prompt.
+    This is found by building a call without computing it. Each cache has to be asked to attend: a
+    layer that takes the keys and attends by itself (phi3small) would not see the prompt.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -200,11 +220,12 @@ def shares_prefix(module: nn.Module) -> bool:
 def fork(
     caches: Caches, lengths: list[int], groups: Sequence[int], shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
-    """Plain caches after P prompts, padded on the right, as caches of their rows, `groups` of each prompt.
+    """Plain caches after P prompts, padded on the right, as caches of their rows, `groups` of each
+    prompt.
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
-    prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+    prompt_of = group_numbers(groups)
     starts = [lengths[p] + (shifts[p] if shifts else 0) for p in prompt_of]
     layout = Layout.of(prompt_of, lengths, starts, [0] * len(prompt_of))
     longest = max(lengths)
@@ -237,7 +258,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
 
 
 def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> None:
-    """Append the prompts and rows of other caches right after `fork`: own tokens begin in the next column."""
+    """Append the prompts and rows of other caches right after `fork`: own tokens begin in the next
+    column."""
     layout, new = caches[0].layout, others[0].layout
     column = caches[0].columns
     joined = Layout.of(

@@ -1,15 +1,19 @@
 """The gated delta rule over whole sequences, a chunk of tokens at a time, with a gradient.
 
-    S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t        ("Gated Delta
-    Networks", arXiv 2412.06464, eq. 10; with one g a channel it is Kimi Delta Attention, arXiv 2510.26692)
+    S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t
 
-mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token. In a
-chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
+("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g a channel it is Kimi Delta Attention,
+arXiv 2510.26692.)
 
-    u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)       so (I + A) U = β(V − K'Sᵀ)
+mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token.
+In a chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
 
-which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and products of matrices. Only
-S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never differences of two long sums.
+    u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)
+    so (I + A) U = β(V − K'Sᵀ)
+
+which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and products of
+matrices. Only S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never
+differences of two long sums.
 """
 
 from typing import cast
@@ -40,16 +44,27 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's function of that name, but in chunks where mlx-lm would loop over tokens.
 
-    mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel has no
-    gradient; a layer asks for it with `use_kernel` only outside training.
+    mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel
+    has no gradient; a layer asks for it with `use_kernel` only outside training.
     """
-    kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0  # what its kernel takes
+    # what its kernel takes
+    kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
 
-        options = {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
         return gated_delta.gated_delta_update(
-            q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel, **options
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            mask,
+            use_kernel=use_kernel,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
         )
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
@@ -73,27 +88,31 @@ def chunked_gated_delta(
     *,
     chunk: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T tokens: outputs and the state after the last, differentiable in all floats.
+    """The gated delta rule over T tokens: outputs and the state after the last, differentiable in
+    all floats.
 
     Args:
-        q: queries [B,T,Hk,Dk]; each serves Hv / Hk heads of values, as keys do. Nothing is scaled here.
+        q: queries [B,T,Hk,Dk]; each serves Hv / Hk heads of values, as keys do. Nothing is scaled
+            here.
         k: keys [B,T,Hk,Dk].
         v: values [B,T,Hv,Dv].
         log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one a channel.
         beta: how much of the difference is written, [B,T,Hv].
         state: [B,Hv,Dv,Dk], the state before the first token; None: zeros.
         mask: [B,T], False where there is no token: the state stays, the output is 0.
-        chunk: tokens of a chunk, a power of two; None: `CHUNK` or `CHANNEL_CHUNK`, less for short sequences.
+        chunk: tokens of a chunk, a power of two; None: `CHUNK` or `CHANNEL_CHUNK`, less for short
+            sequences.
 
     Returns:
-        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32); computed in
-        float32.
+        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32);
+        computed in float32.
     """
-    (rows, length, key_heads, key_width), (heads, value_width) = q.shape, v.shape[2:]
+    rows, length, key_heads, key_width = q.shape
+    heads, value_width = v.shape[2:]
     if chunk is None:
         longest = CHANNEL_CHUNK if log_g.ndim == 4 else CHUNK
         chunk = min(longest, 1 << (length - 1).bit_length())
-    dtype, group = q.dtype, heads // key_heads
+    group = heads // key_heads
     arrays = [x.astype(mx.float32) for x in (q, k, v, log_g, beta)]
     if mask is not None:
         arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
@@ -107,7 +126,8 @@ def chunked_gated_delta(
         return x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim))
 
     queries, keys = (in_chunks(x, 1) for x in arrays[:2])  # [N,B,Hk,1,C,Dk]
-    values, logs, betas = (in_chunks(x, group) for x in arrays[2:])  # [N,B,Hk,R,C,Dv], […,C(,Dk)], […,C]
+    # [N,B,Hk,R,C,Dv], […,C(,Dk)], […,C]
+    values, logs, betas = (in_chunks(x, group) for x in arrays[2:])
     betas = betas[..., None]
 
     later = mx.tril(mx.ones((chunk, chunk), mx.bool_), -1)
@@ -122,9 +142,10 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    written, read = [], []  # what each token writes, what its query finds of its chunk's first state
-    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
-    # chunk.
+    written = []  # by each token
+    read = []  # what its query finds of its chunk's first state
+    # mx.split, because the gradient of an index would be an array of zeros as large as the whole
+    # for each chunk.
     parts = [mx.split(x, added.shape[0]) for x in (added, reads, keys_out, from_start[..., -1:, :])]
     for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
         from_state = reads_c[0] @ now.swapaxes(-1, -2)
@@ -135,7 +156,7 @@ def chunked_gated_delta(
     out = mx.stack(read) + attends @ mx.stack(written)  # [N,B,Hk,R,C,Dv]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, value_width)[:, :length]
     final = now.reshape(rows, heads, value_width, key_width)
-    return out.astype(dtype), final if state is None else final.astype(state.dtype)
+    return out.astype(q.dtype), final if state is None else final.astype(state.dtype)
 
 
 def _decayed_products(
@@ -149,13 +170,14 @@ def _decayed_products(
         later: [C,C], true where the first token comes after the second.
 
     Returns:
-        (products of each key with the keys before it, of each query with the keys up to it: [...,C(t),C(i)],
-        decayed from token i to token t; decays from the chunk's start to each token, and from each token to
-        the chunk's end: [...,C,D], D = 1 for one a token).
+        (products of each key with the keys before it, of each query with the keys up to it:
+        [...,C(t),C(i)], decayed from token i to token t; decays from the chunk's start to each
+        token, and from each token to the chunk's end: [...,C,D], D = 1 for one a token).
     """
     if logs.ndim == keys.ndim:
         decays = mx.exp(mx.cumsum(mx.where(later[..., None], logs[..., :, None, :], 0), axis=-3))
-        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-2)), decays[..., -1, :, :]
+        from_start = mx.exp(mx.cumsum(logs, axis=-2))
+        to_end = decays[..., -1, :, :]
         near = decays * keys[..., None, :, :]
         key_products = (keys[..., :, None, :] * near).sum(axis=-1)
         query_products = (queries[..., :, None, :] * near).sum(axis=-1)
@@ -170,8 +192,8 @@ def _decayed_products(
 def _inverse_with_ones(lower: mx.array) -> mx.array:
     """(I + A)⁻¹ of matrices [...,C,C] that are zero on and above the diagonal; C is a power of two.
 
-    The blocks on the diagonal are inverted first, and joined in pairs: [[P,0],[R,Q]] has −Q⁻¹RP⁻¹ below. The
-    shorter product (I − A)(I + A²)(I + A⁴)… loses all digits where keys repeat.
+    The blocks on the diagonal are inverted first, and joined in pairs: [[P,0],[R,Q]] has −Q⁻¹RP⁻¹
+    below. The shorter product (I − A)(I + A²)(I + A⁴)… loses all digits where keys repeat.
     """
     size = lower.shape[-1]
     place = mx.arange(size)

@@ -1,7 +1,9 @@
-"""The form of a model for the learner: layers that have a gradient, and blocks that save memory for it.
+"""The form of a model for the learner: layers that have a gradient, and blocks that save memory for
+it.
 
-If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel that has
-no gradient. Only these layers are switched; dropout, which also depends on it, does not change.
+If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
+that has no gradient. Only these layers are switched; dropout, which also depends on it, does not
+change.
 
 Gradient checkpointing: less memory in the learner for about 1.4 × its time.
 """
@@ -16,13 +18,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.layers import parameters_replaced
-from grpo_fn.trees import map_arrays
+from grpo_fn.trees import flat, map_arrays
 
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """The module with `training` on in the layers of mlx-lm that ask for it, until the end of the block."""
-    switched = [part for part in module.modules() if asks_for_training(type(part)) and not part.training]
+    """The module with `training` on in the layers of mlx-lm that ask for it, until the end of the
+    block."""
+    switched = [
+        part for part in module.modules() if asks_for_training(type(part)) and not part.training
+    ]
     try:
         for part in switched:
             part._training = True
@@ -34,22 +39,24 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def asks_for_training(kind: type[nn.Module]) -> bool:
-    """Whether a layer of mlx-lm's models folder, or one made of it here, computes by `self.training`."""
-    return any(
-        "training" in function.__code__.co_names
+    """Whether a layer of mlx-lm's models folder, or one made of it here, computes by
+    `self.training`."""
+    values = flat(
+        vars(base).values()
         for base in kind.__mro__
         if base.__module__.startswith(("mlx_lm.models.", "grpo_fn."))
-        for value in vars(base).values()
-        for function in (value.fget if isinstance(value, property) else value,)
-        if isinstance(function, FunctionType)
     )
+    called = [value.fget if isinstance(value, property) else value for value in values]
+    functions = [each for each in called if isinstance(each, FunctionType)]
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def checkpoint_layers(module: nn.Module) -> int:
-    """Make each block of this one model recompute its inside in the backward pass; returns how many.
+    """Make each block of this one model recompute its inside in the backward pass; returns how
+    many.
 
-    Only these instances change, not their class: other models of the same kind in the process stay as they
-    are. Decoding, which passes a cache, is left alone.
+    Only these instances change, not their class: other models of the same kind in the process stay
+    as they are. Decoding, which passes a cache, is left alone.
 
     Raises:
         ValueError: the model has no `layers`.
@@ -72,8 +79,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
                 return super().__call__(*args, **kwargs)
             call = super().__call__
 
-            # mx.checkpoint silently gives no gradient to arrays that it closes over, so they are arguments.
-            # It takes a gradient of every argument, which packed weights do not have, hence stop_gradient.
+            # mx.checkpoint silently gives no gradient to arrays that it closes over, so they are
+            # arguments. It takes a gradient of every argument, which packed weights do not have,
+            # hence stop_gradient.
             def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
                 # The backward pass runs this again, after the policy's `learning` has ended.
                 with (
@@ -82,7 +90,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
                 ):
                     return call(*args, **kwargs)
 
-            return mx.checkpoint(inner)(self.parameters(), self.trainable_parameters(), args, kwargs)
+            return mx.checkpoint(inner)(
+                self.parameters(), self.trainable_parameters(), args, kwargs
+            )
 
     Checkpointed.__name__ = kind.__name__
     Checkpointed.__qualname__ = kind.__qualname__

@@ -1,7 +1,8 @@
-"""Fixes for faults of mlx-lm's experts, of one of its models, and of tables of positions, in one instance.
+"""Fixes for faults of mlx-lm's experts, of one of its models, and of tables of positions, in one
+instance.
 
-MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes there:
-numbers of other arrays, NaN, or a crash.
+MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
+there: numbers of other arrays, NaN, or a crash.
 """
 
 import functools
@@ -24,8 +25,9 @@ def fix_known_faults(module: nn.Module) -> None:
 
     if type(module).__module__ == "mlx_lm.models.kimi_k3":
         _fix_kimi_k3(module)
-    # mlx-lm's experts sort pairs of token and expert from 64 on. If they are not sorted, the gradient of
-    # MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96 on).
+    # mlx-lm's experts sort pairs of token and expert from 64 on. If they are not sorted, the
+    # gradient of MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96
+    # on).
     _replace_classes(module, {kind: _sorting(kind) for kind in (SwitchGLU, SwitchMLP)})
 
 
@@ -49,8 +51,8 @@ def _sorting(kind: type[Any]) -> type[Any]:
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
-    """Outside training it caches products of two weights at the first call, and on Metal a compiled step with
-    a layer's weights: neither follows an update."""
+    """Outside training it caches products of two weights at the first call, and on Metal a compiled
+    step with a layer's weights: neither follows an update."""
     from mlx_lm.models import kimi_k3
 
     class DecoderLayer(kimi_k3.KimiK3DecoderLayer):
@@ -63,8 +65,9 @@ def _fix_kimi_k3(module: nn.Module) -> None:
             self._output_res_w_eff = None
             return super().__call__(*args, **kwargs)
 
-    classes = {kimi_k3.KimiK3DecoderLayer: DecoderLayer, kimi_k3.KimiK3TextModel: TextModel}
-    _replace_classes(module, classes)
+    _replace_classes(
+        module, {kimi_k3.KimiK3DecoderLayer: DecoderLayer, kimi_k3.KimiK3TextModel: TextModel}
+    )
     for layer in module.modules():
         if isinstance(layer, kimi_k3.KimiK3DeltaAttention):
             layer._step = layer._decode_core
@@ -73,18 +76,24 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 def bound_positions(module: nn.Module) -> int | None:
     """How many positions the module has learned; None: it has no table of positions.
 
-    A table is one whose rows are taken by the tokens' places. A call shows it, of which only the places are
-    computed. From then on places behind the table, which only padding may have, take its last row.
+    A table is one whose rows are taken by the tokens' places. A call shows it, of which only the
+    places are computed. From then on places behind the table, which only padding may have, take its
+    last row.
     """
     from mlx_lm.tuner.dora import DoRAEmbedding
     from mlx_lm.tuner.lora import LoRAEmbedding
 
     kinds = (nn.Embedding, nn.QuantizedEmbedding, LoRAEmbedding, DoRAEmbedding)
-    tables: Any = {path: layer for path, layer in module.named_modules() if isinstance(layer, kinds)}
+    tables: Any = {
+        path: layer for path, layer in module.named_modules() if isinstance(layer, kinds)
+    }
     if len(tables) < 2:
         return None
     taken: list[tuple[str, mx.array]] = []
-    with calls_noted(tables, lambda path, places: taken.append((path, places))), suppress(*CANNOT_CALL):
+    with (
+        calls_noted(tables, lambda path, places: taken.append((path, places))),
+        suppress(*CANNOT_CALL),
+    ):
         module(mx.zeros((1, _PROBED), mx.int32))
     most: list[int] = []
     for path, places in taken:
@@ -111,5 +120,9 @@ def _bounded(kind: type[Any], last: int) -> type[Any]:
     def call(self: Any, x: mx.array) -> mx.array:
         return kind.__call__(self, mx.minimum(x, last))
 
-    same = {"computes_as": vars(kind).get("computes_as", kind), "__module__": __name__, "bounded": True}
+    same = {
+        "computes_as": vars(kind).get("computes_as", kind),
+        "__module__": __name__,
+        "bounded": True,
+    }
     return type(kind.__name__, (kind,), {"__call__": call, **same})

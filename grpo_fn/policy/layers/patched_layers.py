@@ -1,8 +1,9 @@
 """Our functions in place of those that mlx-lm's layers call by name, for one model instance.
 
-mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the layer's
-module. `patch_layers` gives the layers of one model a `__call__` whose globals hold ours, and `nn.RMSNorm`
-a new `__call__`. The classes, their modules and every other model in the process stay as they are.
+mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the
+layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals hold ours,
+and `nn.RMSNorm` a new `__call__`. The classes, their modules and every other model in the process
+stay as they are.
 """
 
 import functools
@@ -30,8 +31,8 @@ from grpo_fn.policy.layers.quantized_layers import (
 def patch_layers(module: nn.Module) -> int:
     """Let this model's layers call the functions of this library; returns how many layers now do.
 
-    The model computes the same, to rounding. Layers that reach those functions in another way are left
-    alone, and a second call changes nothing.
+    The model computes the same, to rounding. Layers that reach those functions in another way are
+    left alone, and a second call changes nothing.
     """
     fix_known_faults(module)
     if not enabled("patched_layers"):
@@ -52,7 +53,11 @@ def attends_through_cache(module: nn.Module) -> bool:
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
-        sum("scaled_dot_product_attention" in getattr(part, "patched", ()) for part in layer.modules()) == 1
+        sum(
+            "scaled_dot_product_attention" in getattr(part, "patched", ())
+            for part in layer.modules()
+        )
+        == 1
         for layer in layers
     )
 
@@ -66,10 +71,11 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's `scaled_dot_product_attention`.
+    """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's
+    `scaled_dot_product_attention`.
 
-    A cache with a method `attend(queries, keys, values, scale)` computes it itself; its keys and values are
-    not all in one array.
+    A cache with a method `attend(queries, keys, values, scale)` computes it itself; its keys and
+    values are not all in one array.
 
     Raises ValueError for a mask or sinks with such a cache, which does not see them.
     """
@@ -152,7 +158,8 @@ class _PackedEmbedding(_QuantizedEmbedding):
 
 
 def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Module:
-    """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's experts.
+    """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's
+    experts.
 
     `dtype` is that of an embedding's rows.
     """
@@ -163,7 +170,8 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
     layer: Any = kind.__new__(kind)  # its constructor would draw from the global random state
     nn.Module.__init__(layer)
     layer.mode, layer.bits, layer.group_size = mode.mode, mode.bits, mode.group_size
-    layer.dtype, layer.global_scale = dtype, None
+    layer.dtype = dtype
+    layer.global_scale = None
     for name in packed_names("weight", mode) + ["bias"] * ("bias" in plain):
         layer[name] = mx.zeros(())
     return layer
@@ -193,7 +201,8 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _patched(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are none."""
+    """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are
+    none."""
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "patched") or not isinstance(call, FunctionType):
         return kind
@@ -208,9 +217,12 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
     ]
     for name in ("nn", "mx"):
         own_module = _OWN[name]
-        if own_module.name in call.__code__.co_names and call.__globals__.get(name) is own_module.module:
+        if (
+            own_module.name in call.__code__.co_names
+            and call.__globals__.get(name) is own_module.module
+        ):
             names.append(name)
     if not names:
         return kind
-    own = with_globals(call, **{name: _OWN[name] for name in names})
-    return type(kind.__name__, (kind,), {"__call__": own, "patched": tuple(names)})
+    patched_call = with_globals(call, **{name: _OWN[name] for name in names})
+    return type(kind.__name__, (kind,), {"__call__": patched_call, "patched": tuple(names)})

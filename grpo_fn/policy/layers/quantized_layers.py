@@ -1,8 +1,8 @@
 """Layers with few-bit weights that choose the form of a product by the number of rows.
 
-mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each row. From
-`unpack_rows` rows on, the weight is therefore unpacked for one dense product: the same numbers, memory for a
-part of one layer at a time, and a cost that does not grow with the rows.
+mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each
+row. From `unpack_rows` rows on, the weight is therefore unpacked for one dense product: the same
+numbers, memory for a part of one layer at a time, and a cost that does not grow with the rows.
 """
 
 import functools
@@ -26,11 +26,11 @@ def unpack_rows() -> int:
 def is_unpacked(x: mx.array, group_size: int) -> bool:
     """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
 
-    Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there for more
-    than one row (docs/upstream.md), and such a weight is small.
+    Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there
+    for more than one row (docs/upstream.md), and such a weight is small.
     """
-    rows, width = x.size // x.shape[-1], x.shape[-1]
-    return 0 < unpack_rows() <= rows or (width == group_size and rows > 1)
+    rows = x.size // x.shape[-1]
+    return 0 < unpack_rows() <= rows or (x.shape[-1] == group_size and rows > 1)
 
 
 @attrs.frozen
@@ -43,7 +43,8 @@ class QuantMode:
 
     @property
     def bits_stored(self) -> float:
-        """Bits of a weight with its share of a scale: 8 bits, or of two 16-bit numbers in affine modes."""
+        """Bits of a weight with its share of a scale: 8 bits, or of two 16-bit numbers in affine
+        modes."""
         return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
 
 
@@ -68,10 +69,11 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
 
 @functools.cache
 def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
-    """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part by part.
+    """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part
+    by part.
 
-    Its backward pass unpacks W again; if it were saved, all layers' weights would be in memory in full size.
-    Packed weights have no gradient.
+    Its backward pass unpacks W again; if it were saved, all layers' weights would be in memory in
+    full size. Packed weights have no gradient.
     """
 
     @mx.custom_function
@@ -82,10 +84,12 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     @product.vjp
     def product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
         x, *packed = primals
-        gradient, start = mx.zeros_like(x), 0
+        gradient = mx.zeros_like(x)
+        start = 0
         for weight in _unpacked(recomputed(packed, cotangent), mode, x.dtype):
             stop = start + weight.shape[0]
-            gradient, start = gradient + cotangent[..., start:stop] @ weight, stop
+            gradient = gradient + cotangent[..., start:stop] @ weight
+            start = stop
         return (gradient, *[mx.zeros_like(array) for array in packed])
 
     return cast(Callable[..., mx.array], product)
@@ -104,4 +108,6 @@ def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> I
 def packed_names(name: str, mode: QuantMode) -> list[str]:
     """The names of the leaves that replace the weight `name` when it is packed."""
     stem = name.removesuffix("weight")
-    return [stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))]
+    return [
+        stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))
+    ]

@@ -1,8 +1,9 @@
 """Records or replaces the decisions of a model's routers, in one instance during a call.
 
-mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of its
-outputs. During a call that layer is replaced by another one, which keeps the outputs, or excludes all experts
-except those that were chosen before. Blocks that add biases or choose by groups are not supported.
+mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of
+its outputs. During a call that layer is replaced by another one, which keeps the outputs, or
+excludes all experts except those that were chosen before. Blocks that add biases or choose by
+groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ import mlx.nn as nn
 
 from grpo_fn.layers import calls_replaced
 
-# mlx-lm's block -> its router, its attribute for the number of experts a token, whether it weights experts
-# by a softmax over all of them: if some are excluded, the weights of the others would be larger. Other blocks
-# weight by shares of the chosen ones, unless they have norm_topk_prob = false.
+# mlx-lm's block -> its router, its attribute for the number of experts a token, whether it weights
+# experts by a softmax over all of them: if some are excluded, the weights of the others would be
+# larger. Other blocks weight by shares of the chosen ones, unless they have norm_topk_prob = false.
 _ROUTERS = {
     "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "top_k", False),
     "mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock": ("gate", "top_k", True),
@@ -24,7 +25,8 @@ _ROUTERS = {
     "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok", False),
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k", False),
 }
-_Blocks = list[tuple[Any, str, str, bool]]  # with the names of its router and of k, and the last of the above
+# with the names of its router and of k, and the last of the above
+_Blocks = list[tuple[Any, str, str, bool]]
 
 
 def has_routers(module: nn.Module) -> bool:
@@ -43,13 +45,14 @@ def experts_per_token(module: nn.Module) -> int:
 
 
 def check_replay(module: nn.Module) -> None:
-    """Raises ValueError if `replayed_routing` does not support this model: no known routers, checkpointed
-    blocks, or weights of experts that depend on those that are not chosen."""
+    """Raises ValueError if `replayed_routing` does not support this model: no known routers,
+    checkpointed blocks, or weights of experts that depend on those that are not chosen."""
     for block, _, _, by_all in _known_blocks(module):
         if by_all or not getattr(block, "norm_topk_prob", True):
             raise ValueError(
-                f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax over all "
-                "of them, also those that are not chosen: with given experts the weights would be others"
+                f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax "
+                "over all of them, also those that are not chosen: with given experts the weights "
+                "would be others"
             )
 
 
@@ -59,8 +62,8 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
     Args:
         module: of a kind that `check_replay` takes.
-        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None: those that
-            the routers choose, of any model.
+        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None:
+            those that the routers choose, of any model.
 
     Raises:
         ValueError: as `check_replay`, or there are not as many layers or experts.
@@ -72,13 +75,16 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
     wanted = len(blocks), int(getattr(blocks[0][0], blocks[0][2]))
     if experts_blnk.ndim != 4 or tuple(experts_blnk.shape[2:]) != wanted:
         raise ValueError(
-            f"experts_blnk has shape {tuple(experts_blnk.shape)}: expected [B,L,{wanted[0]},{wanted[1]}]"
+            f"experts_blnk has shape {tuple(experts_blnk.shape)}: expected "
+            f"[B,L,{wanted[0]},{wanted[1]}]"
         )
     check_replay(module)
 
     def of_layer(number: int, logits: mx.array) -> mx.array:  # [B,L,E], or [B·L,E]
         experts = experts_blnk[:, :, number].reshape(*logits.shape[:-1], -1)
-        chosen = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), experts, mx.array(True), axis=-1)
+        chosen = mx.put_along_axis(
+            mx.zeros(logits.shape, mx.bool_), experts, mx.array(True), axis=-1
+        )
         return mx.where(chosen, logits, -mx.inf)
 
     with _through(blocks, of_layer):
@@ -87,11 +93,12 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
 @contextmanager
 def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
-    """A list that gets each router's logits [...,E] in the order of the calls, until the end of the block.
+    """A list that gets each router's logits [...,E] in the order of the calls, until the end of the
+    block.
 
     Raises:
-        ValueError: the model has no experts that are chosen in a known way, or its blocks are checkpointed:
-            what a block records then has no gradient.
+        ValueError: the model has no experts that are chosen in a known way, or its blocks are
+            checkpointed: what a block records then has no gradient.
     """
     blocks = _known_blocks(module)
     logits: list[mx.array] = []
@@ -104,8 +111,11 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
         yield logits
 
 
-def _through(blocks: _Blocks, function: Callable[[int, mx.array], mx.array]) -> AbstractContextManager[None]:
-    """In the block each router's logits go through a function of the router's number and the logits."""
+def _through(
+    blocks: _Blocks, function: Callable[[int, mx.array], mx.array]
+) -> AbstractContextManager[None]:
+    """In the block each router's logits go through a function of the router's number and the
+    logits."""
     gates = [(block, name, block[name]) for block, name, _, _ in blocks]
     return calls_replaced(
         (block, name, lambda x, number=number, gate=gate: function(number, gate(x)))
@@ -117,8 +127,9 @@ def _known_blocks(module: nn.Module) -> _Blocks:
     blocks = _blocks(module)
     if not blocks:
         raise ValueError(
-            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a way that is "
-            "known here; known are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
+            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a way "
+            "that is known here; known are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
+            "olmoe"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):
         raise ValueError("checkpointed blocks do not return their routers' decisions")
@@ -126,7 +137,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
 
 
 def _blocks(module: nn.Module) -> _Blocks:
-    """Blocks with experts from the first to the last layer; a block may be of a class made of a known one."""
+    """Blocks with experts from the first to the last layer; a block may be of a class made of a
+    known one."""
     found: _Blocks = []
     for layer in getattr(module, "layers", None) or []:
         for part in layer.modules():

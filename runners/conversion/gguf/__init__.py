@@ -1,1 +1,3 @@
-"""GGUF, the format of llama.cpp: its header, its names for models and tokenizers, in both directions."""
+"""GGUF, the format of llama.cpp: its header, its names for models and tokenizers, in both
+directions.
+"""

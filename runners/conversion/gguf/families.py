@@ -1,4 +1,6 @@
-"""What GGUF calls the parts and the sizes of mlx-lm's models: one table a fact, read in both directions."""
+"""What GGUF calls the parts and the sizes of mlx-lm's models: one table a fact, read in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,16 @@ class Family:
     parts: Mapping[str, str] = attrs.field(factory=lambda: _PARTS)
     pairs: bool = False  # rotated pairs are neighbours in q and k, and not half a head apart
     norm_offset: float = 0.0  # added to the norms' weights
-    wide: int = 0  # with so many blocks llama.cpp scales queries by hidden_size / heads, not by the head
+    # with so many blocks llama.cpp scales queries by hidden_size / heads, not by the head
+    wide: int = 0
 
     def names(self, blocks: int) -> dict[str, str]:
         """GGUF's name for each of mlx-lm's layers, in a model of so many blocks."""
-        inside = {
-            f"model.layers.{block}.{ours}": f"blk.{block}.{theirs}"
-            for block in range(blocks)
-            for ours, theirs in self.parts.items()
-        }
-        return _OUTSIDE | inside
+        names = dict(_OUTSIDE)
+        for block in range(blocks):
+            for ours, theirs in self.parts.items():
+                names[f"model.layers.{block}.{ours}"] = f"blk.{block}.{theirs}"
+        return names
 
     def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
         """Of a tensor of GGUF's name: its heads whose rotated pairs change places; 0: none do."""
@@ -100,29 +102,37 @@ def _query_size(family: Family, config: Mapping[str, Any]) -> int:
     return config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
 
 
-def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its rotation.
+def metadata_of(
+    family: Family, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its
+    rotation.
 
     Raises UserError for what llama.cpp would compute otherwise.
     """
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config = {**config, "head_dim": head}
-    if family.wide and config["query_pre_attn_scalar"] != (size := _query_size(family, config)):
+    size = _query_size(family, config)
+    if family.wide and config["query_pre_attn_scalar"] != size:
         raise UserError(
-            f"query_pre_attn_scalar: llama.cpp computes with {size}, found {config['query_pre_attn_scalar']}"
+            f"query_pre_attn_scalar: llama.cpp computes with {size}, found "
+            f"{config['query_pre_attn_scalar']}"
         )
     if family.arch != "gemma3":  # gemma2's windows are in llama.cpp, of the others none
         config["sliding_window_pattern"] = config["rope_local_base_freq"] = None
     if family.arch not in ("gemma2", "gemma3"):
         config["sliding_window"] = None
     values = {
-        key: kind(config[name]) for name, (key, kind, _) in _KEYS.items() if config.get(name) is not None
+        key: kind(config[name])
+        for name, (key, kind, _) in _KEYS.items()
+        if config.get(name) is not None
     }
     values["attention.value_length"] = head
     values["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1.0))
     if family.arch == "phi3":
         values["attention.sliding_window"] = 0
-    scaling, tensors = dict(config.get("rope_scaling") or {}), {}
+    scaling = dict(config.get("rope_scaling") or {})
+    tensors = {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "llama3":
         tensors[ROPE_FACTORS[0]] = _llama3_factors(config, scaling)
@@ -135,7 +145,9 @@ def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, An
     elif kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
         if kind == "yarn":
-            values["rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
+            values["rope.scaling.original_context_length"] = int(
+                scaling["original_max_position_embeddings"]
+            )
     elif kind != "default":
         raise UserError(
             f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}"
@@ -143,12 +155,15 @@ def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, An
     return {f"{family.arch}.{key}": value for key, value in values.items()}, tensors
 
 
-def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def config_of(
+    arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     """config.json from a GGUF header: `metadata` is its `get`, `factors` the rotation's tensors.
 
     Raises UserError for an architecture without a family, and for missing sizes.
     """
-    if (family := next((family for family in FAMILIES.values() if family.arch == arch), None)) is None:
+    family = next((family for family in FAMILIES.values() if family.arch == arch), None)
+    if family is None:
         known = listed(sorted({family.arch for family in FAMILIES.values()}))
         raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
     config: dict[str, Any] = {
@@ -157,10 +172,13 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
     }
     defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
-        if (found := metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))) is None:
+        found = metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
+        if found is None:
             continue
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
+        if kind is int and not 0 <= found < 2**31:
+            raise UserError(f"{arch}.{key}: expected a number of 31 bits, found {found}")
         config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
@@ -170,7 +188,8 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
     config["tie_word_embeddings"] = not has_head
     if family.wide:
         config["query_pre_attn_scalar"] = _query_size(family, config)
-    if (turned := metadata(f"{arch}.rope.dimension_count", int, config["head_dim"])) != config["head_dim"]:
+    turned = metadata(f"{arch}.rope.dimension_count", int, config["head_dim"])
+    if turned != config["head_dim"]:
         config["partial_rotary_factor"] = turned / config["head_dim"]
     if arch == "phi3":
         config.pop("sliding_window", None)
@@ -183,7 +202,9 @@ def _scaling(
     arch: str, metadata: Any, config: Mapping[str, Any], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
     kind = metadata(f"{arch}.rope.scaling.type", str, "none")
-    if (found := factors.get(ROPE_FACTORS[0])) is not None:  # made from numbers that the file does not have
+    # made from numbers that the file does not have
+    found = factors.get(ROPE_FACTORS[0])
+    if found is not None:
         scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
         if not np.allclose(_llama3_factors(config, scaling), found, rtol=1e-4):
@@ -191,10 +212,17 @@ def _scaling(
         return scaling
     if ROPE_FACTORS[1] in factors:
         both = {"long_factor": factors[ROPE_FACTORS[1]], "short_factor": factors[ROPE_FACTORS[2]]}
-        return {"type": "longrope", **{name: [float(str(x)) for x in xs] for name, xs in both.items()}}
+        return {
+            "type": "longrope",
+            **{name: [float(str(x)) for x in xs] for name, xs in both.items()},
+        }
     if kind == "none":
         return None
-    scaling = {"type": kind, "rope_type": kind, "factor": metadata(f"{arch}.rope.scaling.factor", float)}
+    scaling = {
+        "type": kind,
+        "rope_type": kind,
+        "factor": metadata(f"{arch}.rope.scaling.factor", float),
+    }
     if kind == "yarn":
         key = f"{arch}.rope.scaling.original_context_length"
         scaling["original_max_position_embeddings"] = metadata(key, int)
@@ -204,12 +232,14 @@ def _scaling(
 
 
 def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np.ndarray:
-    """By how much Llama 3 slows each frequency down [head_dim / 2] (transformers' `llama3` rotation).
+    """By how much Llama 3 slows each frequency down [head_dim / 2] (transformers' `llama3`
+    rotation).
 
-    Waves shorter than the old context / high_freq_factor stay, longer ones than / low_freq_factor are slower
-    by `factor`, and between them 1 / f goes linearly in the number of waves.
+    Waves shorter than the old context / high_freq_factor stay, longer ones than / low_freq_factor
+    are slower by `factor`, and between them 1 / f goes linearly in the number of waves.
     """
-    size, old = config["head_dim"], scaling["original_max_position_embeddings"]
+    size = config["head_dim"]
+    old = scaling["original_max_position_embeddings"]
     waves = old / (2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = np.clip((waves - low) / (high - low), 0, 1)
@@ -217,6 +247,8 @@ def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np
 
 
 def swap_pairs(rows: Any, heads: int, *, apart: bool) -> Any:
-    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, else as neighbours."""
+    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, else as
+    neighbours.
+    """
     inner = (-1, 2) if apart else (2, -1)
     return rows.reshape(heads, *inner, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,7 +1,7 @@
 """The header of a GGUF file, of which nothing is believed before it was checked.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf`
-package knows the types of tensors; its own reader is slow, and reads without bounds.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+The `gguf` package knows the types of tensors; its own reader is slow, and reads without bounds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from runners.errors import UserError, first_line, show
 from runners.machine.versions import install_hint
 
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_TEXT, _ARRAY = 8, 9
-_MOST_BYTES, _MOST_READS = 1 << 26, 1 << 21  # of a header; real ones have less than half
+_TEXT = 8
+_ARRAY = 9
+# Of a header; real ones have less than half.
+_MOST_BYTES = 1 << 26
+_MOST_READS = 1 << 21
 _MOST = 2**31 - 1  # MLX's shapes are int32
 
 
@@ -44,13 +47,28 @@ class GGUF:
     tensors: Mapping[str, Tensor]
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A value of the metadata. Raises UserError for another type, and for none without a default."""
+        """A value of the metadata.
+
+        Raises UserError for another type, and for none without a default.
+        """
         found = self.metadata.get(key, default)
         if found is default is not ...:
             return default
         if not isinstance(found, kind) or (kind is not bool and isinstance(found, bool)):
             raise UserError(f"{key}: expected {kind.__name__}, found {show(found)}")
         return found
+
+    def numbers(self, key: str, count: int) -> list[float] | None:
+        """A list of so many finite numbers in the metadata; None: there is none.
+
+        UserError for others.
+        """
+        found = self.metadata.get(key)
+        if found is None:
+            return None
+        if not isinstance(found, np.ndarray) or len(found) != count or not np.isfinite(found).all():
+            raise UserError(f"{key}: expected {count} finite numbers, found {show(found)}")
+        return found.tolist()
 
     def bytes_of(self, tensor: Tensor) -> np.ndarray:
         """A tensor's bytes [size]."""
@@ -76,7 +94,8 @@ def read_header(file: Path) -> GGUF:
         if not file.is_file():  # a fifo would wait for ever
             raise OSError("there is no such file")
         with open(file, "rb") as stream:
-            reader, size = _Reader(stream.read(_MOST_BYTES)), os.fstat(stream.fileno()).st_size
+            reader = _Reader(stream.read(_MOST_BYTES))
+            size = os.fstat(stream.fileno()).st_size
         magic, version, tensor_count, count = reader.numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"expected GGUF of version 2 or 3, found {show(magic)} {version}")
@@ -92,7 +111,9 @@ def read_header(file: Path) -> GGUF:
                 raise ValueError(f"the tensor {show(name)} overlaps another, or is there twice")
             before = start + offset + length
             if before > size:
-                raise ValueError(f"the tensor {show(name)} ends beyond the file; is the file cut off?")
+                raise ValueError(
+                    f"the tensor {show(name)} ends beyond the file; is the file cut off?"
+                )
             tensors[name] = Tensor(kind, shape, start + offset, length)
         return GGUF(file, metadata, tensors)
     except (struct.error, ValueError, OSError) as error:
@@ -135,7 +156,9 @@ class _Reader:
         if inner == _TEXT:
             return [self.text() for _ in range(count)]
         if inner not in _NUMBERS:
-            raise ValueError(f"expected an array of numbers or texts, found one of the type {inner}")
+            raise ValueError(
+                f"expected an array of numbers or texts, found one of the type {inner}"
+            )
         dtype = np.dtype(_NUMBERS[inner]).newbyteorder("<")
         return np.frombuffer(self.content, dtype, count, self.take(count * dtype.itemsize))
 

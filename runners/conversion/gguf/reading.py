@@ -23,19 +23,24 @@ _GROUP = 32
 def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
-    If most numbers are packed in one of `_PACKED`, such weights stay packed, with the same numbers, unless
-    `dequantize`. All others are unpacked by the `gguf` package. Raises UserError for a file that is broken or
-    of an unknown kind.
+    If most numbers are packed in one of `_PACKED`, such weights stay packed, with the same numbers,
+    unless `dequantize`. All others are unpacked by the `gguf` package. Raises UserError for a file
+    that is broken or of an unknown kind.
     """
     try:
         _convert(read_header(file), folder, dequantize)
-    except (UserError, ValueError, NotImplementedError) as error:  # a shape, or a type that gguf only names
+    # a shape, or a type that gguf only names
+    except (UserError, ValueError, NotImplementedError) as error:
         raise UserError(f"{file}: {first_line(error)}") from error
 
 
 def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
     arch = header.get("general.architecture", str)
-    factors = {name: _array(header, header.tensors[name]) for name in ROPE_FACTORS if name in header.tensors}
+    factors = {
+        name: _array(header, header.tensors[name])
+        for name in ROPE_FACTORS
+        if name in header.tensors
+    }
     config = config_of(arch, header.get, "output.weight" in header.tensors, factors)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -63,7 +68,8 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
         if name in ROPE_FACTORS:
             continue
         part, _, leaf = name.rpartition(".")
-        if (stem := names.get(part)) is None:
+        stem = names.get(part)
+        if stem is None:
             raise UserError(f"{config['model_type']} has no tensor {show(name)}")
         if stays_packed and tensor.kind in _PACKED and len(tensor.shape) == 2:
             packed[stem] = _PACKED[tensor.kind]
@@ -86,28 +92,35 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
 
 def _array(header: GGUF, tensor: Tensor) -> np.ndarray:
     """A tensor as float32."""
-    gguf, rows = gguf_package(), header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
+    gguf = gguf_package()
+    rows = header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
     found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind])
-    return found + np.float32(0) if tensor.kind in _PACKED else found  # no zero is negative, as in MLX
+    # no zero is negative, as in MLX
+    return found + np.float32(0) if tensor.kind in _PACKED else found
 
 
 def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]:
-    """Blocks of 32 as MLX packs them: w = scale · q + bias with q from 0, the first weight in the low bits.
+    """Blocks of 32 as MLX packs them: w = scale · q + bias with q from 0, the first weight in the
+    low bits.
 
-    Q8_0 and Q4_0 have q around 0 and no bias; Q4_1 has both. A block's four-bit weights stand as 0…15 in the
-    low halves of its bytes and 16…31 in the high ones.
+    Q8_0 and Q4_0 have q around 0 and no bias; Q4_1 has both. A block's four-bit weights stand as
+    0…15 in the low halves of its bytes and 16…31 in the high ones.
     """
     rows = tensor.shape[0]
     blocks = header.bytes_of(tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)
     wide = 4 if tensor.kind == "Q4_1" else 2
     halves = np.ascontiguousarray(blocks[..., :wide]).view(np.float16)
-    scales, quants = halves[..., 0], blocks[..., wide:]
+    scales = halves[..., 0]
+    quants = blocks[..., wide:]
     if tensor.kind == "Q8_0":
         quants = quants ^ 0x80
     else:
         each = np.concatenate([quants & 15, quants >> 4], axis=-1)
         quants = each[..., ::2] | each[..., 1::2] << 4
-    with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
-        biases = halves[..., 1] if wide == 4 else scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
+    if tensor.kind == "Q4_1":
+        biases = halves[..., 1]
+    else:
+        with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
+            biases = scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
     packed = np.ascontiguousarray(quants).reshape(rows, -1).view(np.uint32)
     return mx.array(packed), mx.array(scales), mx.array(biases)

@@ -14,8 +14,14 @@ from runners.data.rendering import has_template
 from runners.errors import UserError, listed, show
 from runners.files.json_files import write_json
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
+# ByteLevel's own
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
 _LIKE_GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -36,17 +42,19 @@ _CUTS = {  # llama.cpp's names of cuttings into words -> their expressions, one 
     "gpt-4o": (_LETTERS % (_SUFFIX, _SUFFIX, "{1,3}"),),
     "tekken": (_LETTERS % ("", "", ""),),
 }
-_WHOLE_WORDS = "llama-bpe"  # a word that is a token needs no merges (tokenizer.json's ignore_merges)
+# a word that is a token needs no merges (tokenizer.json's ignore_merges)
+_WHOLE_WORDS = "llama-bpe"
 _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2",
-    "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "llama4": "gpt-4o",
-    "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
+    "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2",
+    "llama4": "gpt-4o", "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
 }  # fmt: skip
 _COMPOSED = ("qwen2", "command-r")  # names whose tokenizers first compose accents (NFC)
 _ENDS = {  # tokens that end a generation in llama.cpp by their names
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<EOT>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<EOT>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
 _FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no such token
     "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
@@ -62,12 +70,18 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 
     Raises UserError for kinds that llama.cpp does not have.
     """
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
-        raise UserError("the tokenizer is not one of transformers' fast ones: GGUF has no form for it")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            "the tokenizer is not one of transformers' fast ones: GGUF has no form for it"
+        )
     stated = json.loads(backend.to_str())
-    model, added = stated["model"], {token["id"]: token for token in stated["added_tokens"]}
+    model = stated["model"]
+    added = {token["id"]: token for token in stated["added_tokens"]}
     if model["type"] != "BPE":
-        raise UserError(f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}")
+        raise UserError(
+            f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}"
+        )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     bytewise = not model.get("byte_fallback")
     names = {number: name for name, number in model["vocab"].items()}
@@ -76,7 +90,10 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     types |= {i: _CONTROL if token["special"] else _USER_DEFINED for i, token in added.items()}
     found: dict[str, Any] = {}
     if bytewise:
-        found = {"ggml.model": "gpt2", "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges")))}
+        found = {
+            "ggml.model": "gpt2",
+            "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges"))),
+        }
         found["ggml.merges"] = merges
     else:
         ranks: dict[str, int] = {}
@@ -86,7 +103,8 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
         found = {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": scores}
         found["ggml.add_space_prefix"] = _prefixed(stated)
         types |= {i: _BYTE for i, name in names.items() if re.fullmatch("<0x..>", name)}
-        if (unknown := model["vocab"].get(model.get("unk_token"))) is not None:
+        unknown = model["vocab"].get(model.get("unk_token"))
+        if unknown is not None:
             types[unknown] = _UNKNOWN
             found["ggml.unknown_token_id"] = unknown
     found["ggml.tokens"] = [names.get(i, f"[PAD{i}]") for i in range(rows)]
@@ -95,7 +113,9 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     others = [i for i in end_ids if i != eos and names[i] not in _ENDS]
     numbers = {"eos": eos} | dict(zip(("eot", "eom"), others, strict=False))
     numbers |= {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
-    found |= {f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None}
+    found |= {
+        f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None
+    }
     bos = tokenizer.bos_token_id
     found["ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
     template = tokenizer.chat_template if has_template(tokenizer) else None
@@ -111,18 +131,18 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
-    types = header.metadata.get("tokenizer.ggml.token_type")
-    types = [_NORMAL] * len(tokens) if types is None else [int(each) for each in types]
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
-        raise UserError(f"tokenizer.ggml: expected a type a token, found {len(types)}")
+    kinds = header.numbers("tokenizer.ggml.token_type", len(tokens))
+    types = [_NORMAL] * len(tokens) if kinds is None else [int(each) for each in kinds]
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    if (parts := {"gpt2": _bytewise, "llama": _sentences}.get(kind)) is None:
+    parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
+    if parts is None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
     ids = {
         name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding", *_FILE_ENDS)
     }
-    if beyond := [i for i in ids.values() if i >= len(tokens)]:
+    beyond = [i for i in ids.values() if i >= len(tokens)]
+    if beyond:
         raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
@@ -132,13 +152,17 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     ]  # fmt: skip
     stated |= parts(header, tokens, types, vocabulary)
     if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
-        name, begin = tokens[ids["bos"]], ids["bos"]
+        begin = ids["bos"]
+        token = tokens[begin]
         # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
-        text = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        text = [
+            {"SpecialToken": {"id": token, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
         stated["post_processor"] = {
             "type": "TemplateProcessing", "single": text,
             "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+            "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
         }  # fmt: skip
     words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -153,7 +177,9 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
 
 
 def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
-    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their names."""
+    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their
+    names.
+    """
     names = set(_ENDS)
     for key, texts in _FILE_ENDS.items():
         if ids[key] < 0:
@@ -165,7 +191,9 @@ def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
     """The steps of a normalizer, pre-tokenizer or decoder, whether it is a sequence or not."""
     found = stated.get(key)
-    return found[inner] if found and found["type"] == "Sequence" else [found] if found else []
+    if not found:
+        return []
+    return found[inner] if found["type"] == "Sequence" else [found]
 
 
 def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
@@ -180,7 +208,8 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
             found += [step["type"]]
         elif step.get("use_regex", True):
             found += [_GPT2]
-    if not (names := [name for name, cut in _CUTS.items() if cut == tuple(found)]):
+    names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
+    if not names:
         raise UserError(
             f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
         )
@@ -188,11 +217,22 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
 
 
 def _prefixed(stated: Mapping[str, Any]) -> bool:
-    steps = [*_steps(stated, "normalizer", "normalizers"), *_steps(stated, "pre_tokenizer", "pretokenizers")]
-    return any(s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps)
+    steps = [
+        *_steps(stated, "normalizer", "normalizers"),
+        *_steps(stated, "pre_tokenizer", "pretokenizers"),
+    ]
+    return any(
+        s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps
+    )
 
 
-def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
+def _split(cut: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
+
+
+def _bytewise(
+    header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
+) -> dict:
     stated = header.get("tokenizer.ggml.pre", str, "gpt-2")
     name = _ALIASES.get(stated, stated)
     if name not in _CUTS:
@@ -200,34 +240,47 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
     merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError("tokenizer.ggml.merges: expected two parts in each")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    cuts = [
-        {**byte_level, "use_regex": True} if cut == _GPT2
-        else {"type": "Digits", "individual_digits": True} if cut == _DIGIT
-        else {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
-        for cut in _CUTS[name]
-    ]  # fmt: skip
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    whole = {_GPT2: {**byte_level, "use_regex": True},
+             _DIGIT: {"type": "Digits", "individual_digits": True}}  # fmt: skip
+    cuts = [whole.get(cut, _split(cut)) for cut in _CUTS[name]]
     if _GPT2 not in _CUTS[name]:
         cuts.append(byte_level)
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
              "ignore_merges": name == _WHOLE_WORDS}  # fmt: skip
     before = {"type": "Sequence", "pretokenizers": cuts}
     normalizer = {"type": "NFC"} if stated in _COMPOSED else None
-    return {"normalizer": normalizer, "pre_tokenizer": before, "model": model, "decoder": byte_level}
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": before,
+        "model": model,
+        "decoder": byte_level,
+    }
 
 
-def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
-    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that order."""
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise UserError("tokenizer.ggml.scores: expected a score a token")
-    plain = {tokens[i] for i in range(len(tokens)) if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN}
-    merges = [
-        (token[:cut], token[cut:])
-        for token in sorted(plain, key=lambda token: -scores[vocabulary[token]])
-        for cut in range(1, len(token))
-        if token[:cut] in plain and token[cut:] in plain
-    ]
+def _sentences(
+    header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
+) -> dict:
+    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that
+    order.
+    """
+    scores = header.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
+    plain = {
+        tokens[i]
+        for i in range(len(tokens))
+        if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN
+    }
+    merges = []
+    for token in sorted(plain, key=lambda token: -scores[vocabulary[token]]):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        merges += filter(plain.issuperset, pairs)
     prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = header.get("tokenizer.ggml.unknown_token_id", int, -1)
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
@@ -236,8 +289,8 @@ def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: di
     if prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True,
-             "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True,
+             "fuse_unk": True, "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,

@@ -1,4 +1,6 @@
-"""`grpo export --gguf`: a model for llama.cpp and what builds on it, by the `gguf` package's writer."""
+"""`grpo export --gguf`: a model for llama.cpp and what builds on it, by the `gguf` package's
+writer.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,16 @@ def write_gguf(
 ) -> None:
     """Writes a model without adapters and packed layers as one file, whole or not at all.
 
-    Matrices have the type `kind`, everything else is float32. Token embedding and head of a file of four
-    bits have eight, and rows that are no multiple of 32 stay in float16. Raises UserError for a model that
-    llama.cpp does not have, or computes otherwise, and if the disk refuses.
+    Matrices have the type `kind`, everything else is float32. Token embedding and head of a file of
+    four bits have eight, and rows that are no multiple of 32 stay in float16. Raises UserError for
+    a model that llama.cpp does not have, or computes otherwise, and if the disk refuses.
     """
     gguf = check_gguf(kind)
-    if (family := FAMILIES.get(str(config["model_type"]))) is None:
+    family = FAMILIES.get(str(config["model_type"]))
+    if family is None:
         raise UserError(
-            f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}"
+            f"model_type: expected {listed([*FAMILIES])} for GGUF, found "
+            f"{show(config['model_type'])}"
         )
     # Defaults are filled in by mlx-lm's module.
     inner: Any = getattr(module, "language_model", module)
@@ -75,14 +79,19 @@ def write_gguf(
     leaves = _leaves(module, family, config, kind, tied="lm_head" not in inner)
     leaves += [_Leaf(name, "F32", array) for name, array in factors.items()]
     rows = next(leaf.array.shape[0] for leaf in leaves if leaf.name == "token_embd.weight")
-    metadata = {"general.name": name, "general.file_type": TYPES[kind], "general.quantization_version": 2}
+    metadata = {
+        "general.name": name,
+        "general.file_type": TYPES[kind],
+        "general.quantization_version": 2,
+    }
     metadata |= sizes | {f"{family.arch}.vocab_size": rows}
     metadata |= tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids))
     with new_file(file, replace=force) as temporary:
         writer = gguf.GGUFWriter(str(temporary), family.arch)
         for key, value in metadata.items():
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value) if type(value) is not int
-                                 else gguf.GGUFValueType.UINT32)  # fmt: skip
+            types = gguf.GGUFValueType
+            of = types.UINT32 if type(value) is int else types.get_type(value)
+            writer.add_key_value(key, value, of)
         for leaf in leaves:
             shape = tuple(leaf.array.shape)
             raw = gguf.GGMLQuantizationType[leaf.kind]
@@ -95,7 +104,9 @@ def write_gguf(
             data = leaf.data()
             if leaf.kind == "F16" and np.abs(data).max(initial=0) > np.finfo(np.float16).max:
                 raise UserError(f"{leaf.name}: beyond float16's range; --type bf16 or f32 has it")
-            writer.write_tensor_data(gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind]))
+            writer.write_tensor_data(
+                gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind])
+            )
         writer.close()
 
 

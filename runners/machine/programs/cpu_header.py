@@ -1,12 +1,14 @@
 """The C++ header of every program that MLX compiles for a CPU, compiled once.
 
-MLX (0.32) writes a program for each chain of elementwise operations, and g++ compiles it in most of a second.
-Three quarters of that time go into one header that all programs include. A first update needs about ninety
-programs. g++ looks for that header beside the program first, and uses its compiled form if there is one. The
-programs are in a temporary folder, and so is the compiled header.
+MLX (0.32) writes a program for each chain of elementwise operations, and g++ compiles it in most of
+a second. Three quarters of that time go into one header that all programs include. A first update
+needs about ninety programs. g++ looks for that header beside the program first, and uses its
+compiled form if there is one. The programs are in a temporary folder, and so is the compiled
+header.
 
-MLX asks g++ for the vector instructions that every x86-64 processor has, four numbers at a time. The compiled
-form asks for eight where this processor has AVX2: without its fused products, so that numbers stay the same.
+MLX asks g++ for the vector instructions that every x86-64 processor has, four numbers at a time.
+The compiled form asks for eight where this processor has AVX2: without its fused products, so that
+numbers stay the same.
 
 Importing this module does not import MLX.
 """
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
-_OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own; without the last g++ refuses the file
+# MLX's own; without the last g++ refuses the file
+_OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")
 # It continues even if this process ends, and leaves a complete file or none.
 _SHELL = """\
 ( "$@" "$PART.h" && mv "$PART" "$WHOLE"
@@ -38,7 +41,9 @@ rm -f "$PART" "$PART.h" ) </dev/null >/dev/null 2>&1 &
 
 def programs_folder() -> Path:
     """The folder of MLX's programs for a CPU."""
-    temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp")
+    temporary = next(
+        filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp"
+    )
     return Path(temporary) / "mlx" / (installed_version("mlx") or "") / "cpu"
 
 
@@ -47,7 +52,8 @@ def compile_header(platform: Platform) -> Path | None:
 
     None: it is not compiled here. Each version of g++ has its own file and ignores the others.
     """
-    if platform.backend != "cpu" or sys.platform != "linux" or not (compiler := shutil.which("g++")):
+    compiler = shutil.which("g++")
+    if platform.backend != "cpu" or sys.platform != "linux" or not compiler:
         return None
     import mlx.core as mx
 

@@ -1,4 +1,5 @@
-"""MLX's compiled CUDA programs: kept in the user's cache folder, and compiled ahead by parallel processes.
+"""MLX's compiled CUDA programs: kept in the user's cache folder, and compiled ahead by parallel
+processes.
 
 Importing this module does not import MLX.
 """
@@ -18,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from runners.files.cache_folder import cache_folder
+from runners.errors import UserError
+from runners.files.cache_folder import kept_folder
 from runners.files.tensor_files import stated_dtype
 from runners.machine.bounded_process import python_command
 
@@ -29,33 +31,39 @@ _LOCKS: list[IO[str]] = []  # of this process's folder, until it ends
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _FOLDERS = "gpu-programs"  # in the user's cache
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
-_CODE = "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
+_CODE = (
+    "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
+)
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
-    """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the user stays.
+    """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the
+    user stays.
 
-    Each version and each GPU has its own, because home folders may be shared, and so has each process that
-    is running: MLX writes programs in place, and a second run or rank would read half of one and compute
-    with it. The folder begins with the programs of the others.
+    Each version and each GPU has its own, because home folders may be shared, and so has each
+    process that is running: MLX writes programs in place, and a second run or rank would read half
+    of one and compute with it. The folder begins with the programs of the others.
     """
     wish = os.environ.get(_VARIABLE)
-    if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):  # else inherited from the parent process
+    # else inherited from the parent process
+    if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):
         return
-    folders, stem = cache_folder() / _FOLDERS, f"mlx-{mlx_version}-{architecture or 'gpu'}-"
-    with suppress(OSError):  # MLX then compiles without keeping programs
+    stem = f"mlx-{mlx_version}-{architecture or 'gpu'}-"
+    # without a folder of its own, MLX keeps programs in the temporary folder
+    os.environ.pop(_VARIABLE, None)
+    with suppress(OSError, UserError):
         for number in itertools.count():
-            own = folders / f"{stem}{number}"
-            os.environ[_VARIABLE] = str(own)
-            own.mkdir(parents=True, exist_ok=True)
+            own = kept_folder(_FOLDERS, f"{stem}{number}")
             lock = (own / ".lock").open("a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
                 continue
+            os.environ[_VARIABLE] = str(own)
             _LOCKS.append(lock)
             break
+        folders = own.parent
         for code in own.rglob("*.ptx"):
             if not _is_whole(code):
                 code.unlink()
@@ -68,8 +76,8 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
 
 
 def _is_whole(code: Path) -> bool:
-    """Whether a program was written to its end: what a process that was killed has left would end later runs.
-    MLX writes a program's code, its names and its source, in this order."""
+    """Whether a program was written to its end: what a process that was killed has left would end
+    later runs. MLX writes a program's code, its names and its source, in this order."""
     source = code.with_suffix(".cu")
     return source.exists() and source.stat().st_size > 0
 
@@ -77,13 +85,14 @@ def _is_whole(code: Path) -> bool:
 def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
     """Starts to compile the programs of a run, before anything of it is read; only on CUDA.
 
-    A model whose dtype is not known yet is taken to be bfloat16: MLX compiles the others when it needs them.
-    Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes). They end with
-    this process, or with the compilation.
+    A model whose dtype is not known yet is taken to be bfloat16: MLX compiles the others when it
+    needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory`
+    (bytes). They end with this process, or with the compilation.
     """
     from grpo_fn.backends import cuda_programs, enabled
 
-    folder, dtype = os.environ.get(_VARIABLE, ""), config.model.dtype
+    folder = os.environ.get(_VARIABLE, "")
+    dtype = config.model.dtype
     off = "programs_ahead" in config.system.disable or not enabled("programs_ahead")
     if backend != "cuda" or not folder or off:
         return None
@@ -95,11 +104,14 @@ def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Comp
 
 
 class Compilation:
-    """Programs that are being compiled into `folder`, until `stop`, or until nobody needs this any more."""
+    """Programs that are being compiled into `folder`, until `stop`, or until nobody needs this any
+    more.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
         """Starts at most so many processes, for those of `names` that are not in the folder."""
-        self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
+        self.folder = folder
+        self.names = [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
         self._running: dict[Path, subprocess.Popen[bytes]] = {}  # by the folder that each one fills
         self.stop = weakref.finalize(self, _stop, self._running)
@@ -115,7 +127,9 @@ class Compilation:
             )
 
     def wait(self) -> None:
-        """Waits until the programs are in the folder; MLX compiles missing ones when it needs them."""
+        """Waits until the programs are in the folder; MLX compiles missing ones when it
+        needs them.
+        """
         for part, process in self._running.items():
             with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
                 if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:

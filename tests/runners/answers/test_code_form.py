@@ -10,10 +10,11 @@ from runners.config.loading import load_config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.errors import UserError
 from runners.rewards.builtin import built_in
-from runners.sandbox.sandbox import mechanism
+from runners.sandbox import sandbox
+from runners.sandbox.sandbox import check_sandbox
 
 try:
-    mechanism()
+    check_sandbox()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -49,3 +50,30 @@ def test_tests_may_be_a_list_in_the_data_and_answer_no_other_form(tmp_path):
     assert "```python" in config.data.system_prompt
     with pytest.raises(UserError, match="the tests of a program"):
         with_answers_of(other, rows)
+
+
+def test_a_partial_sandbox_needs_its_key(tmp_path, monkeypatch):
+    """Before a model is loaded, and for the scores."""
+    monkeypatch.setattr(sandbox, "_missing", lambda: ["namespaces (no)"])
+    row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    settings = ["model.path=embedded", f"data.source={tmp_path / 'rows.jsonl'}", "answer.form=code"]
+    strict, lax = (load_config(None, [*settings, *more]) for more in ([], ["answer.partial_sandbox=true"]))
+    rows, _ = load_rows(strict.check().data)
+    with pytest.raises(UserError, match=r"lacks namespaces \(no\)"):
+        with_answers_of(strict, rows)
+    form = with_answers_of(lax, rows).answer_form
+    assert form is not None and form.scores([form.read(RIGHT)], [TESTS]) == [1.0]
+    with pytest.raises(UserError, match="lacks namespaces"):
+        FORM.scores([FORM.read(RIGHT)], [TESTS])
+
+
+def test_programs_that_can_forge_their_tests_are_counted():
+    forged = RIGHT.replace("return", "import builtins, sys; sys._getframe(); return")
+    assert FORM.doubts([RIGHT, HALF]) == []
+    assert FORM.doubts([RIGHT, forged, forged]) == [
+        "2 of 3 completions contain _getframe, builtins, with which a program can pass tests that it does "
+        "not solve: look at those that are right"
+    ]
+    other: Any = answer_form("boxed")
+    assert other.doubts([forged]) == []

@@ -114,6 +114,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
         ({"loop": {**whole["loop"], "bad_updates": -1}}, "bad_updates: expected an integer: 0 <= x"),
         ({"loop": {**whole["loop"], "seen": {"reached": None}}}, "counts is missing"),
         ({"logs": []}, r"logs: expected a table .*found \[\]"),
+        ({"logs": {"training_log.jsonl": 10**30}}, r"logs: expected a table .*each: 0 <= x <= 1e18"),
         ({"decided": {"launch": "x", "max_batch": 1}}, "decided: launch: expected one of "),
     ):
         (folder / "trainer_state.json").write_text(json.dumps({**whole, **changes}))

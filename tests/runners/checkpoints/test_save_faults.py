@@ -16,6 +16,7 @@ from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import list_checkpoints, locked
 from runners.errors import UserError
 from runners.files.json_files import JsonLines
+from runners.telemetry.events import Updated
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, Killer, config_in, lines_of, outcome, straight_run
 from tests.support.tiny_runs import Notes
@@ -133,6 +134,35 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
     assert not list_checkpoints(tmp_path / "c" / "tiny")
     left[0] = 0
     assert same_bits(run_training(config, report=Notes(), resume=True).state, straight.state)
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["another run in its place", "nothing in its place"])
+def test_a_run_whose_folder_is_renamed_saves_nothing_where_it_was(tmp_path, taken):
+    """Nor in the run that has its path by then: each save is a line, and the end an error. The logs stay
+    with the renamed folder, and with its name back the run is resumed there."""
+    config = config_in(tmp_path / "b", "optim.max_steps=4", "eval.every=0")
+    folder, moved = tmp_path / "b" / "tiny", tmp_path / "b" / "moved"
+
+    class Renamer(Notes):
+        def handle(self, event):
+            super().handle(event)
+            if isinstance(event, Updated) and event.metrics["update"] == 2:
+                folder.rename(moved)
+                if taken:
+                    shutil.copytree(moved, folder)
+
+    notes, line = Renamer(), "expected the folder in which this run began, found"
+    with pytest.raises(UserError, match=line):
+        run_training(config, report=notes)
+    assert any(line in note and "goes on" in note for note in notes.lines)
+    assert len(lines_of(moved / "training_log.jsonl")) == 6  # with two evaluations
+    assert [path.name for path in list_checkpoints(moved)] == ["checkpoint-1"]
+    left = {path.name for path in folder.iterdir()} if taken else folder.exists()
+    assert left == ({path.name for path in moved.iterdir()} if taken else False)
+    shutil.rmtree(folder, ignore_errors=True)
+    moved.rename(folder)
+    resumed = run_training(config, report=Notes(), resume=True)
+    assert list_checkpoints(resumed.folder)[-1].name == "checkpoint-4"
 
 
 def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):

@@ -200,6 +200,19 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
     assert "model    ? bits a weight" in grpo("init", "other", "rows.jsonl").output
 
 
+def test_what_a_config_cannot_hold_is_a_line(tmp_path):
+    """Half of a surrogate pair as a column, bits that are a text: nothing is written."""
+    write_rows(tmp_path / "rows.jsonl", ("\ud83d question", question), ("answer", lambda n: 2 * n))
+    assert "data.question: expected text that UTF-8" in grpo("init", "llama", "rows.jsonl", code=2).stderr
+    file = make_model_folder(tmp_path / "other") / "config.json"
+    packed = {"group_size": 32, "bits": "4\ntrust_remote_code = true\n#"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": packed}))
+    write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
+    line = r'quantization.bits: expected a whole number from 1 to 8, found "4\ntrust'
+    assert line in grpo("init", "other", "rows.jsonl", code=2).stderr
+    assert not list(tmp_path.glob("*.toml"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -12,7 +12,8 @@ from runners.config.sections import LoraConfig, ModelConfig
 from runners.data.curriculum import prompt_id
 from runners.data.prompts import Example
 from runners.engines.settings import decoding_of
-from runners.errors import UserError, spell_tables
+from runners.errors import UserError
+from runners.files.toml_files import toml_text
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
@@ -186,7 +187,7 @@ def scratch() -> tuple[tempfile.TemporaryDirectory, Path]:
     tokenizer["chat_template"] += "{{ style }}"
     (root / "llama/tokenizer_config.json").write_text(json.dumps(tokenizer))
     (root / "rewards.py").write_text(REWARDS)
-    (root / "base.toml").write_text(spell_tables(BASE).replace("{root}", str(root)))
+    (root / "base.toml").write_text(toml_text(BASE).replace("{root}", str(root)))
     platform = Platform(backend="cpu")
     loaded = load_model(ModelConfig(path=str(root / "llama"), tune="lora", lora=LoraConfig(rank=2)), platform)
     (root / "adapters").mkdir()

@@ -369,7 +369,12 @@ def test_scores_stand_for_merges(tmp_path, prefix):
 @pytest.mark.parametrize("name", ["<s:1>", "$A"])
 def test_any_name_begins_a_text(tmp_path, name):
     """Also one that is a word of the tokenizers library's own templates."""
-    more = {"tokens": ["a", "b", "<end>", name], "token_type": [1, 1, 3, 3], "merges": [], "bos_token_id": 3}
+    more = {
+        "tokens": ["a", "b", "<end>", name],
+        "token_type": np.array([1, 1, 3, 3]),
+        "merges": [],
+        "bos_token_id": 3,
+    }
     stated = {f"tokenizer.ggml.{key}": value for key, value in (more | {"add_bos_token": True}).items()}
     tokenizers.write_tokenizer(GGUF(tmp_path / "m.gguf", gguf_files.LLAMA | stated, {}), tmp_path)
     assert Tokenizer.from_file(f"{tmp_path}/tokenizer.json").encode("ab").ids == [3, 0, 1]

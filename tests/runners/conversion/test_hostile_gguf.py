@@ -60,6 +60,9 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "the token 7 is none of 4"),
     "a text for a number": (llama("llama.context_length", "long"), "context_length: expected int"),
     "merges of one part": (llama("tokenizer.ggml.merges", ["ab"]), "two parts"),
+    "a number for types": (llama("tokenizer.ggml.token_type", 3), "token_type: expected 4 finite numbers"),
+    "texts for types": (llama("tokenizer.ggml.token_type", ["a"] * 4), "token_type: expected 4 finite"),
+    "2³¹ heads": (llama("llama.attention.head_count", struct.pack("<IQ", 10, 2**31)), "a number of 31 bits"),
     "another cutting": (llama("tokenizer.ggml.pre", "../x"), "tokenizer.ggml.pre: expected"),
 }  # fmt: skip
 

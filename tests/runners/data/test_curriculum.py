@@ -158,10 +158,17 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["{}", '{"prompt": "a", "samples": 1, "passes": 2}', '{"prompt": 1, "samples": 1, "passes": 1}', "[1]"],
+    [
+        "{}",
+        '{"prompt": "a", "samples": 1, "passes": 2}',
+        '{"prompt": 1, "samples": 1, "passes": 1}',
+        "[1]",
+        '{"prompt": "a", "samples": 1, "passes": -1}',
+        f'{{"prompt": "a", "samples": {10**400}, "passes": 1}}',
+    ],
 )
 def test_a_foreign_file_is_refused(tmp_path, line):
-    """Not a measurement, more passes than samples, another type, not an object."""
+    """Not a measurement, impossible counts, another type, not an object."""
     (tmp_path / "rates.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=r"rates.jsonl: expected lines \{\"prompt\": HASH"):
         read_difficulty(tmp_path / "rates.jsonl")

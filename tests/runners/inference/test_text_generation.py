@@ -7,6 +7,7 @@ import pytest
 
 import grpo_fn as g
 from runners.data.rendering import render
+from runners.engines.engine import Weights
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import Conversation, Speed, generation_key, sample_batches
 from runners.machine.startup import Platform
@@ -49,7 +50,7 @@ def batched(model, sampling, questions=QUESTIONS, *, seed=0, generations=1, **op
 
 def conversation(model, sampling, *, seed=0, **options):
     """A conversation with a model that has just been loaded: it has kept nothing."""
-    model.engine.load({}, 0)
+    model.engine.load(Weights(model.policy, {}, 0))
     return Conversation(model, ending(model, sampling), key=generation_key(seed), **options)
 
 
@@ -96,8 +97,7 @@ def test_ends(embedded):
     """An end token, a stop string, the limit: each is reported, and a reply ends there as well."""
     question = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
     for stop, limit, finish in (([], 60, "stop"), (["</reasoning>"], 60, "stop"), ([], 5, "length")):
-        find = embedded.decoder.find_stop(stop)
-        sampling = g.Sampling(temperature=0.0, max_new_tokens=limit, find_stop=find)
+        sampling = g.Sampling(temperature=0.0, max_new_tokens=limit, stop=stop)
         ((text, tokens, found),) = batched(embedded, sampling, [question])
         assert "".join(conversation(embedded, sampling).reply(question)) == text and found == finish
         assert text.endswith("</reasoning>") == bool(stop)

@@ -104,10 +104,10 @@ def test_a_setting_of_the_user_stays(cache, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_made_is_no_fault(cache):
-    """MLX then compiles without keeping programs."""
+    """MLX then keeps programs in the temporary folder."""
     (cache / "mlx-0.32.4-sm_90-0").touch()
     keep_programs("0.32.4", "sm_90")
-    assert os.environ["MLX_PTX_CACHE_DIR"] == str(cache / "mlx-0.32.4-sm_90-0")
+    assert "MLX_PTX_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.parametrize("source", [None, ""], ids=["killed", "full disk"])

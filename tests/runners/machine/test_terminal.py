@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners.machine.terminal import OutputLost, echo, visible
+from runners.machine.terminal import OutputLost, echo, echo_output, echo_text, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet
 from runners.training.start import make_report
+from tests.support.processes.new_process import python
 
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
 EVIL = "\x1b]0;evil\x07\x9b31m\x7f\r\x00\x85"
@@ -41,13 +42,32 @@ def test_every_control_character_is_spelt_out(text):
 
 
 @pytest.mark.parametrize("err", [False, True])
-def test_a_terminal_gets_it_visible_and_a_pipe_as_it_is(monkeypatch, err):
-    """`raw` gives the terminal the text, too."""
-    cases = ((Terminal(), False, SHOWN), (Terminal(), True, EVIL), (io.StringIO(), False, EVIL))
-    for stream, raw, wanted in cases:
-        monkeypatch.setattr(sys, "stderr" if err else "stdout", stream)
-        echo(EVIL, err=err, raw=raw, nl=False)
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_lines_and_texts_are_escaped_wherever_they_go(monkeypatch, err, kind):
+    """A line stays one line; a text keeps its line feeds and tabs."""
+    for show, wanted in ((echo, f"a\\n{SHOWN}\n"), (echo_text, f"a\n{SHOWN}\n")):
+        monkeypatch.setattr(sys, "stderr" if err else "stdout", stream := kind())
+        show(f"a\n{EVIL}", err=err)
         assert stream.getvalue() == wanted
+
+
+def test_output_is_escaped_on_a_terminal_alone(monkeypatch):
+    """A pipe gets what a command was asked to produce as it is."""
+    for stream, wanted in ((Terminal(), SHOWN), (io.StringIO(), EVIL)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        echo_output(EVIL)
+        assert stream.getvalue() == wanted
+
+
+def test_what_libraries_log_and_warn_is_escaped():
+    """They quote a model's files, and write by themselves."""
+    code = (
+        "import logging, warnings\nfrom runners.machine.terminal import escape_logs\nescape_logs()\n"
+        f"logging.warning('type %s', {EVIL!r} + chr(10))\nwarnings.warn({EVIL!r} + chr(10) + 'b')"
+    )
+    done = python("-c", code)
+    assert harmless(done.stderr) and done.stderr.count("\\x1b]0;evil") >= 2
+    assert f"type {SHOWN}\\n\n" in done.stderr and "\nb" not in done.stderr
 
 
 class Full(io.StringIO):
@@ -93,7 +113,7 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
 
 
 def test_displays_show_it_visible():
-    """The live line and all lines above it (rich lets escape sequences through), and TERM=dumb's lines."""
+    """The live line and all lines above it (rich lets escape sequences through), and plain lines."""
     live, plain, file = io.StringIO(), Terminal(), io.StringIO()
     console = Console(file=live, width=100, color_system=None)
     for report in (LiveReport(console=console), PlainReport(plain), PlainReport(file)):
@@ -110,5 +130,5 @@ def test_displays_show_it_visible():
                 if isinstance(report, LiveReport):
                     console.print(report.render())
     assert harmless(live.getvalue()) and live.getvalue().count("evil") >= 9
-    assert harmless(plain.getvalue()) and SHOWN in plain.getvalue()
-    assert "\x1b]0;evil" in file.getvalue()  # as it is
+    for lines in (plain.getvalue(), file.getvalue()):
+        assert harmless(lines) and "\\x1b]0;evil" in lines

@@ -106,6 +106,7 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({}, {B: array(4, 2)}, "expected lora_A and lora_B of one rank"),
         ({}, {A: array(3, 6)}, "expected lora_A and lora_B of one rank"),
         ({}, {A: array(2, 6, 1)}, "is no part of a LoRA"),
+        ({}, {A: mx.zeros((0, 6)), B: mx.zeros((4, 0))}, "a rank from 1 on, found 0"),
         ({}, None, "found none"),
     ],
 )

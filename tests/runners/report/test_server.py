@@ -1,10 +1,16 @@
 """The live page's server: what it serves, and whom it refuses."""
 
 import json
+import selectors
+import socket
+import subprocess
+import sys
 import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from urllib.parse import quote
 from urllib.request import urlopen
 
@@ -13,6 +19,7 @@ import pytest
 from runners.files.json_files import JsonLines
 from runners.report.server import LivePage, Server
 from tests.support.commands import grpo
+from tests.support.processes.new_process import ROOT
 from tests.support.runs.report_runs import make_run, write_update
 
 HOST = "127.0.0.1:8517"
@@ -94,6 +101,53 @@ def test_clients_get_the_data_while_lines_are_written(tmp_path):
                 write_update({"training_log": log, "completions": log, "evaluations": log}, update)
         assert all(asked)
         server.shutdown()
+
+
+def ask_at_once(port, path, number):
+    """The sizes of the answers to so many requests that come together; 0: none within 20 s."""
+    until = time.monotonic() + 20
+    waiting = [socket.socket() for _ in range(number)]
+    for client in waiting:
+        client.setblocking(False)
+        client.connect_ex(("127.0.0.1", port))
+    with selectors.DefaultSelector() as ready:
+        for client in waiting:
+            ready.register(client, selectors.EVENT_WRITE)
+        sizes = dict.fromkeys(waiting, 0)
+        while ready.get_map() and time.monotonic() < until:
+            for key, _ in ready.select(1):
+                client = key.fileobj
+                if key.events == selectors.EVENT_WRITE:
+                    client.send(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+                    ready.modify(client, selectors.EVENT_READ)
+                elif content := client.recv(1 << 16):
+                    sizes[client] += len(content)
+                else:
+                    ready.unregister(client)
+    for client in waiting:
+        client.close()
+    return list(sizes.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_two_hundred_clients_at_once(tmp_path):
+    """All of them are answered within seconds, and again and again without more memory."""
+    folder = make_run(tmp_path / "run")
+    command, used = [sys.executable, "-m", "runners.cli", "watch", str(folder), "--port", "0"], []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            port = int(server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0])
+            for path in ("/", "/data") * 3:
+                began = time.monotonic()
+                sizes = ask_at_once(port, path, 200)
+                assert len(sizes) == 200 and min(sizes) == max(sizes) > 1000
+                assert time.monotonic() - began < 5
+                status = Path(f"/proc/{server.pid}/status").read_text()
+                used.append(int(status.partition("VmRSS:")[2].split()[0]))
+        finally:
+            server.terminate()
+    assert used[-1] < used[1] + 20_000, used  # kB
 
 
 def test_of_completions_that_grow_large_fewer_updates_are_shown(tmp_path):

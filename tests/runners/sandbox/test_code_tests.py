@@ -8,11 +8,12 @@ import time
 import pytest
 
 from runners.errors import UserError
-from runners.sandbox.code_tests import extract_code, passed_tests, read_tests, score_programs
-from runners.sandbox.sandbox import Limits, mechanism
+from runners.sandbox.code_tests import extract_code, looks_forged, passed_tests, read_tests, score_programs
+from runners.sandbox.sandbox import Limits, check_sandbox
+from tests.support.sandbox.forgeries import FORGED
 
 try:
-    mechanism()
+    check_sandbox()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -46,13 +47,143 @@ def test_code_is_the_last_block_of_python(text, code):
         ("def add(a, b):", [False] * 3),
         ("import os; os._exit(0)", [False] * 3),
         ("import os\nfor n in range(3, 9):\n    os.write(n, b'0\\n1\\n2\\n')", [False] * 3),
-        ("class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()", [True] * 3),
-        (ADD + "\nimport builtins\nbuiltins.exec = print", [True, True, False]),
+        *(
+            (f"{ADD}\n{end}", [True, True, False])
+            for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")
+        ),
+        (ADD + "\nexit(1)", [False] * 3),
+        (ADD + "\nimport warnings; warnings.warn('old')", [True, True, False]),
+        (ADD + "\n# \ud800", [False] * 3),
+        (ADD + "\n# \0", [False] * 3),
     ],
 )
 def test_a_program_passes_the_tests_that_it_should(program, passed):
-    """An object that equals everything passes: tests see only what the program shows them."""
     assert passed_tests(program, TESTS) == passed
+
+
+VALUES = "import collections, decimal, enum, fractions, typing\n" + "\n".join(
+    f"{name} = lambda: {value}"
+    for name, value in {
+        "plain": "{'a': (1, 2.5, None, True), 2: [b'x', {3}, frozenset([4])]}",
+        "counts": "collections.Counter('aab')",
+        "pair": "collections.namedtuple('Pair', 'x y')(1, 2)",
+        "grown": "collections.defaultdict(list, {1: [2]})",
+        "half": "fractions.Fraction(1, 2)",
+        "tenth": "decimal.Decimal('0.1')",
+        "number": "enum.IntEnum('Number', 'ONE').ONE",
+        "keys": "{1: 2}.keys()",
+        "large": "2 ** 200",
+        "wide": "float('inf')",
+        "point": "type('Point', (), {'__eq__': lambda self, other: type(self) is type(other)})",
+        "numbers": "iter([1, 2])",
+        "text": "'\\ud800'",
+    }.items()
+)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "plain() == {'a': (1, 2.5, None, True), 2: [b'x', {3}, frozenset([4])]}",
+        "plain() != {'a': 1}",
+        "plain()['a'] == (1, 2.5, None, True)",
+        "plain()['a'] != [1, 2.5, None, True]",
+        "(1, 2.5, None, True) == plain()['a']",
+        "plain()['a'][2] is None",
+        "plain()['a'][3] is True",
+        "plain()['a'][1] is not None",
+        "counts() == {'a': 2, 'b': 1}",
+        "counts().most_common(1)[0][0] == 'a'",
+        "pair() == (1, 2) and pair().y == 2",
+        "grown() == {1: [2]}",
+        "half() == 0.5",
+        "half() == fractions.Fraction(1, 2)",
+        "tenth() == decimal.Decimal('0.1')",
+        "number() == 1",
+        "keys() == {1}",
+        "large() == 2 ** 200",
+        "wide() == float('inf')",
+        "abs(half() - 0.4) < 0.2",
+        "0.1 < half()",
+        "half() in (0.5, 1)",
+        "1 in counts().values()",
+        "point()() == point()() or True",
+        "list(numbers()) == [1, 2]",
+        "text() == '\\ud800'",
+        "isinstance(plain(), dict)",
+        "not plain().get('b')",
+        "0 < half() < 1",
+        "plain(), 'with a message'",
+        "all(n < 3 for n in numbers())",
+    ],
+)
+def test_right_values_pass_and_the_opposite_does_not(test):
+    """Checks outside of the program find what Python's own comparison would."""
+    assert passed_tests(VALUES, [f"assert {test}"]) == [True]
+    negated = test.partition(", 'with")[0]
+    if test != "point()() == point()() or True":
+        assert passed_tests(VALUES, [f"assert not ({negated})"]) == [False]
+
+
+@pytest.mark.parametrize(
+    ("test", "passed"),
+    [
+        ("for n in range(3):\n    assert add(n, 1) == n + 1", True),
+        ("for n in range(3):\n    assert add(n, 1) == 2 * n", False),
+        ("def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 4\ncheck(add)", True),
+        ("def check(f):\n    assert f(1, 2) == 3\n    assert f(2, 2) == 5\ncheck(add)", False),
+        ("try:\n    add(1, 'a')\n    assert False\nexcept TypeError:\n    pass", True),
+        ("try:\n    add(1, 1)\n    assert False\nexcept TypeError:\n    pass", False),
+        ("if add(1, 1) == 3:\n    assert add(1, 1) == 3", True),
+        ("import math\nassert math.isclose(add(.1, .2), .3)", True),
+        ("assert all(add(n, 1) == 0 for n in range(3))", False),
+        ("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True),
+        ("assert add(", False),
+        ("assert add(1, 1) == 2\nraise ValueError", False),
+    ],
+)
+def test_statements_around_checks_keep_their_meaning(test, passed):
+    patches = "import builtins\nbuiltins.all = lambda _: True\n"  # taken back before the tests
+    assert passed_tests(patches + ADD, [test]) == [passed]
+
+
+@pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize(
+    "test", ["add(1, 2) == 30", "30 == add(1, 2)", "add(1, 2) in (30, 31)", "abs(add(1, 2) - 30) < 0.5"]
+)
+def test_no_program_passes_a_value_that_it_does_not_know(program, test):
+    """The value stays outside of the program's process."""
+    assert passed_tests(program, [f"assert {test}"]) == [False]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        FORGED[name]
+        for name in ("an object that equals everything", "built-in names", "reports with the mark")
+    ],
+)
+def test_what_a_program_could_forge_with_has_a_name(program):
+    """What is left: tests whose truth is found inside."""
+    assert looks_forged(program) and not looks_forged(ADD)
+
+
+def test_all_tests_of_a_program_have_one_deadline():
+    """Waiting and computing, for inputs and for statements."""
+    for program, limits in (
+        ("import time; time.sleep(60)", Limits(seconds=1.5)),
+        ("while True: pass", Limits()),
+    ):
+        for tests in ([{"input": "1", "output": "1"}] * 8, TESTS):
+            start = time.monotonic()
+            assert passed_tests(program, tests, limits) == [False] * len(tests)
+            assert time.monotonic() - start < 8
+    waits = "import time; time.sleep(.7)\nprint(1)"
+    passed = passed_tests(waits, [{"input": "", "output": "1"}] * 8, Limits(seconds=2.0))
+    assert passed[0] and passed[2:] == [False] * 6
+    slow = "while __import__('time').process_time() < .4: pass\nprint(1)"
+    passed = passed_tests(slow, [{"input": "", "output": "1"}] * 8, Limits(seconds=20, processor_seconds=1.0))
+    assert passed == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize(
@@ -61,6 +192,12 @@ def test_a_program_passes_the_tests_that_it_should(program, passed):
         ("print(int(input()) * 2)", [True, False]),
         ("line = input()\nprint(int(line) * 2 if line.isdigit() else 0, '  \\n')", [True, True]),
         ("print(4); raise SystemExit(1)", [False, False]),
+        *((f"print(4); {end}", [True, False]) for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")),
+        ("print(4); import warnings; warnings.warn('old')", [True, False]),
+        ("print(4); import sys; print('note', file=sys.stderr)", [True, False]),
+        ("import threading; threading.Timer(.1, print, [4]).start()", [True, False]),
+        ("import atexit; atexit.register(print, 4)", [True, False]),
+        ("print('\ud800')", [False, False]),
         ("", [False, False]),
     ],
 )
@@ -90,10 +227,11 @@ def test_other_values_are_refused(value):
         read_tests(value)
 
 
-def test_an_interrupt_ends_the_programs_that_run():
+@pytest.mark.parametrize("tests", [TESTS, DOUBLE * 4])
+def test_an_interrupt_ends_the_programs_that_run(tests):
     """Nobody waits for their limit; the threads that held them are done."""
     start = time.monotonic()
-    threading.Timer(2.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        score_programs(["import time; time.sleep(60)"] * 4, [json.dumps(TESTS)] * 4, Limits(seconds=20.0))
-    assert time.monotonic() - start < 10
+        score_programs(["import time; time.sleep(60)"] * 8, [json.dumps(tests)] * 8, Limits(seconds=20.0))
+    assert time.monotonic() - start < 3

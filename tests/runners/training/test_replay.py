@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from grpo_fn.algorithm.presets import PRESETS
 from runners.config.loading import load_config
-from runners.errors import spell_tables
+from runners.files.toml_files import toml_text
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.closeness import assert_same_figures, assert_same_weights
@@ -70,7 +70,7 @@ def trained(name):
         "log": {"report": False},
         **case,
     }  # fmt: skip
-    config.write_text(spell_tables(tables))
+    config.write_text(toml_text(tables))
     done = run_training(load_config(str(config)), report=Quiet()).folder
     return done, read_calls(folder / "calls.jsonl")[:-1]
 

@@ -8,7 +8,10 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import arrays_of, named_leaves
 from runners.checkpoints.checkpoint import load_trees
+from runners.config.loading import load_config
+from runners.data.gold import GoldReader
 from runners.data.stream import PromptOrder, drawn
+from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.setup import SetUp
@@ -49,6 +52,24 @@ def test_losses_in_the_log_are_cross_entropies(tmp_path):
     assert update["num_tokens"] == sum(len(example.gold) for example in first)
     assert log[-1]["eval/loss"] < start["eval/loss"]
     assert not {"reward", "reward_std", "sampling/kl", "ratio/mean", "tokens_per_second"} & update.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"context": {"role": "user"}}, "expected text as its content"),
+        ({"context": 7}, "message 0: expected a role"),
+        ({"prompt": {"a": 1}}, "message 0: expected text as its content, found dict"),
+        ({"context": json.loads("[" * 300 + "]" * 300)}, "at most 100 lists and objects inside each other"),
+    ],
+)
+def test_completions_that_are_no_messages_are_a_line(tmp_path, changes, line):
+    """With the file and the line's number."""
+    row = {"prompt": "What is 1 + 1?", "completion": "2", "reward": 1.0} | changes
+    (tmp_path / "left.jsonl").write_text(json.dumps(row) + "\n")
+    config = load_config(None, ["model.path=embedded", f"sft.completions={tmp_path}/left.jsonl"])
+    with pytest.raises(UserError, match=f"left.jsonl, line 1: .*{line}"):
+        GoldReader(config, None, None).of_file()
 
 
 def test_grpo_begins_anew_after_the_supervised_updates():

@@ -1,13 +1,15 @@
-"""CUDA source of attention at one token a row, on tensor cores, for `prefix_attention` and `block_kernel`.
+"""CUDA source of attention at one token a row, on tensor cores, for `prefix_attention` and
+`block_kernel`.
 
-A warp computes one row and one head of keys, with all query heads that share it, over every n-th tile of 16
-keys. It keeps a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end the warps' sums are
-combined, so that the last bits depend on their number. Neither keys nor values pass through shared memory:
-the order of a head's numbers in a product is free, so a lane reads 16 consecutive bytes of a key. Weights are
-rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
+A warp computes one row and one head of keys, with all query heads that share it, over every n-th
+tile of 16 keys. It keeps a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end
+the warps' sums are combined, so that the last bits depend on their number. Neither keys nor values
+pass through shared memory: the order of a head's numbers in a product is free, so a lane reads 16
+consecutive bytes of a key. Weights are rounded to the values' dtype, as in FlashAttention (arXiv
+2205.14135).
 
-Names in capitals are constants of the kernel: HD numbers of a head, R query heads that share keys, SCALE, and
-MMA, the dtype's name in PTX.
+Names in capitals are constants of the kernel: HD numbers of a head, R query heads that share keys,
+SCALE, and MMA, the dtype's name in PTX.
 """
 
 import mlx.core as mx
@@ -16,12 +18,16 @@ MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # the dtypes that it takes, as P
 HEAD_WIDTHS = (64, 128)
 MOST_SHARING = 8  # query heads
 _WARPS = (1, 2, 4, 8)  # numbers of warps that may share the keys of a row
-_PREPARATION, _TILES = 4, 16  # a warp's other work, in tiles of keys; tiles of a usual row
+_PREPARATION = 4  # a warp's other work, in tiles of keys
+_TILES = 16  # tiles of a usual row
 
 
 def warps_of_row(items: int, room: int) -> int:
-    """The fastest number of warps for each of `items` rows and heads of keys; `room` warps run at a time."""
-    return min(_WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps))
+    """The fastest number of warps for each of `items` rows and heads of keys; `room` warps run at a
+    time."""
+    return min(
+        _WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps)
+    )
 
 
 # c += a b: of 16 × 16 and 16 × 8 numbers, as mma.m16n8k16 spreads them over a warp.
@@ -34,9 +40,10 @@ PRODUCT = """
     };
 """
 
-# A lane is number `g` of 8 and `t` of 4. Of 16 keys it reads, for the scores, the 8 numbers from 32i + 8t on
-# of the keys g and 8 + g; for the sums, the 8 numbers from 64i + 8g on of the values 2t, 2t + 1, 8 + 2t and
-# 9 + 2t. The scores of head g come out where the second product wants its weights.
+# A lane is number `g` of 8 and `t` of 4. Of 16 keys it reads, for the scores, the 8 numbers from
+# 32i + 8t on of the keys g and 8 + g; for the sums, the 8 numbers from 64i + 8g on of the values
+# 2t, 2t + 1, 8 + 2t and 9 + 2t. The scores of head g come out where the second product wants its
+# weights.
 ATTENTION = """
     // To `warps` warps, of which this is `which`: the tops, totals [R,warps] and sums [R,warps,HD] of a row.
     // query(head, at, to) gives 8 numbers; find(j, key, value) where the j-th of `length` begin.
@@ -145,7 +152,8 @@ ATTENTION = """
     };
 """
 
-# Of the tops, totals and sums that the warps of a row have left, on tensor cores or not: its n-th number.
+# Of the tops, totals and sums that the warps of a row have left, on tensor cores or not: its n-th
+# number.
 COMBINATION = """
     auto combined = [](int n, int warps, const float* tops, const float* totals, const float* parts) {
         const int r = n / HD * warps;

@@ -1,7 +1,8 @@
-"""One CUDA kernel for a whole block of a decoder at one token a row: norms, products, attention and MLP.
+"""One CUDA kernel for a whole block of a decoder at one token a row: norms, products, attention and
+MLP.
 
-A decoding step has some 300 operations, and for each MLX needs 5 to 13 µs of the host: twice the time that
-the device needs for all of them. Here a whole block is one launch.
+A decoding step has some 300 operations, and for each MLX needs 5 to 13 µs of the host: twice the
+time that the device needs for all of them. Here a whole block is one launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
@@ -13,13 +14,24 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.decoding.attention_source import HEAD_WIDTHS, MMA, MOST_SHARING, warps_of_row
+from grpo_fn.backends.cuda.decoding.attention_source import (
+    HEAD_WIDTHS,
+    MMA,
+    MOST_SHARING,
+    warps_of_row,
+)
 from grpo_fn.backends.cuda.decoding.block_source import SOURCE
-from grpo_fn.backends.cuda.kernels import DeviceLimits, compiles, cuda_kernel, device_limits, literal
+from grpo_fn.backends.cuda.kernels import (
+    DeviceLimits,
+    compiles,
+    cuda_kernel,
+    device_limits,
+    literal,
+)
 from grpo_fn.backends.mechanisms import has_cuda
 
-# Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of cuBLAS's rate:
-# with more work, the kernel costs the device more time than it saves the host.
+# Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of
+# cuBLAS's rate: with more work, the kernel costs the device more time than it saves the host.
 MOST_PRODUCTS = 8e9
 _TILE_ROWS = 128  # of a product: fewer rows take the same time
 MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
@@ -39,7 +51,8 @@ class BlockShape:
     hidden: int  # F
     gated: bool  # silu(gate) · up; else relu(up)²
     biased: bool  # queries, keys and values
-    head_norms: int  # of queries and keys: 0 none, 1 with weights before the rotation, 2 without after it
+    # of queries and keys: 0 none, 1 with weights before the rotation, 2 without after it
+    head_norms: int
     scale: float
     eps: float
 
@@ -119,19 +132,26 @@ def block_step(
     own_length_b: mx.array,
     barrier: mx.array,
 ) -> mx.array:
-    """The block's output [B,1,D] for one token per row; its key and value are written into the rows' buffers.
+    """The block's output [B,1,D] for one token per row; its key and value are written into the
+    rows' buffers.
 
     Args:
         shape, weights: the block, which `takes_block` must accept.
         x: [B,1,D].
         turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
-        prompt, own, prompt_of_b, lengths_p, own_length_b: as of `prefix_attention.append_and_attend`.
-        barrier: uint32 [64], zeros at first; not shared with another launch that may run at the same time.
+        prompt, own, prompt_of_b, lengths_p, own_length_b: as of
+            `prefix_attention.append_and_attend`.
+        barrier: uint32 [64], zeros at first; not shared with another launch that may run at the
+            same time.
     """
     device = device_limits()
     assert device is not None
-    rows, groups, stages = x.shape[0], device.multiprocessors, _stages(device)
-    present = [(name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None]
+    rows = x.shape[0]
+    groups = device.multiprocessors
+    stages = _stages(device)
+    present = [
+        (name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None
+    ]
     names = ("x", *(name for name, _ in present), *_CACHE_NAMES)
     inputs = [x, *(weight for _, weight in present), turns, *prompt, *own]
     inputs += [prompt_of_b, lengths_p, own_length_b, barrier]
@@ -142,7 +162,8 @@ def block_step(
         source = re.sub(rf"\b{name.upper()}\b", there, source)
     nq, nkv = shape.heads * shape.head_width, shape.shared * shape.head_width
     qkv = _split(nq + 2 * nkv, shape.width, groups)
-    out, down = _split(shape.width, nq, groups), _split(shape.width, shape.hidden, groups)
+    out = _split(shape.width, nq, groups)
+    down = _split(shape.width, shape.hidden, groups)
     splits = {"SPLIT_QKV": qkv, "SPLIT_O": out, "SPLIT_DOWN": down}
     most_sums = max(qkv * (nq + 2 * nkv), max(out, down) * shape.width)
     sizes = (most_sums * 2 + 2 * shape.width + nq + shape.hidden) * rows // 2  # float32 numbers

@@ -1,8 +1,8 @@
 """Blocks of a decoder computed by `block_kernel` while a model samples on CUDA.
 
-Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2, Qwen3,
-Mistral), and nanochat's. The names are not trusted: on random weights a block has to give the numbers of
-`composed_block`, the kernel's specification; otherwise it stays as it is.
+Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2,
+Qwen3, Mistral), and nanochat's. The names are not trusted: on random weights a block has to give
+the numbers of `composed_block`, the kernel's specification; otherwise it stays as it is.
 """
 
 import functools
@@ -20,7 +20,8 @@ from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
-_TOKENS, _TOLERANCE = 5, 0.03  # of the comparison; the largest share of what a block adds to its input
+_TOKENS = 5  # of the comparison
+_TOLERANCE = 0.03  # the largest share of what a block adds to its input
 Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
 
 
@@ -46,9 +47,9 @@ def _llama_parts(block: Any) -> Parts | None:
     queries, keys, values, out = (attention[f"{name}_proj"] for name in "qkvo")
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     first, second = block.input_layernorm, block.post_attention_layernorm
-    normed, biased = "q_norm" in attention, "bias" in queries
-    head_norms = [attention.q_norm, attention.k_norm] if normed else []
-    norms = [first, second, *head_norms]
+    normed = "q_norm" in attention
+    biased = "bias" in queries
+    norms = [first, second] + ([attention.q_norm, attention.k_norm] if normed else [])
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"}
     if (
         not all(is_linear(layer) for layer in (queries, keys, values, out, gate, up, down))
@@ -57,15 +58,15 @@ def _llama_parts(block: Any) -> Parts | None:
         or any(not isinstance(norm, nn.RMSNorm) or norm.eps != first.eps for norm in norms)
         or set(attention.children()) - known
         or set(mlp.children()) != {"gate_proj", "up_proj", "down_proj"}
-        or set(block.children()) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        or set(block.children())
+        != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     ):
         return None
-    heads = attention.n_heads
     shape = BlockShape(
         width=queries.weight.shape[1],
-        heads=heads,
+        heads=attention.n_heads,
         shared=attention.n_kv_heads,
-        head_width=queries.weight.shape[0] // heads,
+        head_width=queries.weight.shape[0] // attention.n_heads,
         hidden=up.weight.shape[0],
         gated=True,
         biased=biased,
@@ -119,8 +120,15 @@ def _nanochat_parts(block: Any) -> Parts | None:
     frequencies = attention._rope_freqs
 
     def rope(x: mx.array, offset: Any = 0) -> mx.array:
-        how = {"traditional": False, "base": None, "scale": 1.0, "freqs": frequencies}
-        return mx.fast.rope(x, shape.head_width, offset=offset, **how)
+        return mx.fast.rope(
+            x,
+            shape.head_width,
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=frequencies,
+        )
 
     return Parts(shape, weights, rope)
 
@@ -155,7 +163,9 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
     queries = rotated(heads(normal, weights.q, weights.q_bias, shape.heads), weights.q_norm)
     keys = rotated(heads(normal, weights.k, weights.k_bias, shape.shared), weights.k_norm)
     values = heads(normal, weights.v, weights.v_bias, shape.shared)
-    attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=shape.scale, mask="causal")
+    attended = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=shape.scale, mask="causal"
+    )
     x = x + attended.swapaxes(1, 2).reshape(rows, length, -1) @ weights.o.T
     normal = mx.fast.rms_norm(x, weights.norm_2, shape.eps)
     up = normal @ weights.up.T
@@ -169,13 +179,16 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
 
 @functools.lru_cache(maxsize=64)
 def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
-    """Whether a block computes `composed_block`: compared on random weights, once for a class and shape."""
+    """Whether a block computes `composed_block`: compared on random weights, once for a class and
+    shape."""
     module = block.module
 
     def drawn(path: str, leaf: mx.array) -> mx.array:
         key = mx.random.key(sum(path.encode()))
         noise = mx.random.normal(leaf.shape, key=key)
-        return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(leaf.dtype)
+        return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(
+            leaf.dtype
+        )
 
     with parameters_replaced(module, tree_map_with_path(drawn, module.parameters())):
         x = mx.random.normal((2, _TOKENS, shape.width), key=mx.random.key(0)).astype(dtype)
@@ -185,8 +198,8 @@ def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById")
             plain = module(x, mask="causal", cache=None)
         except CANNOT_CALL:
             return False
-        composed = composed_block(parts, x)
-        difference = mx.abs(plain.astype(mx.float32) - composed.astype(mx.float32)).mean()
+        composed = composed_block(parts, x).astype(mx.float32)
+        difference = mx.abs(plain.astype(mx.float32) - composed).mean()
         added = mx.abs(plain.astype(mx.float32) - x.astype(mx.float32)).mean()
         return bool((difference < _TOLERANCE * added).item())
 
@@ -225,27 +238,47 @@ class DecodeBlock(nn.Module):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[0]
         parts = parts_of(self.block) if isinstance(cache, KernelCache) else None
-        if parts is None or x.dtype != parts.weights.q.dtype or not takes_block(*parts[:2], rows):
+        if (
+            parts is None
+            or x.dtype != parts.weights.q.dtype
+            or not takes_block(parts.shape, parts.weights, rows)
+        ):
             return self.block(x, mask=mask, cache=cache)
         if self._rotation not in cache.turns:  # of this step, by the first such block
-            turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
-            cache.turns[self._rotation] = turns[:, 0]
-        held = cache.prompt, cache.own, cache.prompt_of_b, cache.lengths_p, cache.used_b
-        return block_step(*parts[:2], x, cache.turns[self._rotation], *held, self._barrier)
+            cache.turns[self._rotation] = turns_at(
+                parts.rope, parts.shape.head_width, rows, 1, cache.offset
+            )[:, 0]
+        return block_step(
+            parts.shape,
+            parts.weights,
+            x,
+            cache.turns[self._rotation],
+            cache.prompt,
+            cache.own,
+            cache.prompt_of_b,
+            cache.lengths_p,
+            cache.used_b,
+            self._barrier,
+        )
 
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """The module with its blocks in this form, for so many rows, until the end of the `with` block; on CUDA.
+    """The module with its blocks in this form, for so many rows, until the end of the `with` block;
+    on CUDA.
 
-    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be used.
+    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be
+    used.
     """
     found = known_blocks(module, rows)
     barrier = mx.zeros((64,), mx.uint32)
     rotations = [_rotation(parts_of(block)) for _, block in found]
     mx.eval(barrier, rotations)
     known = [tuple(on_host(rotation.flatten())) for rotation in rotations]
-    new = [(name, DecodeBlock(block, own, barrier)) for (name, block), own in zip(found, known, strict=True)]
+    new = [
+        (name, DecodeBlock(block, own, barrier))
+        for (name, block), own in zip(found, known, strict=True)
+    ]
     with replaced_layers(module, new, found):
         yield
 
@@ -253,8 +286,8 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
 def _rotation(parts: Parts | None) -> mx.array:
     """The rotations at some positions; equal for two blocks that rotate their heads alike."""
     assert parts is not None
-    width = parts.shape.head_width
-    return mx.concatenate([turns_at(parts.rope, width, 1, 4, first) for first in (0, 5000)], axis=1)
+    turns = [turns_at(parts.rope, parts.shape.head_width, 1, 4, first) for first in (0, 5000)]
+    return mx.concatenate(turns, axis=1)
 
 
 def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
@@ -262,7 +295,7 @@ def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
     found: NamedLayers = []
     for name, block in module.named_modules():
         parts = parts_of(block) if "mlp" in block else None
-        if parts is None or not takes_block(*parts[:2], rows):
+        if parts is None or not takes_block(parts.shape, parts.weights, rows):
             continue
         if _is_composed(type(block), parts.shape, parts.weights.q.dtype, _ById(block)):
             found.append((name, block))

@@ -1,9 +1,9 @@
-"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one kernel that
-also keeps the row's new key and value, in place: nothing grows, nothing is copied.
+"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one
+kernel that also keeps the row's new key and value, in place: nothing grows, nothing is copied.
 
-A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A compiled
-program is launched without the Python that describes it. If its buffers keep their place, it can be launched
-ahead of the device.
+A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A
+compiled program is launched without the Python that describes it. If its buffers keep their place,
+it can be launched ahead of the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, group_numbers
 
 FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
 _ROOM_STEP = 64
@@ -26,7 +26,8 @@ _PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
-    """Steps over one copy of each prompt, compiled; each row's keys and values are written in place."""
+    """Steps over one copy of each prompt, compiled; each row's keys and values are written in
+    place."""
 
     drops_rows = False  # each number of rows would be a program of its own
 
@@ -51,7 +52,7 @@ class KernelSteps:
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
-        self._prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+        self._prompt_of = group_numbers(groups)
         self._lengths = list(lengths)
         self._most = room
         self._room = 0
@@ -69,7 +70,8 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """As `Steps`, for rows right after their prefill: they take the places of rows that have left."""
+        """As `Steps`, for rows right after their prefill: they take the places of rows that have
+        left."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -87,8 +89,13 @@ class KernelSteps:
         self._steps = 0
         index = mx.array([slot_of[prompts + p] for p in range(len(other._lengths))], mx.int32)
         self._prompts = [
-            (_inserted(keys, new_keys, index, len(slots)), _inserted(values, new_values, index, len(slots)))
-            for (keys, values), (new_keys, new_values) in zip(self._prompts, other._prompts, strict=True)
+            (
+                _inserted(keys, new_keys, index, len(slots)),
+                _inserted(values, new_values, index, len(slots)),
+            )
+            for (keys, values), (new_keys, new_values) in zip(
+                self._prompts, other._prompts, strict=True
+            )
         ]
         self._most = max(self._most, other._most)
         return places
@@ -108,21 +115,26 @@ class KernelSteps:
             (_enlarged(keys, rows, self._room), _enlarged(values, rows, self._room))
             for keys, values in self._own
         ]
-        first_b = mx.array(self._fed, mx.int32)
-        self._counts = mx.arange(self._room - used, dtype=mx.int32)[:, None] + first_b
+        later = mx.arange(self._room - used, dtype=mx.int32)
+        self._counts = later[:, None] + mx.array(self._fed, mx.int32)
         starts = [self._lengths[p] for p in self._prompt_of]
         of_rows = [mx.array(each, mx.int32) for each in (self._prompt_of, self._lengths, starts)]
         # Arrays that are written in place must exist.
         mx.eval(self._own, self._prompts, of_rows, self._counts)
-        example = self._counts[0], mx.zeros((rows,), mx.int32)
         self._program, leaves = self._step.program(
-            self._params, self._prompts, self._own, tuple(of_rows), *example
+            self._params,
+            self._prompts,
+            self._own,
+            tuple(of_rows),
+            self._counts[0],
+            mx.zeros((rows,), mx.int32),
         )
-        self._fixed = leaves[: -len(example)]
+        self._fixed = leaves[:-2]  # each step brings its own counts and tokens
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
-    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1: nothing."""
+    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1:
+    nothing."""
     at = {place: place for place in old}
     if (needed := len(at) + len(new)) > size:
         step = max(_PLACES, 1 << max(needed.bit_length() - 3, 0))
@@ -166,10 +178,14 @@ class KernelCache:
         """Position of the next token."""
         return self.start_b + self.used_b
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> None:
         """No mask: a new token sees all earlier ones."""
         if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
+            raise ValueError(
+                f"length = {length}, window_size = {window_size}: expected 1 and no window"
+            )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The new key and value; the kernel stores them."""
@@ -181,8 +197,10 @@ class KernelCache:
             queries,
             keys,
             values,
-            *self.prompt,
-            *self.own,
+            self.prompt[0],
+            self.prompt[1],
+            self.own[0],
+            self.own[1],
             self.prompt_of_b,
             self.lengths_p,
             self.used_b,
@@ -199,10 +217,13 @@ def kernel_forward(
     used_b: mx.array,
     token_b: mx.array,
 ) -> mx.array:
-    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
+    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the
+    model."""
     turns: dict[Any, mx.array] = {}
+    prompt_of_b, lengths_p, start_b = rows
     caches = [
-        KernelCache(prompt, mine, *rows, used_b, turns) for prompt, mine in zip(prompts, own, strict=True)
+        KernelCache(prompt, mine, prompt_of_b, lengths_p, start_b, used_b, turns)
+        for prompt, mine in zip(prompts, own, strict=True)
     ]
     with bound(params, {}) as model:
         return model(token_b[:, None], cache=caches)[:, -1]
@@ -211,19 +232,22 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether a model that shares prefixes can be decoded with `KernelSteps`.
 
-    This is found by building a compiled step without computing it: a model that reads numbers in between
-    cannot be compiled. `caches` are plain and empty.
+    This is found by building a compiled step without computing it: a model that reads numbers in
+    between cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
-        index, lengths = mx.array([0, 0, 1], mx.int32), mx.array([3, 2], mx.int32)
+        index = mx.array([0, 0, 1], mx.int32)
+        lengths = mx.array([3, 2], mx.int32)
         start = mx.array([3, 3, 2], mx.int32)
         layers = []
         for cache in caches:
             prompt = cache.keys, cache.values
             own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
-            layers.append(KernelCache(prompt, own, index, lengths, start, mx.array([1, 1, 0], mx.int32)))
+            layers.append(
+                KernelCache(prompt, own, index, lengths, start, mx.array([1, 1, 0], mx.int32))
+            )
         return module(token_b[:, None], cache=layers)
 
     try:

@@ -1,14 +1,15 @@
-"""One CUDA kernel for attention over a shared prompt and a row's own tokens, which also stores the newest.
+"""One CUDA kernel for attention over a shared prompt and a row's own tokens, which also stores the
+newest.
 
-A block computes one row and one head of keys, with all the query heads that share it: numbers of 16 bits on
-tensor cores (`attention_source`). Other dtypes, and narrow heads, do not use them: groups of lanes take keys
-in turn, 8 numbers of each key per lane, while the next ones are read, and keep a running softmax (Milakov and
-Gimelshein, arXiv 1805.02867); at the end the groups' sums are combined. The rows of a prompt read the same
-keys, mostly from the cache.
+A block computes one row and one head of keys, with all the query heads that share it: numbers of 16
+bits on tensor cores (`attention_source`). Other dtypes, and narrow heads, do not use them: groups
+of lanes take keys in turn, 8 numbers of each key per lane, while the next ones are read, and keep a
+running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end the groups' sums are
+combined. The rows of a prompt read the same keys, mostly from the cache.
 
-The new key and value are written into the row's own buffers, which are inputs; MLX does not know this. It is
-correct only if the caller alone holds these buffers and steps do not overlap. A step's tokens depend on those
-of the step before, which orders the steps.
+The new key and value are written into the row's own buffers, which are inputs; MLX does not know
+this. It is correct only if the caller alone holds these buffers and steps do not overlap. A step's
+tokens depend on those of the step before, which orders the steps.
 """
 
 import mlx.core as mx
@@ -138,9 +139,18 @@ _PLAIN = """
 """
 
 
-_WARPS_AT_A_TIME = {64: 20, 128: 12}  # of a multiprocessor, for heads of so many numbers: by their registers
+# of a multiprocessor, for heads of so many numbers: by their registers
+_WARPS_AT_A_TIME = {64: 20, 128: 12}
 _INPUTS = (
-    *("queries", "new_keys", "new_values", "prompt_keys", "prompt_values", "own_keys", "own_values"),
+    *(
+        "queries",
+        "new_keys",
+        "new_values",
+        "prompt_keys",
+        "prompt_values",
+        "own_keys",
+        "own_values",
+    ),
     *("prompt_of", "lengths", "own_lengths"),
 )
 
@@ -158,13 +168,15 @@ def append_and_attend(
     own_length_b: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attention [B,H,1,D] of one token a row; its key and value are written to the rows' own buffers.
+    """Attention [B,H,1,D] of one token a row; its key and value are written to the rows' own
+    buffers.
 
     Args:
         queries: [B,H,1,D].
         new_keys, new_values: [B,K,1,D], of the token itself.
         prompt_keys, prompt_values: [P,K,L,D], of which the first `lengths_p` count.
-        own_keys, own_values: [B,K,T,D], of which the first `own_length_b` < T count; written behind them.
+        own_keys, own_values: [B,K,T,D], of which the first `own_length_b` < T count; written behind
+            them.
         prompt_of_b: each row's prompt; int32, as are the lengths.
 
     Raises:
@@ -175,9 +187,13 @@ def append_and_attend(
     arrays = [queries, new_keys, new_values, prompt_keys, prompt_values, own_keys, own_values]
     dtypes = {a.dtype for a in arrays}
     if width not in (32, 64, 128) or own_keys.shape[-1] != width or own_values.shape[-1] != width:
-        raise ValueError(f"heads of {width}: expected 32, 64 or 128 numbers in queries, keys and values")
+        raise ValueError(
+            f"heads of {width}: expected 32, 64 or 128 numbers in queries, keys and values"
+        )
     if heads // shared > MOST_SHARING:
-        raise ValueError(f"{heads // shared} query heads share keys: expected at most {MOST_SHARING}")
+        raise ValueError(
+            f"{heads // shared} query heads share keys: expected at most {MOST_SHARING}"
+        )
     if len(dtypes) > 1 or queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: expected one, of 16 or 32 bits")
     group = heads // shared
@@ -185,15 +201,24 @@ def append_and_attend(
         device = device_limits()
         room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
         threads = 32 * warps_of_row(rows * shared, room)
-        name, source = "attention_on_tensor_cores", _ROW + PRODUCT + ATTENTION + COMBINATION
-        source = (source + _ON_TENSOR_CORES).replace("MMA", MMA[queries.dtype])
+        name = "attention_on_tensor_cores"
+        source = _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES
+        source = source.replace("MMA", MMA[queries.dtype])
     else:
-        threads = 512 if group <= 2 else 256  # more would not fit into the registers of one multiprocessor
-        name, source = "attention_over_a_shared_prompt", _ROW + COMBINATION + _PLAIN
+        # more would not fit into the registers of one multiprocessor
+        threads = 512 if group <= 2 else 256
+        name = "attention_over_a_shared_prompt"
+        source = _ROW + COMBINATION + _PLAIN
     kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
         inputs=[*arrays, prompt_of_b, lengths_p, own_length_b],
-        template=[("T", queries.dtype), ("HD", width), ("R", group), ("HEADS", shared), ("THREADS", threads)],
+        template=[
+            ("T", queries.dtype),
+            ("HD", width),
+            ("R", group),
+            ("HEADS", shared),
+            ("THREADS", threads),
+        ],
         grid=(rows * shared * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[queries.shape],

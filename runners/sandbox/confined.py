@@ -1,0 +1,324 @@
+"""A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
+
+It is a script that needs the standard library alone. It answers the first message with the
+protections that are missing, and each task with the program's exit code, processor time and output.
+For each task it forks a guard, which enforces the time limit, and the guard forks the program. A
+program therefore starts with its modules loaded, and needs nothing of the machine but the files of
+the standard library.
+"""
+
+# pyright: basic
+import atexit
+import builtins
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+# Loaded before the root is changed: what programs import often,
+# and what needs libraries of the system.
+MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions
+functools hashlib heapq itertools lzma math operator random re sqlite3 ssl statistics string typing
+uuid zlib"""
+LINUX = sys.platform == "linux"
+ROOT = "/sys"  # of the programs; any folder that every system has
+SCRATCH = "/scratch"
+LIBRARY = list(filter(os.path.isdir, (*sys.path, "/usr/share/zoneinfo")))
+# Flags of unshare.
+NEW_MOUNTS = 0x20000
+NEW_PROCESSES = 0x20000000
+NEW_USERS = 0x10000000
+NEW_OTHERS = 0x4C000000
+# Flags of mount.
+READ_ONLY = 1
+BARE = 2 | 4
+NO_PROGRAMS = 8
+REMOUNT = 32
+BIND = 4096
+PRIVATE = 1 << 14 | 1 << 18
+# Options of prctl.
+DEATH_SIGNAL = 1
+FILTER = 22
+NO_NEW_RIGHTS = 38
+# System calls: keyctl, and the first of Landlock's three.
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+LANDLOCK = 444
+# Rights of Landlock: reading and mapping files, reading folders; everything.
+READING = 1 | 4 | 8
+ALL_RIGHTS = 0x1FFF
+# Descriptors of a program: for reports, and one that is open while it lives.
+REPORT = 3
+LEASH = 4
+LONGEST = 100_000  # characters of a report
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name, *arguments):
+    """A function of the C library; OSError where it fails."""
+    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result = getattr(libc, name)(*given)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def mount(source, target, kind=None, flags=0, options=None):
+    names = [each and each.encode() for each in (source, target, kind)]
+    call("mount", *names, flags, options and options.encode())
+
+
+class Sandbox:
+    """What shuts off the programs of this process; `missing` says what does not,
+    with the reason."""
+
+    def __init__(self, filters):
+        """Shuts this process off; `filters` of system calls:
+        with and without files of the program's own."""
+        self.missing = []
+        self.user = 0  # of a program's own; 0: that of this process
+        self.namespaces = False
+        if not LINUX:
+            return
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        self.memory = pages * resource.getpagesize()  # bytes of address space before any program
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory ends
+        with suppress(OSError, KeyError):  # without the call there are no keys
+            call("syscall", KEYCTL[os.uname().machine], 1, None)
+        first, _, count = map(int, Path("/proc/self/uid_map").read_text().splitlines()[-1].split())
+        library = Path(os.__file__)
+        is_open = all(place.stat().st_mode & 1 for place in library.parents)
+        for name, protect in (
+            ("namespaces", self.enter_namespaces),
+            ("Landlock", self.restrict_files),
+        ):
+            try:
+                protect()
+                break  # Landlock is for machines without namespaces
+            except OSError as error:
+                self.missing.append(f"{name} ({error.strerror})")
+        self.namespaces = not self.missing
+        if os.geteuid() == 0 and count > 60_000:  # root has no bound on its threads
+            if library.stat().st_mode & 4 and (self.namespaces or is_open):
+                drawn = int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
+                self.user = first + count - 3 - drawn
+            else:
+                self.missing.append("a user of its own (only root can read its Python)")
+        self.filter = bytes.fromhex(filters[not self.namespaces])
+        if not self.filter:
+            self.missing.append(f"seccomp (not for {os.uname().machine})")
+
+    def enter_namespaces(self):
+        """A root of nothing but the standard library, read-only, a null device and a folder."""
+        identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+        try:
+            call("unshare", NEW_MOUNTS | NEW_OTHERS)
+        except PermissionError:
+            call("unshare", NEW_MOUNTS | NEW_OTHERS | NEW_USERS)
+            Path("/proc/self/setgroups").write_text("deny")
+            for name, number in identities.items():
+                Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
+        mount(None, "/", flags=PRIVATE)
+        mount("none", ROOT, "tmpfs", BARE, "mode=755,size=1m")
+        for place in LIBRARY:
+            os.makedirs(ROOT + place, exist_ok=True)
+            mount(os.path.realpath(place), ROOT + place, flags=BIND)
+            kept = os.statvfs(place).f_flag & NO_PROGRAMS
+            mount(None, ROOT + place, flags=REMOUNT | BIND | READ_ONLY | BARE | kept)
+            for packages in Path(ROOT + place).glob("*-packages"):
+                mount("none", str(packages), "tmpfs", READ_ONLY)
+        os.mkdir(ROOT + SCRATCH)
+        os.mkdir(ROOT + "/dev")
+        Path(ROOT + os.devnull).touch()
+        mount(os.devnull, ROOT + os.devnull, flags=BIND)
+        os.chdir(ROOT)
+        call("pivot_root", b".", b".")
+        call("umount2", b".", 2)  # as soon as nobody uses it
+        mount(None, "/", flags=REMOUNT | BIND | READ_ONLY | BARE)
+
+    def restrict_files(self):
+        """No file can be read but the standard library's, and none written."""
+        rules = call("syscall", LANDLOCK, struct.pack("Q", ALL_RIGHTS), 8, 0)
+        for place in LIBRARY:
+            rule = struct.pack("=Qi", READING, os.open(place, os.O_PATH | os.O_CLOEXEC))
+            call("syscall", LANDLOCK + 1, rules, 1, rule, 0)
+        call("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
+        call("syscall", LANDLOCK + 2, rules, 0)
+
+    def enter(self, limits):
+        """In the guard: a folder for the program alone, and process numbers."""
+        if self.namespaces:
+            call("unshare", NEW_MOUNTS | NEW_PROCESSES)
+            options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
+            mount("none", SCRATCH, "tmpfs", BARE | NO_PROGRAMS, options)
+            os.chdir(SCRATCH)
+        elif not LINUX:
+            os.chdir(os.environ["HOME"])
+
+    def drop_rights(self, limits):
+        """In the program: its limits, then a user without rights, then the filter."""
+        most = {
+            "CORE": 1,  # byte: the one limit at which a handler of dumps is not called either
+            "CPU": limits["processor_seconds"],
+            "FSIZE": limits["disk"],
+            "NOFILE": 64,
+        }
+        if LINUX:
+            most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "SIGPENDING": 64}
+        # else it would count the user's other processes
+        if self.user or self.namespaces or not LINUX:
+            most["NPROC"] = limits["threads"]
+        for name, value in most.items():
+            with suppress(ValueError, OSError):  # a lower one holds already; macOS lacks some
+                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        if self.user:
+            os.setgroups([])
+            os.setresgid(self.user, self.user, self.user)
+            os.setresuid(self.user, self.user, self.user)
+        if LINUX:
+            call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+            call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+            call("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
+        if LINUX and self.filter:
+            code = ctypes.create_string_buffer(self.filter)
+            program = struct.pack("HxxxxxxQ", len(self.filter) // 8, ctypes.addressof(code))
+            call("prctl", FILTER, 2, program, 0, 0)
+
+
+def guard(sandbox, connection):
+    """One task: runs its program within its limits, and answers."""
+    if LINUX:
+        call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    task = json.loads(connection.recv_bytes())
+    limits = task["limits"]
+    sandbox.enter(limits)
+    stdin, output = [os.memfd_create("") if LINUX else tempfile.mkstemp()[0] for _ in range(2)]
+    os.write(stdin, task["stdin"].encode("utf-8", "surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    lives, leash = os.pipe()
+    program = os.fork()
+    if not program:
+        os.dup2(stdin, 0)
+        os.dup2(2 if task["tests"] else output, 1)  # 2 is the null device
+        os.dup2(output, REPORT)
+        os.dup2(leash, LEASH)
+        os.closerange(LEASH + 1, 1024)
+        sandbox.drop_rights(limits)
+        perform(task["code"], task["tests"], task["mark"])
+    os.close(leash)
+    select.select([lives, 0], [], [], limits["seconds"])  # 0: nobody waits for the answer any more
+    os.kill(program, signal.SIGKILL)  # one that has ended keeps its exit code
+    _, status, used = os.wait4(program, 0)
+    head = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n"
+    connection.send_bytes(head.encode() + os.pread(output, limits["output"], 0))
+
+
+def perform(code, tests, mark, leave=os._exit):
+    """In the program's process: runs its text, then its tests, and ends."""
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    own = {name: getattr(builtins, name) for name in dir(builtins)}
+    result = 0
+    try:
+        run(code, vars(main))
+    except SystemExit as error:
+        result = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        result = 1
+    for name, value in own.items():
+        setattr(builtins, name, value)
+    for number, test in enumerate(tests if result == 0 else []):
+        report = partial(check, mark, number)
+        with suppress(BaseException):
+            run(test, {**vars(main), "__check__": report})
+            report(-1)
+    if not tests:
+        with suppress(BaseException):
+            vars(threading)["_shutdown"]()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+    leave(result & 255)
+
+
+def run(code, names):
+    exec(compile(code, "<program>", "exec", dont_inherit=True), names)  # noqa: S102
+
+
+def check(mark, test, number, *values, write=os.write):
+    """Reports the values in a check of a test; the number -1, without any, is the test's end.
+
+    Two values of which neither is plain data are compared here, by what their classes say.
+    """
+    told = [plain(value) for value in values]
+    if told == [{"object": []}] * 2:
+        told = [bool(values[0] == values[1])]
+    text = json.dumps([test, number, *told])
+    if len(text) <= LONGEST:
+        write(REPORT, f"{mark}{text}\n".encode())
+
+
+def plain(value):
+    """A value of Python's own types as JSON has it, whatever its class says;
+    else `{"object": []}`."""
+    for base, told in PLAIN.items():
+        if isinstance(value, base):
+            return told(value)
+    return float(value) if hasattr(value, "as_integer_ratio") else {"object": []}
+
+
+def items(name, base):
+    """The form of a kind of collection: its name and its items."""
+    return lambda value: {name: [plain(each) for each in base.__iter__(value)]}
+
+
+PLAIN = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: lambda value: {"bytes": [bytes.hex(value)]},
+    bytearray: lambda value: {"bytes": [bytearray.hex(value)]},
+    list: lambda value: [plain(each) for each in list.__iter__(value)],
+    dict: lambda value: {"dict": [[plain(name), plain(each)] for name, each in dict.items(value)]},
+    **{base: items(base.__name__, base) for base in (tuple, set, frozenset)},
+    type({}.keys()): items("set", type({}.keys())),
+}
+
+
+def serve():
+    """Answers tasks until the other end is closed."""
+    connection = Connection(os.dup(0))
+    os.umask(0o022)
+    builtins.exit = builtins.quit = sys.exit
+    for name in MODULES.split():
+        with suppress(ImportError):
+            importlib.import_module(name)
+    with suppress(OSError):
+        ctypes.CDLL("libgcc_s.so.1")  # the end of a thread needs it
+    sandbox = Sandbox(json.loads(connection.recv_bytes()))
+    connection.send_bytes(json.dumps(sandbox.missing).encode())
+    gc.freeze()
+    while True:
+        select.select([0], [], [])
+        child = os.fork()
+        if not child:
+            guard(sandbox, connection)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            return
+
+
+if __name__ == "__main__":
+    serve()

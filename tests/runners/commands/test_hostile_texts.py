@@ -1,0 +1,42 @@
+"""What a stranger writes into files reaches no config, no card, no terminal and no interpreter as it is."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.commands import grpo
+from tests.support.hostile_texts import TEXTS, changes, make_files, try_commands
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The files before anything is changed."""
+    folder = tmp_path_factory.mktemp("sound")
+    make_files(folder)
+    return folder
+
+
+def tried(sound, change):
+    """One change, in a copy of the files."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(shutil.copytree(sound, Path(place) / "files"))
+        try_commands(folder, change)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_any_text_in_any_field(sound, data):
+    """Of a model's, a data set's and a run's files, and as their names; through every command."""
+    tried(sound, data.draw(changes(sound)))
+
+
+def test_doctor_shows_no_foreign_text(monkeypatch, tmp_path):
+    """It reads no file of a stranger's; the names that it is given are escaped."""
+    for text in TEXTS:
+        monkeypatch.setenv("GRPO_FN_BLAS", text.replace("\ud83d", "").replace("\0", "") or "none")
+        said = grpo("doctor", code=None).output
+        assert "FORGED" not in [line[:6] for line in said.split("\n")] and "\x1b" not in said
