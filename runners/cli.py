@@ -50,7 +50,9 @@ A module imports only click until its command runs.
 """
 
 _LAST = "the last one"  # --resume without a value
-VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
+VERSION = click.version_option(
+    package_name="grpo_fn", prog_name="grpo_fn", help="Show the version."
+)
 
 
 def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
@@ -72,14 +74,16 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
         flag_value=_LAST,
     ),
     flag(
-        "--allow-config-change", "With --resume: resume although the config, data, rewards or model differ."
+        "--allow-config-change",
+        "With --resume: resume although the config, data, rewards or model differ.",
     ),
     flag(
         "--overwrite",
         "Start over if the folder contains a run, even an interrupted one; deletes its checkpoints.",
     ),
     flag(
-        "--dry-run", "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop."
+        "--dry-run",
+        "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
     ),
     option(
         "--explain=KEY",
@@ -117,7 +121,9 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
     overwrite = flags["overwrite"]
     allowed = flags["allow_config_change"]
     if resume is not None and overwrite:
-        raise click.UsageError("--resume and --overwrite exclude each other: resume the run, or start over.")
+        raise click.UsageError(
+            "--resume and --overwrite exclude each other: resume the run, or start over."
+        )
     if resume is None and allowed:
         raise click.UsageError("--allow-config-change requires --resume.")
     from runners.ranks.rank_place import let_launcher_sleep, read_rank_place

@@ -143,12 +143,20 @@ class Metric:
     otherwise: str
 
 
-METRICS = {
-    metric.name: metric
-    for section, *lines in (part.strip().splitlines() for part in _TABLE.split("\n# ")[1:])
-    for metric in (Metric(section, *line.split(" | ")) for line in filter(None, lines))
-}
+def _read_table() -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for part in _TABLE.split("\n# ")[1:]:
+        section, *lines = part.strip().splitlines()
+        for line in filter(None, lines):
+            metric = Metric(section, *line.split(" | "))
+            metrics[metric.name] = metric
+    return metrics
+
+
+METRICS = _read_table()
 """name -> Metric, in the order of the page."""
 
-COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)
+COMPARABLE = tuple(
+    m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name
+)
 """Names that a condition of `stop.when` can use, in addition to `rewards/NAME/mean` and `rewards/NAME/std`."""

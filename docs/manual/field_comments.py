@@ -18,7 +18,9 @@ class FieldComments(griffe.Extension):
         fields = [
             member
             for member in cls.members.values()
-            if isinstance(member, griffe.Attribute) and member.annotation and not member.name.startswith("_")
+            if isinstance(member, griffe.Attribute)
+            and member.annotation
+            and not member.name.startswith("_")
         ]
         fields = [field for field in fields if "property" not in field.labels]
         if not fields or cls.docstring is None or cls.name.startswith("_"):
@@ -32,7 +34,8 @@ def _described(field: griffe.Attribute) -> str:
     said, default = _comment(field), _default(field)
     text = said if not said or said.endswith(".") else f"{said}."
     return (
-        " ".join(part for part in (text, f"Default: `{default}`." if default else "") if part) or "Required."
+        " ".join(part for part in (text, f"Default: `{default}`." if default else "") if part)
+        or "Required."
     )
 
 
@@ -59,5 +62,11 @@ def _comment(field: griffe.Attribute) -> str:
         tokens = list(tokenize.generate_tokens(io.StringIO(last.strip()).readline))
     except tokenize.TokenError:  # the last line of a value that goes over several
         return ""
-    comments = [token.string.lstrip("# ").strip() for token in tokens if token.type == tokenize.COMMENT]
-    return "" if not comments or comments[-1].startswith(("noqa", "type:", "pyright:")) else comments[-1]
+    comments = [
+        token.string.lstrip("# ").strip() for token in tokens if token.type == tokenize.COMMENT
+    ]
+    return (
+        ""
+        if not comments or comments[-1].startswith(("noqa", "type:", "pyright:"))
+        else comments[-1]
+    )

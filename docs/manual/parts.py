@@ -40,7 +40,9 @@ def _command(command: click.Command, group: click.Context, name: str) -> str:
         rows = [
             f"| {_codes(option)} | {_cell(option.help or '')} |"
             for option in command.get_params(context)
-            if isinstance(option, click.Option) and not option.hidden and "--help" not in option.opts
+            if isinstance(option, click.Option)
+            and not option.hidden
+            and "--help" not in option.opts
         ]
     texts = [_paragraphs(text) for text in (command.help, command.epilog) if text]
     table = "\n".join(["| option | meaning |", "|---|---|", *rows])

@@ -25,7 +25,9 @@ def rendered(page: str, text: str) -> str:
     Raises ValueError for a part without a place, or a place without a part.
     """
     tables = PAGES[page]()
-    made = {f"{page.removesuffix('.md')} {title}": "\n".join(rows) for title, rows in tables.items()}
+    made = {
+        f"{page.removesuffix('.md')} {title}": "\n".join(rows) for title, rows in tables.items()
+    }
     places = [found[2] for found in _PART.finditer(text)]
     if sorted(places) != sorted(made):
         raise ValueError(f"{page}: expected places for {sorted(made)}, found {sorted(places)}")
@@ -90,7 +92,9 @@ def loss_keys() -> str:
         stated = {"type": words(field.type).removeprefix("a "), "range": field.metadata["range"]}
         choices = [*CHOICES.get(field.name, ())]
         found[field.name] = {**stated, "choices": choices, "meaning": field.metadata["meaning"]}
-    lines = ",\n".join(f'"{name}": {json.dumps(key, ensure_ascii=False)}' for name, key in found.items())
+    lines = ",\n".join(
+        f'"{name}": {json.dumps(key, ensure_ascii=False)}' for name, key in found.items()
+    )
     return f"{{\n{lines}\n}}\n"
 
 

@@ -125,18 +125,27 @@ class LossSpec:
         ">= 0",
     )
     delta: float | None = _key(
-        None, "two-sided clip: upper bound on the ratio if A < 0; must exceed 1 + `epsilon_high`", "> 1"
+        None,
+        "two-sided clip: upper bound on the ratio if A < 0; must exceed 1 + `epsilon_high`",
+        "> 1",
     )
     dual_clip: float | None = _key(None, "constant c of the surrogate `dual_clip`", "> 1")
     sapo_tau_pos: float = _key(1.0, "SAPO's temperature for tokens with A > 0", "> 0")
     sapo_tau_neg: float = _key(1.05, "SAPO's temperature for all other tokens", "> 0")
     correction: str = _key("none", "how to correct for the difference between sampler and learner")
-    correction_cap: float = _key(2.0, "upper bound C of `token_truncate` and `sequence_truncate`", "> 0")
+    correction_cap: float = _key(
+        2.0, "upper bound C of `token_truncate` and `sequence_truncate`", "> 0"
+    )
     correction_floor: float = _key(
-        0.0, "lower bound of `token_truncate` and `sequence_truncate`, below `correction_cap`", ">= 0"
+        0.0,
+        "lower bound of `token_truncate` and `sequence_truncate`, below `correction_cap`",
+        ">= 0",
     )
     correction_range: tuple[float, float] = _key(
-        (0.5, 5.0), "`token_mask` keeps tokens with a ratio in this range", "0 <= low < high", converter=_pair
+        (0.5, 5.0),
+        "`token_mask` keeps tokens with a ratio in this range",
+        "0 <= low < high",
+        converter=_pair,
     )
     sequence_range: tuple[float, float] | None = _key(
         None,

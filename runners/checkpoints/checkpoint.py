@@ -106,14 +106,25 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     arrays, metadata = load_arrays(folder / STATE_FILE)
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
-            arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
+            arrays |= {
+                f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()
+            }
     # A sum of gradients may hold NaN until its update is skipped.
     check_finite({n: a for n, a in arrays.items() if not n.startswith(_MAY_BE_NAN)}, folder)
     try:
         shapes = json.loads(metadata["structure"])
-        state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})
+        state = TrainState(
+            **{name: unpack(shape, arrays) for name, shape in shapes["state"].items()}
+        )
         return state, {name: unpack(shape, arrays) for name, shape in shapes["loop"].items()}
-    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise UserError(
             f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: {first_line(error)})"
         ) from error
@@ -139,13 +150,19 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
             arrays[name], known[id(tree)] = tree, name
         return {"array": known[id(tree)]}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: pack(value, f"{name}.{key}", arrays, known) for key, value in tree.items()}}
+        return {
+            "dict": {
+                key: pack(value, f"{name}.{key}", arrays, known) for key, value in tree.items()
+            }
+        }
     if type(tree) in (list, tuple):
         kind = type(tree).__name__
         return {kind: [pack(value, f"{name}.{i}", arrays, known) for i, value in enumerate(tree)]}
     if isinstance(tree, _SCALARS):
         return {"value": tree}
-    raise TypeError(f"{name}: expected a dict, list, tuple, array or scalar, found a {type(tree).__name__}")
+    raise TypeError(
+        f"{name}: expected a dict, list, tuple, array or scalar, found a {type(tree).__name__}"
+    )
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
@@ -177,7 +194,9 @@ class Decided:
     """Keys of [rollout] that the config left to the machine, as the run's first process found them."""
 
     launch: str = attrs.field(
-        validator=lambda _, __, value: rules.check(value, attrs.fields_dict(RolloutConfig)["launch"])
+        validator=lambda _, __, value: rules.check(
+            value, attrs.fields_dict(RolloutConfig)["launch"]
+        )
     )
     max_batch: int = rules.key(attrs.NOTHING, "rows at a time", ">= 0")
 
@@ -240,7 +259,9 @@ def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) 
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:
         return
-    ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
+    ranked = sorted(
+        folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True
+    )
     for folder in {*folders} - {*folders[-keep_last:], *ranked[:keep_best]}:
         remove_folder(folder)
 

@@ -23,7 +23,9 @@ def encoded(value: Any) -> Any:
     """A value as dicts, lists, arrays of MLX and scalars; fields with `unsaved` in their metadata are left
     out."""
     if attrs.has(type(value)):
-        fields = [field.name for field in attrs.fields(type(value)) if "unsaved" not in field.metadata]
+        fields = [
+            field.name for field in attrs.fields(type(value)) if "unsaved" not in field.metadata
+        ]
         return {name: encoded(getattr(value, name)) for name in fields}
     if isinstance(value, Mapping):
         return {name: encoded(part) for name, part in value.items()}

@@ -26,9 +26,18 @@ if TYPE_CHECKING:
     click.argument("config"),
     SET,
     option(
-        "--problems", "Number of problems whose answers are scored.", click.IntRange(1), 8, show_default=True
+        "--problems",
+        "Number of problems whose answers are scored.",
+        click.IntRange(1),
+        8,
+        show_default=True,
     ),
-    option("--sample", "Load the model and show a completion for this many problems.", click.IntRange(0), 0),
+    option(
+        "--sample",
+        "Load the model and show a completion for this many problems.",
+        click.IntRange(0),
+        0,
+    ),
     notes="""\
 \b
 Examples:
@@ -77,7 +86,9 @@ def _show(checked: RewardCheck, sample: int) -> None:
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
-        echo(f"no right completion is known{'' if sample else '; --sample 4 shows real completions'}")
+        echo(
+            f"no right completion is known{'' if sample else '; --sample 4 shows real completions'}"
+        )
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 

@@ -24,7 +24,9 @@ from runners.machine.terminal import echo
         "File of prompts; layers are quantized so that their outputs on them change little.",
         default="",
     ),
-    option("--column", "Column with the prompts, if FILE contains rows [prompt].", default="prompt"),
+    option(
+        "--column", "Column with the prompts, if FILE contains rows [prompt].", default="prompt"
+    ),
     option("--step", "Step of the nanochat checkpoint [the last].", int),
     flag("--text-only", "Convert only the language part of a vision-language model."),
     FORCE,

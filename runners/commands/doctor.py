@@ -29,7 +29,10 @@ PACKAGES = (
 
 @command(
     "doctor",
-    flag("--json as as_json", "Print one JSON object without names of files, folders, hosts or users."),
+    flag(
+        "--json as as_json",
+        "Print one JSON object without names of files, folders, hosts or users.",
+    ),
     notes="""\
 \b
 Examples:

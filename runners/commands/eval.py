@@ -27,13 +27,19 @@ if TYPE_CHECKING:
     "eval",
     click.argument("model"),
     click.argument("other", required=False),
-    option("--config=CONFIG", "Use the data, prompts and rewards of this training config.", default=""),
+    option(
+        "--config=CONFIG", "Use the data, prompts and rewards of this training config.", default=""
+    ),
     option("--data=SOURCE", "Use all problems of this file, folder or Hub data set.", default=""),
     option("--split=NAME", "Split of the data [data.eval_split of the config].", default=""),
     option("--samples", "Number of problems [200]; 0: all.", click.IntRange(0)),
     option("--num", "Samples per problem [the largest k].", click.IntRange(0)),
     option("--k as ks=K[,K…]", "Values of k for pass@k, such as 1,8.", default=""),
-    option("--max-tokens", "Maximum length of a completion, in tokens [the config's].", click.IntRange(1)),
+    option(
+        "--max-tokens",
+        "Maximum length of a completion, in tokens [the config's].",
+        click.IntRange(1),
+    ),
     option("--batch", "Completions that are decoded together [256].", click.IntRange(1)),
     option("--out=FILE", "Write every completion as a JSON line.", default=""),
     option("--json as json_file=FILE", "Write the table's numbers as JSON.", default=""),
@@ -64,7 +70,9 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     ks = _ks(values["ks"])
     num = max(ks, default=0) if values["num"] is None else values["num"]
     if ks and max(ks) > num:
-        raise UserError(f"--k {max(ks)}: expected at least {max(ks)} samples per problem, found --num {num}")
+        raise UserError(
+            f"--k {max(ks)}: expected at least {max(ks)} samples per problem, found --num {num}"
+        )
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")

@@ -17,15 +17,23 @@ from runners.machine.terminal import echo
 @command(
     "export",
     click.argument("source", metavar="RUN_OR_FOLDER"),
-    option("--out=DIR", "Write a new folder for mlx-lm and transformers.", click.Path(path_type=Path)),
+    option(
+        "--out=DIR", "Write a new folder for mlx-lm and transformers.", click.Path(path_type=Path)
+    ),
     QUANTIZE,
     option(
         "--gguf=FILE",
         "Write a file for llama.cpp, and a Modelfile for Ollama next to it.",
         click.Path(path_type=Path),
     ),
-    option("--peft=DIR", "Write a new folder with only the adapters, for PEFT.", click.Path(path_type=Path)),
-    option("--type as kind", "Type of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
+    option(
+        "--peft=DIR",
+        "Write a new folder with only the adapters, for PEFT.",
+        click.Path(path_type=Path),
+    ),
+    option(
+        "--type as kind", "Type of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."
+    ),
     option("--push as --upload-repo as push=OWNER/NAME", "Also upload DIR to the Hub.", default=""),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
     "generate",
     click.argument("model"),
     click.argument("prompt", required=False),
-    option("--prompts=FILE", "File with many prompts: .txt (one per line), rows, or - (stdin).", default=""),
+    option(
+        "--prompts=FILE",
+        "File with many prompts: .txt (one per line), rows, or - (stdin).",
+        default="",
+    ),
     option(
         "--column",
         "Column with the prompts, as texts or lists of messages.",
@@ -47,7 +51,13 @@ if TYPE_CHECKING:
         show_default=True,
     ),
     option("--num", "Completions per prompt.", click.IntRange(1), 1, show_default=True),
-    option("--batch", "Completions that are decoded together.", click.IntRange(1), 256, show_default=True),
+    option(
+        "--batch",
+        "Completions that are decoded together.",
+        click.IntRange(1),
+        256,
+        show_default=True,
+    ),
     flag("--raw", "Continue the text without a chat template, for base models."),
     option("--out=FILE", "Write JSON lines to this file instead of stdout.", default=""),
     option(

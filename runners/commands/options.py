@@ -49,10 +49,16 @@ SAMPLING = (
     ),
     option("--top-p", "Keep the most likely tokens with this share of the probability.", _TOP, 1.0),
     option("--top-k", "Keep this many of the most likely tokens; 0: all.", _NUMBER, 0),
-    option("--min-p", "Keep tokens with at least this share of the highest probability.", _SHARE, 0.0),
-    option("--repetition-penalty", "Values above 1 make repeated tokens less likely.", _FACTOR, 1.0),
+    option(
+        "--min-p", "Keep tokens with at least this share of the highest probability.", _SHARE, 0.0
+    ),
+    option(
+        "--repetition-penalty", "Values above 1 make repeated tokens less likely.", _FACTOR, 1.0
+    ),
     option("--seed", "Seed; the same seed gives the same result.", _NUMBER, 0, show_default=True),
-    option("--max-tokens", "Maximum length of a reply, in tokens [as in training, or 512].", _COUNT),
+    option(
+        "--max-tokens", "Maximum length of a reply, in tokens [as in training, or 512].", _COUNT
+    ),
 )
 TRUST = flag("--trust-remote-code", "Run Python code that is shipped with a model.")
 MODEL = (
@@ -67,7 +73,11 @@ SET = option(
 )
 QUANTIZE = (
     option("--bits", "Bits per weight.", click.Choice([2, 3, 4, 5, 6, 8])),
-    option("--group-size", "Number of weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].", int),
+    option(
+        "--group-size",
+        "Number of weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].",
+        int,
+    ),
     option("--mode", "Quantization format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])),
     option(
         "--recipe",
@@ -75,7 +85,9 @@ QUANTIZE = (
         click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
     ),
     option(
-        "--dtype", "Dtype of the weights [the source's].", click.Choice(["float32", "float16", "bfloat16"])
+        "--dtype",
+        "Dtype of the weights [the source's].",
+        click.Choice(["float32", "float16", "bfloat16"]),
     ),
 )
 TARGET = option("--out=DIR", "The new folder.", click.Path(path_type=Path), required=True)
@@ -88,7 +100,9 @@ PROMPT = (
         'String that ends a reply [as in training]; may be repeated; "" for none.',
         multiple=True,
     ),
-    flag("--no-prompt-file", "Ignore the prompt format of training, in the model's grpo_prompt.json."),
+    flag(
+        "--no-prompt-file", "Ignore the prompt format of training, in the model's grpo_prompt.json."
+    ),
 )
 TOOLS = (
     option(
@@ -96,11 +110,20 @@ TOOLS = (
         "Function that the model may call, or a Python file with such functions; may be repeated.",
         multiple=True,
     ),
-    option("--env as factory=FILE:CLASS", "Environment whose methods the model may call.", default=""),
+    option(
+        "--env as factory=FILE:CLASS", "Environment whose methods the model may call.", default=""
+    ),
 )
 TOOLS_OF = (
-    option("--config=CONFIG", "Use [env] of this training config, including its limits.", default=""),
-    option("--row=JSON", "Columns that are passed to the environment's reset.", default="{}", callback=_row),
+    option(
+        "--config=CONFIG", "Use [env] of this training config, including its limits.", default=""
+    ),
+    option(
+        "--row=JSON",
+        "Columns that are passed to the environment's reset.",
+        default="{}",
+        callback=_row,
+    ),
 )
 
 

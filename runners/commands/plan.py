@@ -20,7 +20,10 @@ from runners.machine.terminal import echo_text
     SET,
     flag("--json as as_json", "Print the figures as JSON, in bytes."),
     option(
-        "--ranks", "Number of mlx.launch processes; shows the memory of each process.", click.IntRange(1), 1
+        "--ranks",
+        "Number of mlx.launch processes; shows the memory of each process.",
+        click.IntRange(1),
+        1,
     ),
     notes="""\
 \b

@@ -19,7 +19,11 @@ from runners.machine.terminal import echo
 @command(
     "report",
     click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]"),
-    option("--out=FILE", "File for the page [RUN/report.html; for several runs: report.html].", default=""),
+    option(
+        "--out=FILE",
+        "File for the page [RUN/report.html; for several runs: report.html].",
+        default="",
+    ),
     flag("--all as everything", "Include all completions, even if the page becomes large."),
     notes="""\
 \b
@@ -51,7 +55,12 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
 @command(
     "watch",
     click.argument("run"),
-    option("--port", "Port; if it is in use, a free one is chosen [8517].", click.IntRange(0, 65535), 8517),
+    option(
+        "--port",
+        "Port; if it is in use, a free one is chosen [8517].",
+        click.IntRange(0, 65535),
+        8517,
+    ),
     flag("--open as show", "Open the page in a browser."),
     notes="""\
 \b

@@ -13,14 +13,21 @@ from runners.config.names import REWARD_NAMES
 from runners.config.rules import LONG, key
 
 Stored = Literal["float32", "bfloat16"]
-QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
+QuantizationMode = Literal[
+    "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"
+]
 Storage = Literal["dequantized", "packed"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "turn"]
 Scale = Literal["group", "batch", "none"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 
-_KINDS = {"string": str, "number": float, "true or false": bool, "list of 2 numbers": tuple[float, float]}
+_KINDS = {
+    "string": str,
+    "number": float,
+    "true or false": bool,
+    "list of 2 numbers": tuple[float, float],
+}
 _LOSS = json.loads((Path(__file__).parent / "loss_keys.json").read_text(encoding="utf-8"))
 """The keys of grpo_fn.LossSpec, as JSON because loading a config must not import MLX. `python
 docs/manual/written.py` writes the file, and a test checks that it is current."""

@@ -29,7 +29,9 @@ def decline_line(folder: Path, scores: Sequence[float], problems: int) -> str | 
     kept = max(list_checkpoints(folder), key=_score, default=None)
     if kept is not None and _score(kept) > last:
         return f"{line}; {kept} has {_score(kept):.1%}: `grpo export {kept}` exports it"
-    return f"{line}; no better checkpoint was kept: set checkpoint.every, or lower optim.learning_rate"
+    return (
+        f"{line}; no better checkpoint was kept: set checkpoint.every, or lower optim.learning_rate"
+    )
 
 
 def _score(checkpoint: Path) -> float:

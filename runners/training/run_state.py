@@ -46,7 +46,9 @@ def _unsaved(default: Any, why: str) -> Any:
 class RunState:
     """The state of a run between two steps: a value, replaced as a whole when a step is done."""
 
-    train: g.TrainState = _unsaved(attrs.NOTHING, "a checkpoint has it in files of its own, as a model")
+    train: g.TrainState = _unsaved(
+        attrs.NOTHING, "a checkpoint has it in files of its own, as a model"
+    )
     batch_step: int = rules.key(0, "rollouts made", _COUNT)
     update: int = rules.key(0, "optimizer updates taken", _COUNT)
     reused: int = rules.key(0, "how many updates the current rollouts have served", _COUNT)
@@ -59,7 +61,9 @@ class RunState:
     eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
     reward: float | None = None  # of the last update
     elapsed: float = rules.key(0.0, "seconds, of all processes", ">= 0")
-    micro_batch_tokens: int = rules.key(1, "the budget: the config's, or less once memory ran out", ">= 1")
+    micro_batch_tokens: int = rules.key(
+        1, "the budget: the config's, or less once memory ran out", ">= 1"
+    )
     bad_updates: int = rules.key(0, "skipped", _COUNT)
     bad_updates_in_a_row: int = rules.key(0, "skipped, up to the last one", _COUNT)
     seen: Seen = attrs.field(factory=Seen)  # by the watch
@@ -69,8 +73,12 @@ class RunState:
     waiting: tuple[tuple[Pieces, ...], ...] = ()  # of these steps: minibatch × micro-batch
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
-    experiences: tuple[Experience, ...] = _unsaved((), "of these steps, as far as this process made them")
-    loss_stats: tuple[g.LossStats, ...] = _unsaved((), "only between the gradients and their update")
+    experiences: tuple[Experience, ...] = _unsaved(
+        (), "of these steps, as far as this process made them"
+    )
+    loss_stats: tuple[g.LossStats, ...] = _unsaved(
+        (), "only between the gradients and their update"
+    )
 
     @property
     def em(self) -> float | None:
@@ -111,7 +119,13 @@ def first_state(run: Run) -> RunState:
     )
 
 
-_ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")  # of the sampler
+_ROUNDING = (
+    "quantization",
+    "group_size",
+    "quantize_head",
+    "calibration",
+    "bits_budget",
+)  # of the sampler
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
@@ -130,10 +144,20 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
     first, file = run.learner.state, origin.folder / STATE_FILE
     assert first is not None
-    for name in ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key"):
+    for name in (
+        "params",
+        "opt_state",
+        "accum_grads",
+        "accum_weight",
+        "step",
+        "update_step",
+        "key",
+    ):
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
             raise UserError(f"{file}: {name} is of another model, or of another model.tune")
-    if changed and (train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)):
+    if changed and (
+        train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)
+    ):
         train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
     if train.old_params is None:  # saved within an update, when the sampler's weights were given up
         train = g.sync_old(train)
@@ -142,13 +166,17 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         if tree is not None and _shape(tree) not in known:
             raise UserError(f"{file}: a role's weights are of another model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
-    if origin.facts.config.get("stop") != run.config.to_dict()["stop"]:  # other conditions, nothing reached
+    if (
+        origin.facts.config.get("stop") != run.config.to_dict()["stop"]
+    ):  # other conditions, nothing reached
         state = attrs.evolve(state, seen=attrs.evolve(state.seen, reached=None))
     known, first = state.curriculum, run.curriculum
     if known is None or first is None or len(known.step_n) != len(first.step_n):  # of other data
         state = attrs.evolve(state, curriculum=first)
     was, now = origin.facts.config.get("rollout", {}), run.config.to_dict()["rollout"]
-    if any(was.get(key, now[key]) != now[key] for key in _ROUNDING):  # what was found is of another format
+    if any(
+        was.get(key, now[key]) != now[key] for key in _ROUNDING
+    ):  # what was found is of another format
         sampler = attrs.evolve(run.learner.sampler, version=state.sampler.version)
     else:
         sampler = restored(state.sampler, run.config, run.learner.quantized)
@@ -170,7 +198,10 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     state, config = run.learner.state, run.config.to_dict()
     assert state is not None
     own = {
-        **{f"the config's [{name}]": config[name] for name in ("rollout", "loss", "optim", "sft", "eval")},
+        **{
+            f"the config's [{name}]": config[name]
+            for name in ("rollout", "loss", "optim", "sft", "eval")
+        },
         "the training data": data_digest(run.data.train),
         "the pass rates of data.difficulty": run.curriculum and run.curriculum.first_n.tolist(),
         **inputs,
@@ -182,13 +213,20 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     for rank, found in enumerate(others, 1):
         for name in first | found:
             if first.get(name) != found.get(name):
-                raise UserError(f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ; expected the same")
+                raise UserError(
+                    f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ; expected the same"
+                )
 
 
 def _weights(params: Any) -> list[int]:
     """A sum over the bits of each leaf: cheap, and almost always different for other weights."""
-    leaves = [mx.contiguous(leaf).reshape(-1).view(mx.uint16) for leaf in named_leaves(params).values()]
-    return [int(number) for number in on_host(mx.stack([leaf.astype(mx.uint32).sum() for leaf in leaves]))]
+    leaves = [
+        mx.contiguous(leaf).reshape(-1).view(mx.uint16) for leaf in named_leaves(params).values()
+    ]
+    return [
+        int(number)
+        for number in on_host(mx.stack([leaf.astype(mx.uint32).sum() for leaf in leaves]))
+    ]
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
@@ -205,7 +243,10 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         trees = {"train": attrs.asdict(state.train, recurse=False), "loop": loop}
         known: dict[int, str] = {}
         shapes = {name: pack(tree, name, arrays, known) for name, tree in trees.items()}
-        leaves = {name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()}
+        leaves = {
+            name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")]
+            for name, a in arrays.items()
+        }
         about = {"shapes": shapes, "plain": plain, "leaves": leaves}
     with ranks.committing("the checkpoint", about) as messages:
         found = messages[0].value
@@ -214,12 +255,15 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         with ranks.moving_arrays():
             if not ranks.is_rank_zero:
                 arrays = {
-                    name: mx.zeros(shape, DTYPES[dtype]) for name, (shape, dtype) in found["leaves"].items()
+                    name: mx.zeros(shape, DTYPES[dtype])
+                    for name, (shape, dtype) in found["leaves"].items()
                 }
             arrays = share(arrays, ranks)
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
-        state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")
+        state = restore_state(
+            found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state"
+        )
         sampler = restored(state.sampler, run.config, run.learner.quantized)
         state = attrs.evolve(state, sampler=sampler)
     return state

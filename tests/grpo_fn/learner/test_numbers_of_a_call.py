@@ -1,4 +1,4 @@
-"""Numbers that a loop of its own gives the learner with each call: rates, weights of tokens; and log-probs back."""
+"""Numbers that the learner takes with each call, rates and weights of tokens, and the log-probs it returns."""
 
 import attrs
 import mlx.core as mx
@@ -81,7 +81,7 @@ def test_the_grad_step_returns_the_log_probs_of_its_batch():
     plain, _ = grad_step_of(policy, g.LossSpec())(make_state(policy), pieces)
     state, _ = grad_step_of(policy, g.LossSpec())(make_state(policy), pieces, logprobs=found)
     for one, other in zip(g.arrays_of(plain.accum_grads), g.arrays_of(state.accum_grads), strict=True):
-        assert mx.array_equal(one, other)
+        np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-5, atol=1e-6)
     step = g.make_logprob_step(policy, temperature=0.8)
     assert len(found) == len(pieces) > 1
     for piece, logp_bt in zip(pieces, found, strict=True):
