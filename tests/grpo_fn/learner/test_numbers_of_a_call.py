@@ -1,4 +1,4 @@
-"""Numbers that the learner takes with each call, rates and weights of tokens, and the log-probs it returns."""
+"""Numbers that the learner takes with each call, rates and weights of tokens; log-probs that it returns."""
 
 import attrs
 import mlx.core as mx
