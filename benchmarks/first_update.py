@@ -4,7 +4,9 @@ Each run is a process of its own on a model folder with random weights and 16 pr
 tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
 line, *after the command* from the command. The steps are those of the warm runs without the first; their
 parts are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16
-completions, three times warm; *no PyTorch*: transformers does not find it.
+completions, three times warm; *no PyTorch*: transformers does not find it. *Loading* is compared with
+`mlx_lm.load` and a cast to the same dtype, in turn; *added* is the median of the rounds' differences. *Help*
+is timed from the command to its end.
 
 **What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
 compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
@@ -22,22 +24,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
+import mlx.core as mx
 
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
-from benchmarks.harness.measure import Timing
+from benchmarks.harness.measure import Timing, interleaved
 from benchmarks.harness.record import Figure, time_figure
-from benchmarks.harness.shapes import write_folder
+from benchmarks.harness.shapes import SHAPES, make_module, write_folder
 from benchmarks.quickstart import command_line
+from grpo_fn.trees import named_leaves
+from runners.cli import COMMANDS
+from runners.config.names import EMBEDDED
+from runners.config.sections import ModelConfig
 from runners.errors import UserError
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform, prepare
+from runners.models.folders import copy_companions
+from runners.models.loaded_model import load_model
+from runners.quickstart import MODEL_DIR
 
 COLD_TARGET, WARM_TARGET = 20.0, 6.0  # seconds after the model is loaded
+ADDED, HELP = 0.2, 0.3  # seconds: the targets
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = (EMBEDDED, "qwen2-6x256", "qwen2.5-0.5b")  # that are loaded
 REWARD = """
 def letters(completions, **_):
     return [float(len(set(completion[0]["content"]))) for completion in completions]
@@ -231,18 +247,116 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     ]
 
 
+@contextmanager
+def folder_of(name: str) -> Iterator[Path]:
+    """A model folder in bfloat16, as models come, with the embedded model's tokenizer."""
+    if name == EMBEDDED:
+        yield MODEL_DIR
+        return
+    with tempfile.TemporaryDirectory(prefix="loading-") as place:
+        folder = Path(place)
+        words = max(SHAPES[name]["vocab_size"], 1024)  # more than the tokenizer has
+        weights = named_leaves(make_module(name, dtype=mx.bfloat16, vocab_size=words).parameters())
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        (folder / "config.json").write_text(json.dumps({**SHAPES[name], "vocab_size": words}))
+        copy_companions(MODEL_DIR, folder)
+        yield folder
+
+
+def loading(name: str, machine: Platform, repeats: int) -> list[Figure]:
+    """Our two ways of loading a model, and mlx-lm's with the cast to the dtype that ours computes in."""
+    import mlx_lm
+
+    with folder_of(name) as folder:
+        leaves = named_leaves(load_inference(str(folder), machine).module.parameters())
+        dtype = next(iter(leaves.values())).dtype
+
+        def theirs(cast: mx.Dtype) -> Callable[[], Any]:
+            def call() -> Any:
+                module = mlx_lm.load(str(folder))[0]
+                module.set_dtype(cast)
+                return module.parameters()
+
+            return call
+
+        calls = {
+            "ours": lambda: load_inference(str(folder), machine).module.parameters(),
+            "mlx-lm": theirs(dtype),
+            "training: ours": lambda: load_model(ModelConfig(path=str(folder)), machine).module.parameters(),
+            "training: mlx-lm": theirs(mx.float32),
+        }
+        times = interleaved(calls, repeats=repeats)
+    added = {
+        "added": added_seconds(times["ours"], times["mlx-lm"]),
+        "training: added": added_seconds(times["training: ours"], times["training: mlx-lm"]),
+    }
+    return [
+        *(time_figure(f"loading: {name}: {way}", taken) for way, taken in times.items()),
+        *(attrs.evolve(figure, name=f"loading: {name}: {way}") for way, figure in added.items()),
+    ]
+
+
+def added_seconds(ours: Timing, theirs: Timing) -> Figure:
+    """What ours takes beyond theirs: the median of the rounds' differences, at least 0."""
+    rounds = sorted(a - b for a, b in zip(ours.samples, theirs.samples, strict=True))
+    value = max(statistics.median(rounds), 0.0)
+    return Figure(
+        name="",
+        value=value,
+        unit="s",
+        low=rounds[0],
+        high=rounds[-1],
+        samples=len(rounds),
+        at_most=ADDED,
+    )
+
+
+def answers(commands: Sequence[str], repeats: int) -> list[Figure]:
+    """Seconds from starting `grpo … --help` to its end, in a process of its own each time."""
+    samples: dict[str, list[float]] = {command: [] for command in commands}
+    for turn in range(repeats + 1):  # the first may have to compile the modules
+        for command in commands:
+            started = time.perf_counter()
+            line = [sys.executable, "-m", "runners.cli", *command.split(), "--help"]
+            subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            if turn:
+                samples[command].append(time.perf_counter() - started)
+    return [
+        time_figure(
+            f"help: grpo {command} --help".replace("  ", " "),
+            Timing(tuple(taken)),
+            at_most=HELP,
+        )
+        for command, taken in samples.items()
+    ]
+
+
 @benchmark("first_update", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
-    """A run's first update with empty caches and with full ones, and the steps after it."""
+    """A run's first update with empty caches and with full ones, the steps after it, loading and help."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
-    unknown = [name for name in chosen if name not in cases]
+    known = [*cases, "loading", "help"]
+    unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
-    for title in chosen or cases:
-        if cases[title].model == REAL and not os.environ.get(REAL_MODEL):
+        raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(known)}")
+    for title in chosen or known:
+        if title not in ("help", "loading") and cases[title].model == REAL and not os.environ.get(REAL_MODEL):
             say(f"{title}: skipped, as {REAL_MODEL} names no folder")
             continue
+        for figures in _measured(title, cases, quick):
+            # --quick shows that it works, not how fast.
+            yield [attrs.evolve(each, at_most=None) for each in figures] if quick else figures
+
+
+def _measured(title: str, cases: Mapping[str, Case], quick: bool) -> Iterator[list[Figure]]:
+    repeats = 2 if quick else 7
+    if title == "help":
+        yield answers(["", "run"] if quick else ["", *COMMANDS], repeats)
+    elif title == "loading":
+        for name in (EMBEDDED, "tiny") if quick else MODELS:
+            yield loading(name, prepare(), repeats)
+    else:
         folder = Path(tempfile.mkdtemp(prefix="first-update-"))
         try:
             yield measure(title, cases[title], folder)

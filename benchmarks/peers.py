@@ -18,21 +18,20 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 
-from benchmarks.evidence.against_trl import side_settings
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Timing
-from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.shapes import write_folder
 from benchmarks.harness.stepping import SteppingProcess
+from benchmarks.sides import side_settings
 from runners.config.loading import load_config
 from runners.errors import UserError
 
@@ -46,8 +45,8 @@ class Peer:
     """Another trainer, with its settings, and the targets."""
 
     title: str
-    side: str  # of `peer_sides`
-    more: dict[str, Any] = attrs.field(factory=dict)
+    side: str  # of `benchmarks.sides`
+    more: dict[str, Any] = attrs.field(factory=dict)  # of its GRPOConfig
     overrides: tuple[str, ...] = ()  # of our config, where the side is ours
     times: float | None = None  # as fast
     peak: float | None = None  # ours over its
@@ -80,16 +79,16 @@ QUICKSTART = "quickstart"  # on a CPU: the packaged config as it is
 
 
 class Side(SteppingProcess):
-    """A process of `benchmarks.harness.peer_sides`, and the steps that it has taken."""
+    """A process of `benchmarks.sides`, and the steps that it has taken."""
 
-    def __init__(self, peer: Peer, settings: Settings) -> None:
+    def __init__(self, peer: Peer, settings: Mapping[str, Any]) -> None:
         self.peer = peer
         self.steps: list[dict[str, Any]] = []
         super().__init__(
             peer.title,
-            ["benchmarks.harness.peer_sides", peer.side],
-            attrs.asdict(settings),
-            Path(settings.work),
+            ["benchmarks.sides", peer.side],
+            settings,
+            Path(settings["work"]),
             {"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
         )
 
@@ -107,26 +106,25 @@ class Side(SteppingProcess):
 
 
 def compare(
-    settings: Settings, peers: Sequence[Peer], *, repeats: int, judged: bool
+    settings: Mapping[str, Any], peers: Sequence[Peer], *, repeats: int, judged: bool
 ) -> Iterator[list[Figure]]:
     """All sides' steps, after two of each to warm up: in turn on a CPU; on a GPU one side after another, as
     one that waits holds memory and a part of the device. Each side's figures as soon as it has ended."""
-    say(
-        f"peers: {settings.tune}, {settings.batch_size} × {settings.generations} × "
-        f"{settings.max_new_tokens} tokens"
+    sizes = (
+        settings["batch_size"],
+        settings["trl"]["num_generations"],
+        settings["trl"]["max_completion_length"],
     )
+    say(f"peers: {settings['case']}, {' × '.join(map(str, sizes))} tokens")
     in_turn = backend() == "cpu"
     sides: list[Side] = []
     try:
         for peer in (Peer("ours", "ours"), *peers):
-            ready = sides[0].ready if sides else {"prompts": [], "answers": []}
-            own = attrs.evolve(
-                settings,
-                prompts=ready["prompts"],
-                answers=ready["answers"],
-                peer={**settings.peer, **peer.more},
-                overrides=[*settings.overrides, *peer.overrides],
-            )
+            own = {
+                **settings,
+                "trl": {**settings["trl"], **peer.more},
+                "overrides": [*settings["overrides"], *peer.overrides],
+            }
             sides.append(Side(peer, own))
             if not in_turn:
                 _steps(sides[-1:], repeats)
@@ -142,7 +140,7 @@ def compare(
             side.end()
 
 
-def _found(settings: Settings, sides: Sequence[Side], judged: bool) -> list[Figure]:
+def _found(settings: Mapping[str, Any], sides: Sequence[Side], judged: bool) -> list[Figure]:
     """The last side's figures, and those of the sides that it can be compared with."""
     last, by_title = sides[-1], {side.name: side for side in sides}
     pairs = [(sides[0], last, last.peer)] if last is not sides[0] else []
@@ -167,38 +165,39 @@ def _steps(sides: list[Side], repeats: int) -> None:
                 side.steps.clear()
 
 
-def _figures(settings: Settings, side: Side) -> list[Figure]:
-    tune, title = settings.tune, side.name
-    wanted = settings.batch_size * settings.generations * settings.max_new_tokens
+def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
+    case, title = settings["case"], side.name
+    told = settings["trl"]
+    wanted = settings["batch_size"] * told["num_generations"] * told["max_completion_length"]
     tokens = [step["tokens"] for step in side.steps]
     parts = (("peak", "its arrays"), ("rollout_peak", "rollouts"), ("rest_peak", "the rest"))
     return [
-        time_figure(f"{tune}: step, {title}", side.timing()),
-        time_figure(f"{tune}: rollout, {title}", side.timing(rollout=True)),
-        time_figure(f"{tune}: the rest, {title}", side.timing(without_rollout=True)),
+        time_figure(f"{case}: step, {title}", side.timing()),
+        time_figure(f"{case}: rollout, {title}", side.timing(rollout=True)),
+        time_figure(f"{case}: the rest, {title}", side.timing(without_rollout=True)),
         Figure(
-            name=f"{tune}: tokens a step, {title}",
+            name=f"{case}: tokens a step, {title}",
             value=sum(tokens) / len(tokens),
             note=f"{min(tokens)} to {max(tokens)}",
             # A sampled end of text costs less, once in hundreds of thousands; the shipped model ends answers.
-            at_least=None if settings.config else 0.99 * wanted,
+            at_least=None if case == QUICKSTART else 0.99 * wanted,
         ),
         *(
-            Figure(name=f"{tune}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
+            Figure(name=f"{case}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
             for key, part in parts
             if side.most(key)  # PyTorch does not tell on a CPU
         ),
-        Figure(name=f"{tune}: resident memory, {title}", value=side.most("resident") / 1e6, unit="MB"),
+        Figure(name=f"{case}: resident memory, {title}", value=side.most("resident") / 1e6, unit="MB"),
     ]
 
 
-def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Figure]:
-    tune, title, us = settings.tune, other.name, mine.name
+def _ratios(settings: Mapping[str, Any], mine: Side, other: Side, peer: Peer) -> list[Figure]:
+    case, title, us = settings["case"], other.name, mine.name
     key = "peak" if other.most("peak") else "resident"
 
     def ratio(part: str, at_least: float | None = None, **of: bool) -> Figure:
         return ratio_figure(
-            f"{tune}: {part}, {title} / {us}", other.timing(**of) / mine.timing(**of), at_least=at_least
+            f"{case}: {part}, {title} / {us}", other.timing(**of) / mine.timing(**of), at_least=at_least
         )
 
     return [
@@ -206,7 +205,7 @@ def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Fig
         ratio("rollout", rollout=True),
         ratio("the rest", without_rollout=True),
         Figure(
-            name=f"{tune}: {'peak' if key == 'peak' else 'resident memory'}, {us} / {title}",
+            name=f"{case}: {'peak' if key == 'peak' else 'resident memory'}, {us} / {title}",
             value=mine.most(key) / other.most(key),
             unit="x",
             at_most=peer.peak,
@@ -214,14 +213,54 @@ def _ratios(settings: Settings, mine: Side, other: Side, peer: Peer) -> list[Fig
     ]
 
 
-def write_data(folder: Path, prompts: int) -> None:
-    """Questions of some fifty tokens, all of one length, for our loader."""
+def write_data(folder: Path, prompts: int, *, words: int = 16) -> None:
+    """Questions of some three tokens a word, all of one length, for our loader."""
     for split, number in (("train", prompts), ("test", 1)):
         lines = [
-            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(16)), "answer": "1"}
+            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(words)), "answer": "1"}
             for row in range(number)
         ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+CONFIG = """
+[run]
+output_dir = "{work}"
+overwrite = true
+[model]
+path = "{work}/model"
+lora = {{rank = 8, scale = 10.0}}
+[data]
+source = "{work}"
+system_prompt = ""
+nudge = ""
+[rollout]
+num_generations = {generations}
+max_new_tokens = {new}
+[reward]
+functions = ["benchmarks.sides:letters"]
+[optim]
+learning_rate = 1e-5
+schedule = "constant"
+warmup_ratio = 0.0
+batch_size = {prompts}
+max_steps = 1000000
+[eval]
+at_start = false
+[checkpoint]
+every = 0
+"""
+
+
+def side_of(work: Path, case: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of all sides of a case."""
+    return {
+        "case": case,
+        "work": str(work),
+        "config": config,
+        "overrides": list(overrides),
+        **side_settings(load_config(config, overrides)),
+    }
 
 
 @benchmark("peers", parts=("tunes", "names"))
@@ -249,51 +288,25 @@ def main(
     on_cpu = backend() == "cpu"
     if QUICKSTART in tunes and not on_cpu:
         raise UserError("--tune quickstart: this case is for a CPU")
-    batch_size, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
+    prompts, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
     shape = "tiny" if quick else model or ("qwen2-6x256" if on_cpu else "qwen2.5-0.5b")
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
         write_folder(folder / "model", shape)
-        write_data(folder, batch_size)
+        write_data(folder, prompts)
+        config = folder / "train.toml"
+        config.write_text(CONFIG.format(work=name, prompts=prompts, generations=generations, new=new))
         wanted = tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])])
-        for tune, peers in _compared(wanted, names).items():
-            if tune == QUICKSTART:
-                settings = _quickstart(name, overrides)
-                yield from compare(settings, peers, repeats=repeats or (1 if quick else 15), judged=not quick)
-                continue
-            settings = Settings(
-                folder=str(folder / "model"),
-                work=name,
-                tune=tune,
-                batch_size=batch_size,
-                generations=generations,
-                max_new_tokens=new,
-                beta=beta,
-                overrides=list(overrides),
-            )
-            steps = repeats or (1 if quick else 7 if on_cpu else 3)
+        for case, peers in _compared(wanted, names).items():
+            if case == QUICKSTART:  # as it is; TRL takes the whole batch at once
+                own = (f"run.output_dir={name}", "run.overwrite=true", "eval.at_start=false")
+                settings, usual = side_of(folder, case, QUICKSTART, (*own, *overrides)), 15
+            else:
+                own = (f"model.tune={case}", f"loss.beta={beta}")
+                settings = {**side_of(folder, case, str(config), (*own, *overrides)), "together": 8}
+                usual = 7 if on_cpu else 3
+            steps = repeats or (1 if quick else usual)
             yield from compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
-
-
-def _quickstart(work: str, overrides: Sequence[str]) -> Settings:
-    """The packaged quickstart on both sides: TRL takes the whole batch at once."""
-    told = side_settings(load_config(QUICKSTART, overrides))
-    trl = dict(told["trl"])
-    rows = told["batch_size"] * trl["num_generations"]
-    return Settings(
-        folder=told["model"],
-        work=work,
-        tune=QUICKSTART,
-        batch_size=told["batch_size"],
-        generations=trl["num_generations"],
-        max_new_tokens=trl["max_completion_length"],
-        beta=trl["beta"],
-        overrides=[f"run.output_dir={work}", "run.overwrite=true", "eval.at_start=false", *overrides],
-        peer={**trl, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1},
-        config=QUICKSTART,
-        rewards=told["rewards"],
-        nudge=told["nudge"],
-    )
 
 
 def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer]]:

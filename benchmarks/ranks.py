@@ -1,4 +1,4 @@
-"""Several devices of one host: whole steps on 1, 2 and 4 ranks.
+"""Several devices of one host: whole steps of a run on 1, 2 and 4 ranks.
 
 `python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
 the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the
@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,11 +28,12 @@ from typing import Any
 import attrs
 import click
 
-import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
-from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
+from benchmarks.harness.shapes import write_folder
+from benchmarks.peers import CONFIG, write_data
+from runners.config.loading import Config, load_config
 from runners.errors import UserError
 from runners.machine import startup
 from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
@@ -81,81 +83,64 @@ def cases(quick: bool) -> list[Case]:
     return strong + [attrs.evolve(case, weak=True) for case in strong[:2]]
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """This process's part of the case's steps: seconds, and bytes; run by every rank."""
-    import mlx.core as mx
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+def write_case(folder: Path, case: Case) -> Config:
+    """The run of a case, whose files are written into the folder; the quickstart is as it is."""
+    common = (f"run.output_dir={folder}", f"model.tune={case.tune}", "system.check_model=false")
+    if case == QUICKSTART:
+        return load_config("quickstart", common).check()
+    config = folder / "train.toml"
+    if not config.exists():
+        write_folder(folder / "model", case.model)
+        write_data(folder, case.prompts, words=case.prompt // 3)
+        sizes = {"prompts": case.prompts, "generations": case.generations, "new": case.new}
+        config.write_text(CONFIG.format(work=folder, **sizes))
+    return load_config(str(config), (*common, f"system.micro_batch_tokens={case.micro_batch}")).check()
 
-    from grpo_fn.learner import deal, pieces_of_rank
-    from grpo_fn.trees import map_arrays
+
+def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """This rank's part of the steps of a run: what each rank has measured, in seconds and bytes."""
+    import mlx.core as mx
+
+    from runners.profiling import Stepping
     from runners.ranks.ranks import Ranks
+    from runners.telemetry.diary import Diary
+    from runners.telemetry.report import Report
+    from runners.training.setup import SetUp
 
     ranks = Ranks(read_rank_place(), timeout=600)
+    seconds: dict[str, list[float]] = {}
     with ranks.ending_together():
-        module = make_module(case.model)
-        if case.tune == "lora":
-            module.freeze()
-            mx.random.seed(0)
-            layers: Any = module.layers
-            linear_to_lora_layers(module, len(layers), {"rank": 16, "scale": 2.0, "dropout": 0.0})
-        compute = mx.float32 if backend() == "cpu" else mx.bfloat16
-        policy = g.Policy.from_module(module, compute_dtype=compute)
-        prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
-        params = map_arrays(lambda leaf: leaf.astype(mx.float32), policy.params)
-        policy = policy.without_weights()
-        optimizer = g.adamw(1e-6)
-        state = g.init_state(params, optimizer, key=mx.random.key(0))
-        del params
-        update_step = g.make_update_step(optimizer, max_grad_norm=1.0)
-        grad_step = g.make_grad_step(policy, g.preset("grpo"))  # compiled, as in a run
-        g.materialize(state)
-        rank, count = ranks.number, ranks.count
-        advantages_pg = mx.random.normal((case.prompts, case.generations), key=mx.random.key(1))
-        seconds: dict[str, list[float]] = {
-            name: [] for name in ("step", "rollout", "the rest", "waiting", "reducing", "cpu")
-        }
-        mx.eval(advantages_pg)
+        run = SetUp(write_case(folder, case), startup.prepare(), ranks=ranks).build()
+        stepping = Stepping(run, Diary(Report()))
+        del run
         for number in range(case.repeats + 1):
             if number == 1:
                 mx.reset_peak_memory()
             ranks.all_gather_object("a step")
             ranks.seconds()
-            started, computed = time.perf_counter(), time.process_time()
-            rollout = g.generate(
-                policy,
-                state.old_params,
-                prompts[rank::count],
-                g.Sampling(num_generations=case.generations, max_new_tokens=case.new),
-                key=mx.random.key(number),
-                prompt_numbers=range(rank, len(prompts), count),
-            )
-            g.materialize(rollout)
-            sampled = time.perf_counter()
-            batch = g.make_batch(rollout, advantages_pg[rank::count])
-            state, stats = grad_step(state, g.split_batch(batch, max_tokens=case.micro_batch))
-            g.materialize(state.accum_grads, state.accum_weight, stats)
-            ranks.all_gather_object("the update")
-            state, update = update_step(g.all_reduce(state, ranks))
-            state = g.sync_old(state)
-            g.materialize(state, update)
-            ended = time.perf_counter()
-            if number:  # the first one compiles
-                spent = {**ranks.seconds(), "cpu": time.process_time() - computed}
-                parts = {"rollout": sampled - started, "the rest": ended - sampled}
-                for name, value in {"step": ended - started, **parts, **spent}.items():
-                    seconds[name].append(value)
-        found = {
-            "seconds": {name: sorted(values)[len(values) // 2] for name, values in seconds.items()},
-            "peak": mx.get_peak_memory(),
-            "pieces_of_rank": len(pieces_of_rank(deal(batch, count), rank, count)),
-        }
-        everyone = [message.value for message in ranks.all_gather_object("the result", found)]
-    return {"ranks": everyone} if rank == 0 else {}
+            stepping.plan.times.take()
+            computed = time.process_time()
+            found = stepping.step()
+            step, rollout = found["step_time"], found["time/rollout"]
+            spent = {**ranks.seconds(), "cpu": time.process_time() - computed}
+            for name, value in {
+                "step": step,
+                "rollout": rollout,
+                "the rest": step - rollout,
+                **spent,
+            }.items():
+                seconds.setdefault(name, []).append(value)
+        medians = {
+            name: statistics.median(taken[1:]) for name, taken in seconds.items()
+        }  # the first compiles
+        own = {"seconds": medians, "peak": mx.get_peak_memory()}
+        return [message.value for message in ranks.all_gather_object("the result", own)]
 
 
 def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, Any]]:
     """What each of so many processes has measured. Raises UserError where they fail."""
     with tempfile.TemporaryDirectory() as folder:
+        write_case(Path(folder), case)
         out = Path(folder) / "result.json"
         own = [sys.executable, "-m", "benchmarks.ranks", "--worker", str(out)]
         own += ["--case", json.dumps(attrs.asdict(case))]
@@ -176,7 +161,7 @@ def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, An
         done.stdin.close()
         if not out.exists():
             raise UserError(f"{ranks} ranks: no result: {said.read_text()[-600:]}")
-        return json.loads(out.read_text())["ranks"]
+        return json.loads(out.read_text())
 
 
 def launcher_script() -> str:
@@ -289,8 +274,8 @@ def worker(worker: Path, text: str) -> None:
     if place:
         share_cores(place, os.environ)
     startup.prepare()
-    found = measure(Case(**json.loads(text)))
-    if found:
+    found = measure(Case(**json.loads(text)), worker.parent)
+    if place is None or place.rank == 0:
         worker.write_text(json.dumps(found))
 
 

@@ -1,104 +1,91 @@
 """One whole step of the quickstart on the embedded model, split into its parts: for watching regressions.
 
-Every repeat does the same work: the same weights, key, prompts and rewards. *batch* is packing rows for the
-learner.
+The step is a run's own. Every repeat does the same work: the same weights, key, prompts and rewards.
 
 **What limits it.** Passes over small arrays on one core, and products too small for the rate of a large one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import attrs
 import click
 import mlx.core as mx
+import numpy as np
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import rates
 from benchmarks.harness.measure import Timing, peak_bytes
 from benchmarks.harness.record import Figure, time_figure
-from grpo_fn.trees import nbytes
-from runners.config.loading import load_config
-from runners.data.prompts import Example
-from runners.machine.startup import prepare
-from runners.training.setup import Run, SetUp
-
-PARTS = ("rollout", "reward", "batch", "grad", "update", "sync")
+from grpo_fn.trees import Tree, map_arrays, nbytes
+from runners.config.loading import Config, load_config
+from runners.machine.startup import Platform, prepare
+from runners.profiling import PARTS, Stepping
+from runners.telemetry.diary import Diary
+from runners.telemetry.report import Report
+from runners.training.setup import SetUp
 
 
 @attrs.frozen(eq=False)
-class Step:
-    """What one step did, and the seconds of its parts."""
-
-    seconds: dict[str, float]
-    sampled: int  # tokens that the rollout drew
-    learnt: int  # positions (rows × length, padding included) that go through the learner
-    widest: int  # tokens of the longest completion: the number of decode steps
-    shapes: int  # different shapes among the micro-batches
+class _Leaf:
+    values: np.ndarray
+    dtype: mx.Dtype
 
 
-class _Clock:
-    """Seconds since the last reading, all arrays given computed first."""
+class HostCopy:
+    """A tree whose arrays lie in the host's memory, where MLX does not count them."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, tree: Tree) -> None:
+        leaves: dict[int, _Leaf] = {}
 
-    def lap(self, *trees: object) -> float:
-        g.materialize(*trees)
-        mx.synchronize()
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
+        def leaf(array: mx.array) -> _Leaf:
+            if id(array) not in leaves:
+                plain = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+                leaves[id(array)] = _Leaf(np.array(plain), array.dtype)
+            return leaves[id(array)]
 
+        self._tree = map_arrays(leaf, tree)
 
-def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step:
-    """Rollout, reward, batch, gradient, update and sync, from a given state that stays as it was.
+    def arrays(self) -> Tree:
+        """The tree with new arrays; what was one array in several places is one again."""
+        made: dict[int, mx.array] = {}
 
-    The same prompts, key and weights give the same work each time.
-    """
-    learner, config = run.learner, run.config
-    seconds = dict.fromkeys(PARTS, 0.0)
-    learner.engine.load(state.old_params, 0)
-    _ = learner.engine.sampler  # is rounded here
-    experience = run.collector.collect(lambda number: examples[:number], state.key)
-    seconds |= experience.seconds
-    clock = _Clock()
-    batch = g.make_batch(
-        experience.rollout,
-        experience.advantages_pg,
-        mask_truncated=config.loss.mask_truncated_completions,
-        top_entropy_quantile=config.loss.top_entropy_quantile,
-    )
-    batch = g.drop_inactive(batch, learner.spec)
-    pieces = g.split_batch(
-        batch, max_tokens=config.system.micro_batch_tokens, share_prompts=learner.share_prompts
-    )
-    seconds["batch"] = clock.lap(pieces)
-    state, stats = learner.grad_step(state, pieces)
-    seconds["grad"] = clock.lap(state.accum_grads, state.accum_weight, stats)
-    # As a run does: the new weights may take the memory of those that sampled.
-    state = attrs.evolve(state, old_params=None)
-    learner.engine.load(None, 0)
-    state, update = learner.update_step(state)
-    seconds["update"] = clock.lap(state, update)
-    state = g.sync_old(state)
-    learner.engine.load(state.old_params, 0)
-    seconds["sync"] = clock.lap(state.old_params, learner.engine.sampler[1])
-    return Step(
-        seconds,
-        sampled=experience.sampled_tokens,
-        learnt=sum(_positions(piece) for piece in pieces),
-        widest=max(map(len, experience.rollout.completions())),
-        shapes=len({(piece.tokens_bl.shape, piece.targets_bt.shape) for piece in pieces}),
-    )
+        def array(leaf: _Leaf) -> mx.array:
+            if id(leaf) not in made:
+                made[id(leaf)] = mx.array(leaf.values).astype(leaf.dtype)
+            return made[id(leaf)]
+
+        return map_arrays(array, self._tree, kind=_Leaf)
 
 
-def _positions(piece: g.Batch) -> int:
-    shared = piece.prompt_index_b is not None  # then tokens_bl holds each prompt once, and nothing else
-    return piece.tokens_bl.size + (piece.targets_bt.size if shared else 0)
+class RepeatedStep:
+    """The first step of a run, taken again and again: each time with arrays of its own, as in a run."""
+
+    def __init__(self, config: Config, platform: Platform) -> None:
+        """`config` is checked."""
+        built = SetUp(config, platform, say).build()
+        self.stepping = Stepping(built, Diary(Report()))
+        del built
+        self._train = HostCopy(self.stepping.state.train)
+        self._first = attrs.evolve(self.stepping.state, train=None)
+
+    def prepare(self) -> g.TrainState:
+        """Back to the state before the first step, which is computed."""
+        stepping = self.stepping
+        stepping.state = self._first
+        stepping.plan.engine.load(None)
+        train: g.TrainState = self._train.arrays()
+        g.materialize(train)
+        stepping.state = attrs.evolve(self._first, train=train)
+        stepping.plan.engine.load(stepping.plan.weights(stepping.state))
+        return train
+
+    def take(self) -> dict[str, float]:
+        """See `Stepping.step`; `prepare` comes first."""
+        self.stepping.plan.times.take()
+        return self.stepping.step()
 
 
 @benchmark("step")
@@ -108,19 +95,24 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
     """One step of the quickstart, part by part, again and again on the same work."""
     small = ["optim.batch_size=4", "rollout.num_generations=4", "data.max_samples=16", "eval.samples=8"]
     repeats = min(repeats, 2) if quick else repeats
-    config = load_config("quickstart", [*(small if quick else []), *overrides])
-    run = SetUp(config.check(), prepare(), say).build()
-    state = run.learner.state
-    assert state is not None
-    examples = run.stream.take(run.config.optim.batch_size)
-    say(f"step: {repeats} steps of {len(examples)} prompts × {config.rollout.num_generations}")
-    one_step(run, state, examples)  # traces and compiles
-    steps = [one_step(run, state, examples) for _ in range(repeats)]
-    times = {part: Timing(tuple(step.seconds[part] for step in steps)) for part in PARTS}
-    whole = Timing(tuple(sum(step.seconds.values()) for step in steps))
+    config = load_config("quickstart", [*(small if quick else []), *overrides]).check()
+    repeated = RepeatedStep(config, prepare())
+    say(f"step: {repeats} steps of {config.optim.batch_size} prompts × {config.rollout.num_generations}")
+
+    def step() -> dict[str, float]:
+        repeated.prepare()
+        return repeated.take()
+
+    step()  # traces and compiles
+    steps = [step() for _ in range(repeats)]
+    times = {part: Timing(tuple(each[f"time/{part}"] for each in steps)) for part in PARTS}
+    whole = Timing(tuple(each["step_time"] for each in steps))
     done = steps[0]
-    floors = _floors(run, state, done, quick)
-    sampling = sorted(done.sampled / step.seconds["rollout"] for step in steps)
+    floors = _floors(repeated, done, quick)
+    sampling = sorted(each["tokens"] / each["time/rollout"] for each in steps)
+    stepping = repeated.stepping
+    shapes = len(stepping.state.shapes)
+    repeated.prepare()
     return [
         time_figure("whole step", whole, predicted=sum(floors.values())),
         *(
@@ -131,43 +123,49 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
         ),
         Figure(
             name="rollout rate",
-            value=done.sampled / times["rollout"].median,
+            value=done["tokens"] / times["rollout"].median,
             unit="tokens/s",
             low=sampling[0],
             high=sampling[-1],
             samples=repeats,
         ),
-        Figure(name="learner rate", value=done.learnt / times["grad"].median, unit="tokens/s"),
-        Figure(name="tokens sampled", value=done.sampled),
-        Figure(name="decode steps", value=done.widest),
-        Figure(name="tokens through the learner", value=done.learnt),
-        Figure(name="traces of the grad step", value=run.learner.grad_step.traces, at_most=done.shapes),
+        Figure(name="learner rate", value=done["learned"] / times["learner"].median, unit="tokens/s"),
+        Figure(name="tokens sampled", value=done["tokens"]),
+        Figure(name="decode steps", value=done["columns"]),
+        Figure(name="tokens through the learner", value=done["learned"]),
+        Figure(
+            name="traces of the grad step",
+            value=stepping.run.learner.grad_step.traces,
+            at_most=shapes,
+        ),
         Figure(
             name="peak of a step, beyond the state",
-            value=peak_bytes(lambda: one_step(run, state, examples).seconds, warm=False) / 1e6,
+            value=peak_bytes(repeated.take, warm=False) / 1e6,
             unit="MB",
         ),
     ]
 
 
-def _floors(run: Run, state: g.TrainState, done: Step, quick: bool) -> dict[str, float]:
+def _floors(repeated: RepeatedStep, done: dict[str, float], quick: bool) -> dict[str, float]:
     """Seconds that a part cannot go below.
 
     Products: 2 FLOP a weight and token forward, 6 with the backward. Exponentials, which do not overlap with
     them on a CPU: one for each element of the gates, attention score and logit. An update reads and writes
     weights, gradients and both moments.
     """
-    speed, shape = rates(quick), run.loaded.config
+    speed = rates(quick)
+    run = repeated.stepping.run
+    shape = run.loaded.config
     prompt = len(run.data.train[0].tokens)  # all are about as long
     layers, heads = shape["num_hidden_layers"], shape["num_attention_heads"]
-    scores = heads * (prompt + done.widest / 2)  # of a token, half of its completion behind it
+    scores = heads * (prompt + done["columns"] / 2)  # of a token, half of its completion behind it
     exps = layers * (shape["intermediate_size"] + scores) + shape["vocab_size"]
     weights = run.loaded.num_parameters
-    sampled = done.sampled + prompt * run.config.optim.batch_size  # prompts are computed once a group
-    moved = 7 * nbytes(state.params)  # reads w, g, m, v; writes w, m, v
+    sampled = done["tokens"] + prompt * run.config.optim.batch_size  # prompts are computed once a group
+    moved = 7 * nbytes(repeated.stepping.state.train.params)  # reads w, g, m, v; writes w, m, v
     return {
         "rollout": sampled * (2 * weights / speed.matmul + exps / speed.exp),
-        "grad": done.learnt * (6 * weights / speed.matmul + exps / speed.exp),
+        "learner": done["learned"] * (6 * weights / speed.matmul + exps / speed.exp),
         "update": moved / speed.copy,
     }
 

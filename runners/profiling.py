@@ -32,6 +32,7 @@ from runners.training.steps import (
     learn,
     propose,
     release_sampler,
+    reload_sampler,
     sync,
     update,
 )
@@ -54,7 +55,9 @@ class Stepping:
         tokens = learned = columns = 0.0
         while not plan.update_due(self.state):
             found = experience(plan, plan.engine, propose(plan, self.state))
-            self.state = learn(plan, self.state, found)
+            before = self.state
+            self.state = learn(plan, before, found)
+            reload_sampler(plan, before, self.state)
             tokens += found.sampled_tokens
             rollout = found.rollout
             learned += np.array(rollout.lengths_b).sum().item()

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
-from benchmarks.evidence.readings import AFTER, BEFORE, TOKENS, read_log
-from benchmarks.evidence.real_model import CONFIG, MODEL, TRAINED, at_grid
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial
+from benchmarks.evidence.readings import AFTER, BEFORE, TOKENS
+from benchmarks.evidence.real_model import CONFIG, TRAINED, at_grid
 from benchmarks.evidence.real_tasks import TASKS
-from benchmarks.harness.command import say
-from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
 from runners.evaluation.comparison import wilson
 
@@ -86,18 +82,12 @@ def _difference(one: tuple[int, int], other: tuple[int, int]) -> tuple[float, fl
 @click.option("--gsm8k", default="openai/gsm8k", show_default=True, help="The data, or a copy of it.")
 def main(plan: Plan, updates: int, rate: float, gsm8k: str) -> Sequence[Trial]:
     """GRPO and supervised updates on a pretrained model (GRPO_REAL_MODEL) that is hardly ever right."""
-    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
-    if not folder:
-        say(f"cold_start: skipped, as {MODEL} names no folder")
-        return []
+    real = real_settings(plan)
     trials, each = [], 2 if plan.quick else updates
-    for case, seed in itertools.product(plan.cases, plan.seeds):
+    for case, seed in itertools.product(plan.cases if real else (), plan.seeds):
         supervised, grpo, more = ARMS[case]
-        name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
         settings = [
-            f"run.seed={seed}",
-            f"model.path={folder}",
-            f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+            *real,
             *TASKS["GSM8K"],
             f"data.source={'embedded' if plan.quick else gsm8k}",
             "eval.samples=500",
@@ -109,13 +99,8 @@ def main(plan: Plan, updates: int, rate: float, gsm8k: str) -> Sequence[Trial]:
             *more,
             *((*QUICK, "data.eval_split=valid") if plan.quick else ()),
         ]
-        command, log = run_command(CONFIG, plan.work, name, settings), run_folder(plan.work, name)
-        trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+        trials.append(run_trial(plan, case, seed, CONFIG, settings, accuracy))
     return trials
-
-
-def _reading(folder: Path) -> Callable[[], list[Figure]]:
-    return lambda: accuracy(read_log(folder))
 
 
 def accuracy(lines: Sequence[dict[str, Any]]) -> list[Figure]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
-import shutil
+import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,14 @@ import click
 
 from benchmarks.evidence import page, pictures
 from benchmarks.evidence.pool import Job, Usage, side_by_side
-from benchmarks.evidence.readings import RESIDENT, SECONDS
-from benchmarks.harness.command import OTHER_RESULTS, given, say
-from benchmarks.harness.machine import backend, machine, rates
-from benchmarks.harness.record import (
-    RESULTS,
-    Figure,
-    Record,
-    alike,
-    load_records,
-    make_record,
-    save_record,
-    table,
-)
-from benchmarks.harness.report import refresh
+from benchmarks.evidence.readings import RESIDENT, SECONDS, read_log
+from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import RESULTS, Figure
 from runners.errors import UserError
-from runners.machine import startup
 
-SAME_WORK = (
-    "jobs",
-    "seeds",
-    "cases",
-    "minutes",
-    "models",
-    "teach",
-    "sums",
-    "gsm8k",
-)  # options that do not change a trial
+SAME_WORK = ("jobs", "seeds", "cases", "minutes", "models", "teach", "sums", "gsm8k")
+REAL_MODEL = "GRPO_REAL_MODEL"
 ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the trials
 EVIDENCE = RESULTS / "evidence"
 
@@ -78,6 +58,7 @@ class Plan:
     until: float  # time.monotonic() at which all has to be done
 
 
+Reading = Callable[[Sequence[dict[str, Any]]], Sequence[Figure]]  # of a log's lines
 Prepare = Callable[..., Sequence[Trial]]
 Summary = Callable[[Sequence[Figure]], Sequence[Figure]]
 
@@ -88,14 +69,14 @@ def evidence(
     cases: Sequence[str],
     quick_cases: Sequence[str],
     seeds: str,
-    summary: Summary,
+    summary: Summary = lambda figures: (),
     packages: Sequence[str] = (),
 ) -> Callable[[Prepare], click.Command]:
     """Makes a command of a function `f(plan, **options) -> trials`, whose docstring is its help.
 
     Trials run side by side. The figures of each go into FOLDER/NAME.json as soon as it has ended, in place of
     those that the same trial had there; the others stay. So a command can be ended at any time, and gone on
-    with by `--case` and `--seeds`. A trial that fails is named at the end, with exit code 1.
+    with by `--case` and `--seeds`. A trial that fails is named at the end.
 
     Args:
         name: of the result and of the module.
@@ -106,10 +87,20 @@ def evidence(
         packages: whose versions belong to the result, besides this project's.
     """
 
+    known = [*cases, *quick_cases]
+    kind = Kind(
+        home=EVIDENCE,
+        other=OTHER_RESULTS / "evidence",
+        same_work=SAME_WORK,
+        draw=_draw,
+        packages=packages,
+        replaced=lambda lot: (_trial_of(lot[0]), ALL_SEEDS),
+        arranged=lambda figures: _arranged(figures, known, summary),
+        adds=True,
+    )
+
     def decorate(function: Prepare) -> click.Command:
-        @click.command(name, help=function.__doc__)
-        @click.option("--quick", is_flag=True, help="Tiny runs: shows that the command works.")
-        @click.option("--check", is_flag=True, help="Exit with 1 where a target is missed.")
+        @benchmark(name, kind=kind)
         @click.option("--case", "cases", multiple=True, help="Only this one; the others' figures stay.")
         @click.option("--seeds", default=seeds, show_default=True, callback=_numbers, help="With commas.")
         @click.option(
@@ -119,73 +110,57 @@ def evidence(
             help="Runs side by side [0: 2 cores each; on a GPU 1].",
         )
         @click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Stop after these [0: never].")
-        @click.option(
-            "--out",
-            type=click.Path(path_type=Path, file_okay=False),
-            help=f"Folder of the result [{_short(EVIDENCE)}; with --quick {OTHER_RESULTS / 'evidence'}].",
-        )
         @functools.wraps(function)
         def run(
-            quick: bool,
-            check: bool,
-            seeds: Sequence[int],
-            jobs: int,
-            minutes: float,
-            out: Path | None,
-            **options: Any,
-        ) -> None:
+            quick: bool, seeds: Sequence[int], jobs: int, minutes: float, **options: Any
+        ) -> Iterator[list[Figure]]:
             chosen = options.pop("cases") or (quick_cases if quick else cases)
-            settings = given(options, same_work=SAME_WORK)
-            folder = out or (OTHER_RESULTS / "evidence" if quick or settings else EVIDENCE)
-            work = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+            unknown = [case for case in chosen if case not in known]
+            if unknown:
+                raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
             before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
-            try:
-                unknown = [case for case in chosen if case not in {*cases, *quick_cases}]
-                if unknown:
-                    raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
-                load_records(folder / f"{name}.json")  # before the minutes of running
-                for notice in startup.prepare().notices:
-                    say(notice)
-                result = _Result(name, folder, quick, settings, packages, (*cases, *quick_cases), summary)
+            with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as work:
                 plan = Plan(
                     quick=quick,
                     cases=chosen,
                     seeds=seeds[:1] if quick else seeds,
-                    work=work,
+                    work=Path(work),
                     # Each run takes the GPU's memory for its own.
                     jobs=jobs or (max((os.cpu_count() or 1) // 2, 1) if backend() == "cpu" else 1),
                     until=time.monotonic() + (60 * minutes or float("inf")),
                 )
-                trials = function(plan, **options)
-                faults = _run_all(plan, trials, result)
-                drawn = page.PICTURES if folder.resolve() == EVIDENCE else folder
-                pictures.redraw(folder, say, names=(name,), into=drawn)
-                if folder.resolve() == EVIDENCE:
-                    refresh()
-            except UserError as error:
-                say(str(error))
-                sys.exit(2)
-            finally:
-                signal.signal(signal.SIGTERM, before)
-                shutil.rmtree(work, ignore_errors=True)
-            for fault in faults:
-                say(fault)
-            record = result.record
-            if record is not None:
-                click.echo(table(record))
-                say(f"written to {folder / name}.json under {backend()!r}")
-                for figure in record.missed():
-                    say(f"MISS {figure.name}: {figure.value:.4g} {figure.unit}")
-            if faults or (check and record is not None and record.missed()):
-                sys.exit(1)
+                try:
+                    yield from _run_all(name, plan, function(plan, **options))
+                finally:
+                    signal.signal(signal.SIGTERM, before)
 
         return run
 
     return decorate
 
 
-def _run_all(plan: Plan, trials: Sequence[Trial], result: _Result) -> list[str]:
-    """Runs the trials, each into the result; what went wrong with those that did not end well."""
+def _trial_of(figure: Figure) -> str:
+    return ": ".join(figure.name.split(": ")[:2])
+
+
+def _arranged(figures: Sequence[Figure], cases: Sequence[str], summary: Summary) -> list[Figure]:
+    """The trials' figures in the order of the cases and seeds, and those over all seeds."""
+
+    def place(figure: Figure) -> tuple[int, int]:
+        case, seed, _ = figure.name.split(": ", 2)
+        return cases.index(case), int(seed.removeprefix("seed "))
+
+    ordered = sorted(figures, key=place)  # stable: the figures of a trial stay in their order
+    return [*ordered, *summary(ordered)]
+
+
+def _draw(folder: Path, name: str, say: Callable[[str], None]) -> None:
+    drawn = page.PICTURES if folder.resolve() == EVIDENCE else folder
+    pictures.redraw(folder, say, names=(name,), into=drawn)
+
+
+def _run_all(name: str, plan: Plan, trials: Sequence[Trial]) -> Iterator[list[Figure]]:
+    """Runs the trials; the figures of each as it ends. UserError at last for those that did not end well."""
     jobs = {
         trial.name: Job(
             name=trial.name,
@@ -197,7 +172,7 @@ def _run_all(plan: Plan, trials: Sequence[Trial], result: _Result) -> list[str]:
     }
     by_name = {trial.name: trial for trial in trials}
     faults = []
-    say(f"{result.name}: {len(trials)} runs, {plan.jobs} side by side")
+    say(f"{name}: {len(trials)} runs, {plan.jobs} side by side")
     for job, outcome in side_by_side(list(jobs.values()), plan.jobs, until=plan.until):
         trial = by_name[job.name]
         try:
@@ -208,9 +183,10 @@ def _run_all(plan: Plan, trials: Sequence[Trial], result: _Result) -> list[str]:
             faults.append(str(error) if job.name in str(error) else f"{job.name}: {error}")
             say(faults[-1])
             continue
-        result.add(trial, figures)
         say(f"{trial.name}: {outcome.seconds:.0f} s; {', '.join(map(_words, figures[:4]))}")
-    return faults
+        yield [attrs.evolve(figure, name=f"{trial.name}: {figure.name}") for figure in figures]
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 def taken(usage: Usage) -> list[Figure]:
@@ -226,53 +202,6 @@ def _words(figure: Figure) -> str:
     return f"{figure.name} {figure.value:.4g} {figure.unit}".strip()
 
 
-class _Result:
-    """A result file that grows by a trial at a time."""
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        quick: bool,
-        settings: Mapping[str, str],
-        packages: Sequence[str],
-        cases: Sequence[str],
-        summary: Summary,
-    ) -> None:
-        self.name, self._folder, self._quick, self._settings = name, folder, quick, settings
-        self._cases, self._summary = list(cases), summary
-        self._machine = {**machine(), **{package: _version(package) for package in packages}}
-        self._rates = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
-        self.record: Record | None = None
-
-    def add(self, trial: Trial, figures: Sequence[Figure]) -> None:
-        """Puts a trial's figures into the file, in place of its old ones, and the summary in order again."""
-        new = [attrs.evolve(figure, name=f"{trial.name}: {figure.name}") for figure in figures]
-        record = self._made(new)
-        last = load_records(self._folder / f"{self.name}.json").get(backend())
-        if last is not None and alike(last, record):
-            gone = (f"{trial.name}: ", f"{ALL_SEEDS}: ")
-            new += [figure for figure in last.figures if not figure.name.startswith(gone)]
-        new.sort(key=self._place)  # stable: the figures of a trial stay in their order
-        record = self._made([*new, *self._summary(new)])
-        save_record(self._folder, backend(), record)
-        self.record = record
-
-    def _made(self, figures: Sequence[Figure]) -> Record:
-        return make_record(
-            self.name,
-            figures,
-            quick=self._quick,
-            machine=self._machine,
-            rates=self._rates,
-            settings=self._settings,
-        )
-
-    def _place(self, figure: Figure) -> tuple[int, int]:
-        case, seed, _ = figure.name.split(": ", 2)
-        return self._cases.index(case), int(seed.removeprefix("seed "))
-
-
 def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
 
@@ -286,25 +215,38 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
         ) from None
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def run_folder(plan: Plan, case: str, seed: int) -> Path:
+    """Where a trial leaves what it writes."""
+    return plan.work / "runs" / re.sub("[ ,]+", "-", f"{case}-{seed}")
 
 
-def _short(path: Path) -> Path:
-    return path.relative_to(RESULTS.parents[1])
-
-
-def run_command(config: Path | str, work: Path, name: str, settings: Sequence[str]) -> list[str]:
-    """`grpo run` with a config, into work/name; `run_folder` is where its log is."""
+def run_trial(
+    plan: Plan, case: str, seed: int, config: Path | str, settings: Sequence[str], read: Reading
+) -> Trial:
+    """`grpo run` with a config as a trial."""
     from benchmarks.quickstart import command_line
 
-    all_settings = [f"run.name={name}", f"run.output_dir={work / 'runs'}", "log.report=false", *settings]
-    return [*command_line(), str(config), *(word for s in all_settings for word in ("--set", s))]
+    folder = run_folder(plan, case, seed)
+    place = (f"run.name={folder.name}", f"run.output_dir={folder.parent}", f"run.seed={seed}")
+    words = [word for each in (*place, "log.report=false", *settings) for word in ("--set", each)]
+    return Trial(
+        case=case,
+        seed=seed,
+        command=[*command_line(), str(config), *words],
+        read=lambda: read(read_log(folder)),
+    )
 
 
-def run_folder(work: Path, name: str) -> Path:
-    """Where a run of `run_command` leaves what it writes."""
-    return work / "runs" / name
+def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:
+    """A figure's values for each seed of a case."""
+    found = [figure for figure in figures if figure.name.startswith(f"{case}: seed ")]
+    return [figure.value for figure in found if figure.name.endswith(f": {name}")]
+
+
+def real_settings(plan: Plan) -> list[str]:
+    """Overrides for the model in GRPO_REAL_MODEL; none, after a word, where it names no folder."""
+    folder = os.environ.get(REAL_MODEL, "embedded" if plan.quick else "")
+    if not folder:
+        say(f"skipped, as {REAL_MODEL} names no folder")
+        return []
+    return [f"model.path={folder}", f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}"]

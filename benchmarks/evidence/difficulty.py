@@ -7,21 +7,18 @@ but for the draw; those without dynamic sampling, which take fewer tokens an upd
 
 from __future__ import annotations
 
-import os
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import attrs
 import click
 
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial
 from benchmarks.evidence.pictures import joined
-from benchmarks.evidence.readings import AFTER, BEFORE, TAUGHT, TOKENS, learning, reach, read_log
-from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid, sums_data
+from benchmarks.evidence.readings import AFTER, BEFORE, TAUGHT, TOKENS, learning, reach
+from benchmarks.evidence.real_model import CONFIG, at_grid, sums_data
 from benchmarks.evidence.real_tasks import SUMS
-from benchmarks.harness.command import say
-from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Curve, Figure
 
 DYNAMIC, STAGES = "loss.dynamic_sampling=true", "rollout.first_stage=4"
@@ -88,33 +85,21 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 )
 def main(plan: Plan, updates: int, sums: str) -> Sequence[Trial]:
     """Dynamic sampling, adaptive curriculum and two stages on a pretrained model (GRPO_REAL_MODEL)."""
-    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
-    if not folder:
-        say(f"difficulty: skipped, as {MODEL} names no folder")
-        return []
+    real = real_settings(plan)
     source = "embedded" if plan.quick else sums
     settings = [
-        f"model.path={folder}",
-        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+        *real,
         *sums_data(source),
         *SUMS,
         "eval.every=10",
         *(QUICK if plan.quick else ()),
     ]
     trials = []
-    for seed in plan.seeds:
-        for case in plan.cases:
-            name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
-            steps = 2 if plan.quick else round(updates * (1 if DYNAMIC in ARMS[case] else LONGER))
-            more = (*ARMS[case], f"optim.max_steps={steps}", f"run.seed={seed}")
-            command = run_command(CONFIG, plan.work, name, [*settings, *more])
-            log = run_folder(plan.work, name)
-            trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+    for seed, case in itertools.product(plan.seeds if real else (), plan.cases):
+        steps = 2 if plan.quick else round(updates * (1 if DYNAMIC in ARMS[case] else LONGER))
+        more = (*ARMS[case], f"optim.max_steps={steps}")
+        trials.append(run_trial(plan, case, seed, CONFIG, [*settings, *more], over_tokens))
     return trials
-
-
-def _reading(folder: Path) -> Callable[[], list[Figure]]:
-    return lambda: over_tokens(read_log(folder))
 
 
 def over_tokens(lines: Sequence[dict]) -> list[Figure]:

@@ -9,11 +9,13 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import attrs
 import mlx.core as mx
 
-from benchmarks.evidence.command import Plan, Trial, evidence, run_command, run_folder
-from benchmarks.evidence.readings import learning, read_log
+from benchmarks.evidence.command import Plan, Trial, evidence, run_folder, run_trial
+from benchmarks.evidence.readings import learning
 from benchmarks.harness.record import Figure
 from runners.quickstart import MODEL_DIR
 
@@ -41,12 +43,7 @@ def moved(before: dict[str, mx.array], after: dict[str, mx.array]) -> Figure:
     return Figure(name=MOVED, value=1e3 * (difference / size) ** 0.5, unit="‰")
 
 
-def summary(_: Sequence[Figure]) -> list[Figure]:
-    """There is no target: the table says all."""
-    return []
-
-
-@evidence("masters", cases=CASES, quick_cases=(CASES[0], CASES[1], CASES[2]), seeds="0,1,2", summary=summary)
+@evidence("masters", cases=CASES, quick_cases=(CASES[0], CASES[1], CASES[2]), seeds="0,1,2")
 def main(plan: Plan) -> Sequence[Trial]:
     """Weights in bfloat16, stochastically rounded, against float32 at learning rates of 1e-6 to 1e-5."""
     return [_trial(plan, case, seed) for seed in plan.seeds for case in plan.cases]
@@ -54,25 +51,23 @@ def main(plan: Plan) -> Sequence[Trial]:
 
 def _trial(plan: Plan, case: str, seed: int) -> Trial:
     rate, master, *rounding = case.split(", ")
-    name = f"{case}-{seed}".replace(", ", "-")
     settings = (
         *SETTINGS,
         *(QUICK if plan.quick else ()),
         f"optim.learning_rate={rate}",
         f"model.master={master}",
-        f"run.seed={seed}",
     )
-    command = run_command("quickstart", plan.work, name, settings)
-    if rounding == ["nearest"]:
-        begin = command.index("quickstart")
-        command = [sys.executable, "-m", "benchmarks.evidence.nearest", *command[begin:]]
-    folder = run_folder(plan.work, name)
-    return Trial(case=case, seed=seed, command=command, read=lambda: _read(folder))
+    folder = run_folder(plan, case, seed)
 
+    def read(lines: Sequence[dict[str, Any]]) -> list[Figure]:
+        before, after = (_weights(path) for path in (MODEL_DIR, folder / "final"))
+        return [*learning(lines), moved(before, after)]
 
-def _read(folder: Path) -> list[Figure]:
-    before, after = (_weights(path) for path in (MODEL_DIR, folder / "final"))
-    return [*learning(read_log(folder)), moved(before, after)]
+    trial = run_trial(plan, case, seed, "quickstart", settings, read)
+    if rounding != ["nearest"]:
+        return trial
+    options = trial.command[trial.command.index("quickstart") :]
+    return attrs.evolve(trial, command=[sys.executable, "-m", "benchmarks.evidence.nearest", *options])
 
 
 def _weights(folder: Path) -> dict[str, mx.array]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence.command import Plan, Trial, evidence, run_command, run_folder
-from benchmarks.evidence.readings import learning, read_log
-from benchmarks.harness.record import Figure
+from benchmarks.evidence.command import Plan, Trial, evidence, run_trial
+from benchmarks.evidence.readings import learning
 from benchmarks.quickstart_model.problems import SPLIT_ROWS, draw
 from grpo_fn import PRESETS
 
@@ -67,30 +66,18 @@ def write_hard(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
-def summary(_: Sequence[Figure]) -> list[Figure]:
-    """There is no target: the table says all."""
-    return []
-
-
-@evidence("presets", cases=tuple(PRESETS), quick_cases=("grpo", "gspo"), seeds="0,1,2", summary=summary)
+@evidence("presets", cases=tuple(PRESETS), quick_cases=("grpo", "gspo"), seeds="0,1,2")
 def main(plan: Plan) -> Sequence[Trial]:
     """The nine presets of the loss side by side on one hard split, with four updates from each rollout."""
     write_hard(plan.work / "hard")
     config = plan.work / "presets.toml"
     config.write_text(CONFIG.format(data=plan.work / "hard"), encoding="utf-8")
-    return [_trial(plan, config, case, seed) for seed in plan.seeds for case in plan.cases]
-
-
-def _trial(plan: Plan, config: Path, case: str, seed: int) -> Trial:
-    name = f"{case}-{seed}"
-    settings = (f"loss.preset={case}", f"run.seed={seed}", *(QUICK if plan.quick else ()))
-    folder = run_folder(plan.work, name)
-    return Trial(
-        case=case,
-        seed=seed,
-        command=run_command(config, plan.work, name, settings),
-        read=lambda: learning(read_log(folder)),
-    )
+    more = QUICK if plan.quick else ()
+    return [
+        run_trial(plan, case, seed, config, (f"loss.preset={case}", *more), learning)
+        for seed in plan.seeds
+        for case in plan.cases
+    ]
 
 
 if __name__ == "__main__":

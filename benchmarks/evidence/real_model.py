@@ -8,26 +8,23 @@ batches and completions. TRL generates by transformers' own `generate`.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from benchmarks.evidence.against_trl import OURS, THEIRS, side, side_settings
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
-from benchmarks.evidence.readings import HELD_OUT_AFTER, HELD_OUT_BEFORE, PEAK, REWARD, STEP, read_log
+from benchmarks.evidence.against_trl import OURS, THEIRS, their_trial
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial, values
+from benchmarks.evidence.readings import HELD_OUT_AFTER, HELD_OUT_BEFORE, PEAK, REWARD, STEP
 from benchmarks.evidence.real_tasks import PROBLEMS, TASKS
-from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Curve, Figure
+from benchmarks.sides import side_settings
 from runners.config.loading import load_config
-from runners.errors import UserError
 
 CONFIG = Path(__file__).with_suffix(".toml")
-MODEL = "GRPO_REAL_MODEL"
 CASES = tuple(f"{task}, {who}" for task in TASKS for who in (OURS, THEIRS))
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16")
 GRID = 2.0  # seconds between two points of a curve over time
@@ -39,14 +36,7 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
     result = []
     for task in TASKS:
         for name in (TRAINED, STEP):
-            ours, theirs = (
-                [
-                    figure.value
-                    for figure in figures
-                    if figure.name.startswith(f"{task}, {who}: seed") and figure.name.endswith(f": {name}")
-                ]
-                for who in (OURS, THEIRS)
-            )
+            ours, theirs = (values(figures, f"{task}, {who}", name) for who in (OURS, THEIRS))
             if ours and theirs:
                 ratio = statistics.fmean(theirs) / statistics.fmean(ours)
                 title = f"{ALL_SEEDS}: {task}: {name}: {THEIRS} / {OURS}"
@@ -66,16 +56,13 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 @click.option("--gsm8k", default="openai/gsm8k", show_default=True, help="Data of the task `GSM8K`.")
 def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
     """A pretrained model (GRPO_REAL_MODEL) here and in TRL's GRPOTrainer: rewards over seconds."""
-    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
-    if not folder:
-        raise UserError(f"{MODEL} is not set: expected the folder of a pretrained model")
+    real = real_settings(plan)
     trials = []
-    for case in plan.cases:
+    for case in plan.cases if real else ():
         task, who = case.rsplit(", ", 1)
         data = {"sums": sums, "GSM8K": gsm8k}.get(task, "embedded")
         settings = [
-            f"model.path={folder}",
-            f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+            *real,
             *sums_data(data),
             *TASKS[task],
             *(QUICK if plan.quick else ()),
@@ -84,11 +71,10 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
         if who == THEIRS:
             given.write_text(json.dumps(side_settings(load_config(str(CONFIG), settings))), encoding="utf-8")
         for seed in plan.seeds:
-            name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
-            log = run_folder(plan.work, name)
-            ours = run_command(CONFIG, plan.work, name, (f"run.seed={seed}", *settings))
-            command = ours if who == OURS else side("train", str(given), str(log), str(seed))
-            trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+            if who == OURS:
+                trials.append(run_trial(plan, case, seed, CONFIG, settings, over_time))
+            else:
+                trials.append(their_trial(plan, case, seed, given, over_time))
     return trials
 
 
@@ -98,10 +84,6 @@ def sums_data(source: str) -> tuple[str, ...]:
         (f"data.name={json.dumps(json.dumps(PROBLEMS))}",) if source.startswith("reasoning-gym:") else ()
     )
     return (f"data.source={source}", *settings)
-
-
-def _reading(folder: Path) -> Callable[[], list[Figure]]:
-    return lambda: over_time(read_log(folder))
 
 
 def at_grid(places: Sequence[float], values: Sequence[float], each: float = GRID) -> Curve:

@@ -8,21 +8,18 @@ completions in full precision, 8 bits, 4 bits rounded to nearest and 4 bits cali
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
-from benchmarks.evidence.readings import HELD_OUT_AFTER, SYNC, read_log, sampler
-from benchmarks.evidence.real_model import CONFIG, MODEL, over_time, sums_data
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial, values
+from benchmarks.evidence.readings import HELD_OUT_AFTER, SYNC, sampler
+from benchmarks.evidence.real_model import CONFIG, over_time, sums_data
 from benchmarks.evidence.real_tasks import TASKS
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
-from runners.errors import UserError
 
 FULL, CALIBRATED = "full precision", "affine-4 calibrated"
 SAMPLERS = {
@@ -41,20 +38,14 @@ NEAR, SYNC_SHARE = 2.0, 10.0  # points of held-out reward below full precision; 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
     """How far each few-bit sampler stays below full precision: the means' difference, 100 points a reward."""
 
-    def mean(task: str, form: str, correction: str) -> float | None:
-        start = f"{task}, {form}, {correction}: seed"
-        found = [
-            f.value for f in figures if f.name.startswith(start) and f.name.endswith(f": {HELD_OUT_AFTER}")
-        ]
-        return statistics.fmean(found) if found else None
-
     result = []
     for task, form, correction in (case.split(", ") for case in CASES):
-        full, found = mean(task, FULL, correction), mean(task, form, correction)
-        if form != FULL and full is not None and found is not None:
+        full = values(figures, f"{task}, {FULL}, {correction}", HELD_OUT_AFTER)
+        found = values(figures, f"{task}, {form}, {correction}", HELD_OUT_AFTER)
+        if form != FULL and full and found:
             title = f"{ALL_SEEDS}: {task}, {form}, {correction}: below full precision"
             target = NEAR if form == CALIBRATED and correction != "none" else None
-            below = max(100 * (full - found), 0.0)
+            below = max(100 * (statistics.fmean(full) - statistics.fmean(found)), 0.0)
             result.append(Figure(name=title, value=below, unit="points", at_most=target))
     usual = f", {CALIBRATED}, {CORRECTIONS[0]}: "
     syncs = [f.value for f in figures if usual in f.name and f.name.endswith(f": {SYNC}")]
@@ -75,37 +66,27 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 @click.option("--sums", default="reasoning-gym:chain_sum", show_default=True, help="Data of the task `sums`.")
 def main(plan: Plan, sums: str) -> Sequence[Trial]:
     """A pretrained model (GRPO_REAL_MODEL) that samples in few bits: rewards, mismatch, time of a sync."""
-    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
-    if not folder:
-        raise UserError(f"{MODEL} is not set: expected the folder of a pretrained model")
+    real = real_settings(plan)
     trials = []
-    for case, seed in itertools.product(plan.cases, plan.seeds):
+    for case, seed in itertools.product(plan.cases if real else (), plan.seeds):
         task, form, correction = case.split(", ")
-        name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
         settings = [
-            f"run.seed={seed}",
-            f"model.path={folder}",
-            f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+            *real,
             *(sums_data(sums) if task == "sums" else ("data.source=embedded",)),
             *TASKS[task],
             *SETTINGS,
             *SAMPLERS[form],
             f"loss.correction={correction}",
-            *(("rollout.group_size=32",) if folder == "embedded" and form != FULL else ()),
+            *(("rollout.group_size=32",) if "model.path=embedded" in real and form != FULL else ()),
             *(QUICK if plan.quick else ()),
         ]
-        log = run_folder(plan.work, name)
-        command = run_command(CONFIG, plan.work, name, settings)
-        trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+        trials.append(run_trial(plan, case, seed, CONFIG, settings, read))
     return trials
 
 
-def _reading(folder: Path) -> Callable[[], list[Figure]]:
-    def read() -> list[Figure]:
-        lines = read_log(folder)
-        return [*over_time(lines), *sampler(lines), sync_share(lines)]
-
-    return read
+def read(lines: Sequence[dict[str, Any]]) -> list[Figure]:
+    """The figures of a run's log."""
+    return [*over_time(lines), *sampler(lines), sync_share(lines)]
 
 
 def sync_share(lines: Sequence[dict[str, Any]]) -> Figure:

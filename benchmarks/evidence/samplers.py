@@ -15,9 +15,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_trial, values
 from benchmarks.evidence.pool import Job, side_by_side
-from benchmarks.evidence.readings import AFTER, learning, read_log, sampler
+from benchmarks.evidence.readings import AFTER, learning, sampler
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
@@ -53,19 +53,15 @@ QUICK_CASES = [case_of(QUICK_LAYERS, "affine-4", "token_truncate")]
 def summary(figures: Sequence[Figure]) -> list[Figure]:
     """How far each corrected sampler of 4 bits stays below full precision: the means' difference."""
 
-    def mean(case: str) -> float | None:
-        found = [f.value for f in figures if f.name.startswith(f"{case}: ") and f.name.endswith(f": {AFTER}")]
-        return statistics.fmean(found) if found else None
-
     result = []
     for layers, form in itertools.product(LAYERS, FORMATS[1:]):
-        full = mean(case_of(layers, FORMATS[0], "none"))
-        corrected = mean(case_of(layers, form, "token_truncate"))
-        if full is not None and corrected is not None:
+        full = values(figures, case_of(layers, FORMATS[0], "none"), AFTER)
+        corrected = values(figures, case_of(layers, form, "token_truncate"), AFTER)
+        if full and corrected:
             result.append(
                 Figure(
                     name=f"{ALL_SEEDS}: {layers} layers, {form}, token_truncate: below full precision",
-                    value=max(full - corrected, 0.0),
+                    value=max(statistics.fmean(full) - statistics.fmean(corrected), 0.0),
                     unit="points",
                     at_most=NEAR,
                 )
@@ -122,24 +118,16 @@ def main(plan: Plan, models: Path | None, teach: bool) -> Sequence[Trial]:
 
 def _trial(plan: Plan, models: Path, case: str, seed: int) -> Trial:
     depth, form, correction = case.split(", ")
-    name = f"{case}-{seed}".replace(", ", "-").replace(" ", "-")
     settings = [
         *SETTINGS,
         *(QUICK if plan.quick else ()),
-        f"run.seed={seed}",
         f"model.path={model_folder(models, int(depth.partition(' ')[0]), quick=plan.quick)}",
         f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
         f"rollout.quantization={'none' if form == FORMATS[0] else form}",
         f"loss.correction={correction}",
     ]
-    folder = run_folder(plan.work, name)
-
-    def read() -> list[Figure]:
-        lines = read_log(folder)
-        return [*learning(lines), *sampler(lines)]
-
-    return Trial(
-        case=case, seed=seed, command=run_command("quickstart", plan.work, name, settings), read=read
+    return run_trial(
+        plan, case, seed, "quickstart", settings, lambda lines: [*learning(lines), *sampler(lines)]
     )
 
 

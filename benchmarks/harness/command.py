@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from benchmarks.harness.machine import backend, machine, rates
 from benchmarks.harness.record import (
     RESULTS,
+    Arranged,
     Figure,
     Measured,
     Record,
@@ -27,7 +28,6 @@ from benchmarks.harness.report import draw_chart, refresh
 from runners.errors import UserError
 from runners.machine import startup
 
-SAME_WORK = ("repeats", "sweep")  # options that change how much is measured, and not what
 OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own
 
 
@@ -39,7 +39,28 @@ def say(text: str) -> None:
 Found = Sequence[Figure] | Measured | Iterator[Sequence[Figure]]  # what a benchmark's function returns
 
 
-def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[..., Found]], click.Command]:
+@attrs.frozen(kw_only=True)
+class Kind:
+    """What the commands of a folder of results have in common."""
+
+    home: Path  # the folder
+    other: Path  # for results of --quick, or of other work
+    same_work: Sequence[str]  # options that change how much is measured, and not what
+    draw: Callable[[Path, str, Callable[[str], None]], None]  # makes the picture of FOLDER/NAME.json
+    packages: Sequence[str] = ()  # whose versions belong to the result, besides this project's
+    replaced: Callable[[Sequence[Figure]], Sequence[str]] = (
+        lambda lot: ()
+    )  # parts whose old figures a lot replaces
+    arranged: Arranged = tuple  # see `save_record`
+    adds: bool = False  # figures that are not measured again stay
+
+
+BENCHMARK = Kind(home=RESULTS, other=OTHER_RESULTS, same_work=("repeats", "sweep"), draw=draw_chart)
+
+
+def benchmark(
+    name: str, *, parts: Sequence[str] = (), kind: Kind = BENCHMARK
+) -> Callable[[Callable[..., Found]], click.Command]:
     """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
 
     A function that yields its figures, some at a time, has each lot written at once: what ends the command
@@ -62,18 +83,19 @@ def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[...
         @click.option(
             "--out",
             type=click.Path(path_type=Path, file_okay=False),
-            help=f"Folder of the result [benchmarks/results; with --quick or other work {OTHER_RESULTS}].",
+            help=f"Folder of the result [benchmarks/{kind.home.relative_to(RESULTS.parent)}; with --quick or "
+            f"other work {kind.other}].",
         )
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            settings = given({key: value for key, value in options.items() if key not in parts})
+            settings = given([key for key in options if key not in (*parts, *kind.same_work)])
             chosen = [options[key] for key in parts if options[key]]
-            folder = out or (OTHER_RESULTS if quick or settings else RESULTS)
+            folder = out or (kind.other if quick or settings else kind.home)
             try:
                 last = load_records(folder / f"{name}.json").get(backend())  # before the minutes of measuring
                 for notice in startup.prepare().notices:
                     say(notice)
-                surroundings = machine()  # the load before this benchmark adds its own
+                surroundings = machine(kind.packages)  # the load before this benchmark adds its own
                 say(f"{name}: measuring the machine")
                 floor = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
 
@@ -81,28 +103,33 @@ def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[...
                     measured = make_record(
                         name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
                     )
-                    return save_record(folder, backend(), measured, parts=parts)[1]
+                    return save_record(folder, backend(), measured, parts=parts, arranged=kind.arranged)[1]
 
+                record: Record | None = None
                 found = function(quick=quick, **options)
                 if isinstance(found, Iterator):
                     figures: list[Figure] = []
                     for lot in found:
                         figures += lot
-                        save(lot, ())
+                        record = save(lot, kind.replaced(lot))
                     found = figures
                 found = found if isinstance(found, Measured) else Measured(found, {})
                 whole: Sequence[str] | None = None  # the parts whose other figures go; None: all figures
                 if chosen:
                     whole = chosen[0] if chosen == [options[parts[0]]] else ()
-                record = save(found.figures, whole)
+                if not kind.adds:
+                    record = save(found.figures, whole)
+                elif record is None:
+                    return
                 for file, text in found.files.items():
                     (folder / file).write_text(text, encoding="utf-8")
-                draw_chart(folder, name, say)
-                if folder.resolve() == RESULTS:
+                kind.draw(folder, name, say)
+                if folder.resolve() == kind.home:
                     refresh()
             except UserError as error:
                 say(str(error))
                 sys.exit(2)
+            assert record is not None
             click.echo(table(record, last))
             say(f"written to {folder / name}.json under {backend()!r}")
             for figure in record.missed():
@@ -115,12 +142,11 @@ def benchmark(name: str, *, parts: Sequence[str] = ()) -> Callable[[Callable[...
     return decorate
 
 
-def given(options: dict[str, Any], same_work: Sequence[str] = SAME_WORK) -> dict[str, str]:
-    """The options given on the command line that make a result another measurement."""
+def given(names: Sequence[str]) -> dict[str, str]:
+    """Those of these options that are on the command line."""
     context = click.get_current_context()
-    kept = [name for name in options if name not in same_work]
     return {
-        name: str(options[name])
-        for name in kept
+        name: str(context.params[name])
+        for name in names
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }

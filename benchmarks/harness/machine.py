@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform as system
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -68,8 +68,8 @@ def backend() -> str:
     return startup.prepare().backend
 
 
-def machine() -> dict[str, str | int | float]:
-    """Hardware, libraries and versions, as a result keeps them."""
+def machine(packages: Sequence[str] = ()) -> dict[str, str | int | float]:
+    """Hardware, libraries and versions, those of these packages too, as a result keeps them."""
     found = startup.prepare()
     return {
         "cpu": _cpu_name(),
@@ -84,7 +84,15 @@ def machine() -> dict[str, str | int | float]:
         "mlx": importlib.metadata.version("mlx"),
         "mlx-lm": importlib.metadata.version("mlx-lm"),
         "grpo_fn": grpo_fn.__version__,
+        **{package: _version(package) for package in packages},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _cpu_name() -> str:

@@ -75,9 +75,7 @@ def timed(call: Call, *, repeats: int, warmup: int = 1) -> Timing:
     return interleaved({"call": call}, repeats=repeats, warmup=warmup)["call"]
 
 
-def interleaved(
-    calls: Mapping[str, Call], *, repeats: int, warmup: int = 1, least_seconds: float = 0.0
-) -> dict[str, Timing]:
+def interleaved(calls: Mapping[str, Call], *, repeats: int, warmup: int = 1) -> dict[str, Timing]:
     """Timings of several calls, taken in turn so that whatever else the machine does hits all alike.
 
     Args:
@@ -85,8 +83,6 @@ def interleaved(
         repeats: rounds; in each, every call is timed once. A round starts one call further on than the last,
             so that none always follows the same neighbour.
         warmup: calls of each before the first round.
-        least_seconds: where a call takes less, a sample is the mean of as many calls as fill that time:
-            clocks and schedulers blur what is short.
 
     Raises:
         ValueError: there are no calls, or repeats < 1.
@@ -97,15 +93,11 @@ def interleaved(
     for _ in range(warmup):
         for name in names:
             run_once(calls[name])
-    counts = dict.fromkeys(names, 1)
-    if least_seconds > 0:
-        counts = {name: max(1, round(least_seconds / max(run_once(calls[name]), 1e-7))) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            taken = [run_once(calls[name]) for _ in range(counts[name])]
-            samples[name].append(sum(taken) / len(taken))
+            samples[name].append(run_once(calls[name]))
     return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 

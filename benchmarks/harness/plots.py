@@ -29,22 +29,17 @@ class Chart:
 
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "quickstart": (Chart(r"(?P<row>seed \d+): exact match (?P<series>before|after)", "%", "exact match, %"),),
-    "logprobs": (
-        Chart(r"(?P<row>.+): time, (?P<series>naive|ours)", "s", "seconds"),
-        Chart(r"(?P<row>.+): peak, (?P<series>naive|ours)", "MB", "peak, MB"),
-    ),
-    "gated_delta": (
-        Chart(r"(?P<row>\d+ tokens): time, (?P<series>loop|chunks)", "s", "seconds"),
-        Chart(r"(?P<row>\d+ tokens): peak, (?P<series>loop|chunks)", "MB", "peak, MB"),
-    ),
-    "loss": (Chart(r"loss, (?P<row>\w+)", "ms", "milliseconds"),),
-    "step": (Chart(r"(?P<row>rollout|reward|batch|grad|update|sync)", "ms", "milliseconds"),),
+    "step": (Chart(r"(?P<row>rollout|reward|learner|update|sync|rest)", "ms", "milliseconds"),),
     "rollout": (
         Chart(
             r"(?P<panel>[^:]+): (?P<row>ours|BatchGenerator, .+|finished .+|equal|ragged)",
             "tokens/s",
             "tokens a second",
         ),
+    ),
+    "real_quant": (
+        Chart(r"rates: (?P<row>[^:]+): tokens/s at (?P<series>batch \d+)", "tokens/s", "tokens a second"),
+        Chart(r"rates: (?P<row>[^:]+): (?P<series>weights|peak)", "MB", "memory, MB"),
     ),
     "learner": (
         Chart(r"(?P<panel>.+): time, (?P<row>.+)", "s", "seconds"),
@@ -61,10 +56,6 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             "tokens a second",
         ),
         Chart(r"(?P<panel>[^:]+): (?P<row>[^:]+) dequantized: KL", "nats", "KL a token, nats"),
-    ),
-    "sync": (
-        Chart(r"(?P<panel>[^:]+): (?P<row>[^:]+): time", "ms", "milliseconds"),
-        Chart(r"(?P<panel>[^:]+): (?P<row>[^:]+): memory of its own", "MB", "weights of its own, MB"),
     ),
 }
 

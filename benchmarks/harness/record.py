@@ -6,7 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ def ratio_figure(name: str, ratio: Ratio, unit: str = "x", **more: Any) -> Figur
         samples=len(ratio.pairs),
         **more,
     )
+
+
+Arranged = Callable[[Sequence[Figure]], Sequence[Figure]]
 
 
 @attrs.frozen
@@ -159,12 +162,18 @@ def load_records(path: Path) -> dict[str, Record]:
 
 
 def save_record(
-    folder: Path, backend: str, record: Record, *, parts: Sequence[str] | None = None
+    folder: Path,
+    backend: str,
+    record: Record,
+    *,
+    parts: Sequence[str] | None = None,
+    arranged: Arranged = tuple,
 ) -> tuple[Record | None, Record]:
     """Writes FOLDER/NAME.json, other backends' records kept.
 
     With `parts`, figures of the last record stay, if it was measured likewise: all but those whose names are
-    in `record`, or are "PART: ..." of these parts. Machine and rates are then the latest run's.
+    in `record`, or are "PART: ..." of these parts. Machine and rates are then the latest run's. `arranged`
+    makes the record's figures of these.
 
     Returns:
         (the record that was there, the one that is there now).
@@ -178,6 +187,7 @@ def save_record(
         if last.date != record.date:
             stay = [attrs.evolve(figure, date=figure.date or last.date) for figure in stay]
         record = attrs.evolve(record, figures=(*stay, *record.figures))
+    record = attrs.evolve(record, figures=tuple(arranged(record.figures)))
     records[backend] = record
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(_spelled(records))

@@ -24,31 +24,19 @@ RATES = (  # key, words, scale, digits, unit
 NAMES = (
     "quickstart",
     "first_update",
-    "lengths",
     "rollout",
     "serving",
     "turns",
     "quant",
     "real_quant",
-    "router_replay",
-    "sync",
     "learner",
-    "logprobs",
-    "gated_delta",
-    "loss",
     "step",
     "peers",
-    "cpu_peers",
-    "generation",
-    "loading",
     "memory",
-    "checkpoint",
-    "depth",
     "ranks",
-    "run_report",
     "mechanisms",
 )
-GRIDS = ("quant", "real_quant", "router_replay", "sync", "depth", "mechanisms")  # one table for many rows
+GRIDS = ("quant", "real_quant", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:

@@ -18,9 +18,6 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
-import numpy as np
-
-from grpo_fn.trees import Tree, map_arrays
 
 
 @attrs.frozen(kw_only=True)
@@ -30,38 +27,6 @@ class Side:
     config: str  # a file, or a preset's name
     overrides: list[str]  # SECTION.KEY=VALUE
     disable: list[str]  # mechanisms, as `grpo_fn.backends.disable` takes them
-
-
-@attrs.frozen(eq=False)
-class _Leaf:
-    values: np.ndarray
-    dtype: mx.Dtype
-
-
-class HostCopy:
-    """A tree whose arrays lie in the host's memory, where MLX does not count them."""
-
-    def __init__(self, tree: Tree) -> None:
-        leaves: dict[int, _Leaf] = {}
-
-        def leaf(array: mx.array) -> _Leaf:
-            if id(array) not in leaves:
-                plain = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
-                leaves[id(array)] = _Leaf(np.array(plain), array.dtype)
-            return leaves[id(array)]
-
-        self._tree = map_arrays(leaf, tree)
-
-    def arrays(self) -> Tree:
-        """The tree with new arrays; what was one array in several places is one again."""
-        made: dict[int, mx.array] = {}
-
-        def array(leaf: _Leaf) -> mx.array:
-            if id(leaf) not in made:
-                made[id(leaf)] = mx.array(leaf.values).astype(leaf.dtype)
-            return made[id(leaf)]
-
-        return map_arrays(array, self._tree, kind=_Leaf)
 
 
 def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
@@ -88,30 +53,24 @@ def main(path: str) -> None:
     from runners.machine.startup import prepare
 
     platform = prepare()
-    from benchmarks.step import one_step
+    from benchmarks.step import RepeatedStep
     from grpo_fn.backends import disabled
     from runners.config.loading import load_config
-    from runners.training.setup import SetUp
 
     config = load_config(side.config, side.overrides).check()
     with disabled(*side.disable):
-        run = SetUp(config, platform).build()
-        examples = run.stream.take(config.optim.batch_size)
-        # Each step has arrays of its own, whose memory the new ones may take, as in a run.
-        first = HostCopy(run.learner.state)
-        run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+        repeated = RepeatedStep(config, platform)
 
         def step() -> dict[str, Any]:
-            states = [first.arrays()]
-            mx.eval(states)
+            repeated.prepare()
             mx.reset_peak_memory()
             started, worked = time.perf_counter(), time.process_time()
-            done = one_step(run, states.pop(), examples)
+            done = repeated.take()
             return {
                 "seconds": time.perf_counter() - started,
                 "cpu": time.process_time() - worked,
                 "peak": mx.get_peak_memory(),
-                "tokens": done.sampled,
+                "tokens": done["tokens"],
             }
 
         serve(out, step)

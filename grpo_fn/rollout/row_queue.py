@@ -135,9 +135,14 @@ class RowQueue:
             self.rows[row] = Row(entry, key, nothing_yet(entry))
 
     def cancel(self, rows: Iterable[int]) -> None:
-        """Rows that wait or decode leave, the latter at the next check; kept caches of these are
-        freed."""
+        """Rows that wait or decode leave, the latter at the next check.
+
+        Kept caches are freed: those of these rows, and those that the rows would have continued.
+        """
         for row in rows:
+            continued = self.rows[row].entry.continues if row in self.rows else None
+            if continued is not None:
+                self._kept.pop(continued, None)
             for known in (self.rows, self._ended, self._kept):
                 known.pop(row, None)
 

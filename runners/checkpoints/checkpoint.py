@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import mlx.core as mx
 
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_folder import TRAINER_STATE, list_checkpoints
+from runners.checkpoints.values import decoded
 from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, first_line, show
@@ -37,12 +38,11 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 6  # before it, the sampler was not one value
+VERSION = 6  # before it, not every field of the run's state was saved
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
 DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
-_Kind = TypeVar("_Kind")
 
 
 def write_checkpoint(
@@ -227,27 +227,7 @@ def read_trainer_state(folder: Path) -> TrainerState:
             f"{file}: expected version {VERSION}, found {show(content.get('version'))}: another grpo_fn "
             "saved it; finish the run with that one, or start again with --overwrite"
         )
-    return from_table(content, TrainerState, str(file))
-
-
-def from_table(table: object, kind: type[_Kind], where: str) -> _Kind:
-    """An attrs value from a JSON object with its fields. UserError, which names the field, for others."""
-    if not isinstance(table, dict):
-        raise UserError(f"{where}: expected a JSON object, found {show(table)}")
-    values: dict[str, Any] = {}
-    for field in attrs.fields(attrs.resolve_types(kind)):
-        path = f"{where}: {field.name}"
-        if field.name not in table:
-            raise UserError(f"{path} is missing")
-        value = table[field.name]
-        if attrs.has(field.type):
-            values[field.name] = from_table(value, field.type, path)
-            continue
-        try:
-            values[field.name] = rules.check(value, field)
-        except rules.Mismatch as error:
-            raise UserError(f"{path}: {error.reason(value)}") from error
-    return kind(**values)
+    return decoded(content, TrainerState, str(file))
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:

@@ -73,8 +73,10 @@ def _as(tree: Any, kind: Any, where: str) -> Any:
     """A part of a tree as a value of this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        one, other = arguments  # T | None
-        return None if tree is None else _as(tree, one if other is type(None) else other, where)
+        if tree is None:
+            return None
+        (one,) = [each for each in arguments if each is not type(None)]  # T | None
+        return _as(tree, one, where)
     if attrs.has(kind):
         return decoded(tree, kind, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -89,8 +91,8 @@ def _as(tree: Any, kind: Any, where: str) -> Any:
         return tree
     if origin in (tuple, list, frozenset) or hasattr(kind, "_fields"):
         return _sequence(tree, kind, where)
-    if kind is float and type(tree) in (int, float):
-        return float(tree)  # a metric may be NaN
+    if kind is float and type(tree) is float:
+        return tree  # a metric may be NaN
     try:
         return rules.structure(tree, kind)
     except rules.Mismatch as error:
@@ -113,5 +115,5 @@ def _numpy(tree: Any, where: str) -> np.ndarray:
     try:
         bits = np.array(tree["bits"])
         return bits.view(np.dtype(tree["dtype"])).reshape([int(size) for size in tree["shape"]])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: expected an array, found {show(tree)}") from error

@@ -150,6 +150,8 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request: what it has so far is collected as "cancelled". What was kept of it is
-        freed."""
+        """End a request: what it has so far is collected as "cancelled".
+
+        What was kept of it is freed, and of the request that it continues.
+        """
         ...

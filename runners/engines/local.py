@@ -147,6 +147,8 @@ class LocalEngine:
             return
         if ticket in self._waiting:
             self._waiting.remove(ticket)
+            if job.request.continues is not None:
+                self.cancel(job.request.continues)
         left = [place for place in range(len(job.request.seeds)) if place not in job.ended]
         for place in left:
             tokens, logp = self._so_far(job, place)
@@ -263,7 +265,7 @@ class LocalEngine:
                         images=request.images,
                         drawn=request.drawn,
                         keep=request.keep,
-                        continues=None if continues is None else self._kept.pop(continues, None),
+                        continues=None if continues is None else self._kept.get(continues),
                     )
                 )
             except ValueError:
@@ -271,6 +273,8 @@ class LocalEngine:
                     for number in self._jobs.pop(ticket).rows:
                         del self._places[number]
                 raise
+            if continues is not None:
+                self._kept.pop(continues, None)
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if stop and self.decoder is None:

@@ -1,5 +1,4 @@
-"""Rollouts from any engine: completions of prompts, and conversations whose turns are answered from
-outside."""
+"""Rollouts from any engine: completions of prompts, and conversations with turns from outside."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def generate(
         left = [ticket for ticket in tickets if ticket not in rows]
         for ticket in left:
             engine.cancel(ticket)
-    rows |= engine.collect(len(left)) if left else {}
+        rows |= engine.collect(len(left)) if left else {}
     whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
     images = [request.images for request in requests]
     rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
@@ -135,7 +134,6 @@ class _Conversation:
 
     prompt: tuple[int, ...]
     seed: Seed
-    ticket: Ticket | None = None  # of its present turn, or of the last one
     tokens: list[int] = attrs.field(factory=list)
     sampled: list[bool] = attrs.field(factory=list)
     logp: list[float] = attrs.field(factory=list)
@@ -197,6 +195,9 @@ def converse(
     talks = [_Conversation(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
+    held: dict[
+        int, Ticket
+    ] = {}  # of each row's turn that decodes, or that another one may continue
 
     def take_turn(row: int) -> None:
         talk = talks[row]
@@ -205,13 +206,15 @@ def converse(
             seeds=(talk.seed,),
             drawn=sum(talk.sampled),
             keep=True,
-            continues=talk.ticket,
+            continues=held.get(row),
         )
         room = sampling.max_new_tokens - len(talk.tokens)
-        talk.ticket = engine.submit(
-            request, attrs.evolve(sampling, num_generations=1, max_new_tokens=room)
-        )
-        decoding[talk.ticket] = row
+        turn_sampling = attrs.evolve(sampling, num_generations=1, max_new_tokens=room)
+        held[row] = engine.submit(request, turn_sampling)
+        decoding[held[row]] = row
+
+    def end(row: int) -> None:
+        engine.cancel(held.pop(row))
 
     def hear(ticket: Ticket, turn: Row) -> None:
         row = decoding.pop(ticket)
@@ -221,18 +224,17 @@ def converse(
         if goes_on and turn.tokens and replies.begin(row, turn.tokens):
             waiting.add(row)
         else:
-            engine.cancel(ticket)  # nothing continues it
+            end(row)
 
     def answer(row: int, tokens: Sequence[int] | None) -> None:
         waiting.remove(row)
         talk = talks[row]
         if tokens is None:
-            engine.cancel(_ticket(talk))
-        elif (
-            len(talk.tokens) + len(tokens) >= sampling.max_new_tokens
-        ):  # no room for an answer to it
+            end(row)
+        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:
+            # There is no room for an answer to it.
             talk.finish = "length"
-            engine.cancel(_ticket(talk))
+            end(row)
         else:
             talk.give(tokens)
             take_turn(row)
@@ -255,21 +257,14 @@ def converse(
     except Interrupted:  # by `replies`, which asks `should_stop` too
         pass
     finally:
-        for talk in talks:
-            if talk.ticket is not None and (talk.ticket in decoding or waiting):
-                engine.cancel(talk.ticket)
-    cut = bool(decoding or waiting)
-    for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
-        talks[decoding[ticket]].sample(turn)
+        for ticket in held.values():
+            engine.cancel(ticket)
+        for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
+            talks[decoding[ticket]].sample(turn)
     rollout = _grouped(talks, sampling)
-    if cut:
+    if held:
         raise Cancelled(rollout)
     return rollout
-
-
-def _ticket(talk: _Conversation) -> Ticket:
-    assert talk.ticket is not None
-    return talk.ticket
 
 
 def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:

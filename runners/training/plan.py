@@ -177,11 +177,13 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
     """Micro-batches with the sampler's choice of experts for their tokens: one more forward
     pass."""
     weights = plan.weights(state)
+    # In full precision the learner's own module is the same function, and the sampler's may be in use.
+    policy = plan.run.learner.policy if state.sampler.role is None else weights.policy
 
     def replayed(piece: g.Batch) -> g.Batch:
         if not piece.mask_bt.shape[0]:
             return piece
-        experts_blnk = chosen_experts(weights.policy, weights.params, piece)
+        experts_blnk = chosen_experts(policy, weights.params, piece)
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
@@ -246,8 +248,6 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
                 plan.shown.note(formats_line(config, formats, learner.policy, params))
             sampler = rounded_as(sampler, learner.quantized, name, moments, formats)
         state = attrs.evolve(state, sampler=sampler)
-        if sampler.role is not None:
-            plan.engine.load(plan.weights(state))
         role = reference_role(plan, state)
         first = state.update == plan.run.length.supervised_updates
         if role is not None and first and state.train.ref_params is not None:

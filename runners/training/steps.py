@@ -9,6 +9,7 @@ of ranks: it holds the micro-batches that wait, and no rank's sums.
 from __future__ import annotations
 
 import attrs
+import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import all_reduce
@@ -34,8 +35,10 @@ class UpdateResult:
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """What the next batch step's rollout needs: prompts, random key, and the weights to fall back
-    on."""
+    """What the next rollout needs: prompts, random key, and the weights to fall back on.
+
+    All of it is computed: another thread could only read it.
+    """
     run, config = plan.run, plan.config
     if state.batch_step < run.length.supervised:
         gold = PromptOrder(run.data.gold, config.run.seed)
@@ -57,9 +60,11 @@ def propose(plan: Plan, state: RunState) -> Draw:
     full = None
     if state.sampler.role is not None:
         full = weights_of(run.learner.sampling, state.train.old_params, given_up(state.sampler, ""))
+    key = fold_in(state.train.key, ROLLOUTS, state.batch_step)
+    mx.eval(key)
     return Draw(
         drawn=drawn(run.order, state.position, config.optim.batch_size, weighted),
-        key=fold_in(state.train.key, ROLLOUTS, state.batch_step),
+        key=key,
         weighted=weighted,
         trainer_state=TrainerState(
             state.update, run.length.updates, epoch, config.optim.num_epochs
@@ -70,14 +75,20 @@ def propose(plan: Plan, state: RunState) -> Draw:
 
 
 def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
-    """A scored rollout of the prompts of a draw, or its gold completions. It touches no state."""
+    """A scored rollout of the prompts of a draw, or its gold completions.
+
+    It touches no state, and its result is computed: it may run in another thread, beside the other functions.
+    """
     if draw.gold:
-        return gold_experience(draw.drawn.examples, plan.run.loaded.vision)
-    return plan.run.collector.collect(engine, draw)
+        found = gold_experience(draw.drawn.examples, plan.run.loaded.vision)
+    else:
+        found = plan.run.collector.collect(engine, draw)
+    g.materialize(found.rollout, found.advantages_pg)
+    return found
 
 
 def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After a rollout: its micro-batches wait for their updates."""
+    """After a rollout: its micro-batches wait for their updates. The engine is not used."""
     config = plan.config
     gold = state.batch_step < plan.run.length.supervised
     with plan.times.timing("learner"):
@@ -120,6 +131,14 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
     for phase in plan.after_rollout:
         state = phase(plan, state, experience)
     return state
+
+
+def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
+    """After `learn`: the engine gets the sampler's weights if the rollout has shown how to round them."""
+    role = learned.sampler.role
+    if role is not None and role is not before.sampler.role:
+        with plan.times.timing("sync"):
+            plan.engine.load(plan.weights(learned))
 
 
 def release_sampler(plan: Plan, state: RunState) -> RunState:

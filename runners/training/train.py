@@ -29,6 +29,7 @@ from runners.training.steps import (
     learn,
     propose,
     release_sampler,
+    reload_sampler,
     sync,
     update,
 )
@@ -135,6 +136,7 @@ def take_batch_step(session: Session) -> None:
     session.shown.status("sampling")
     found = experience(plan, plan.engine, propose(plan, state))  # prompts -> completions -> rewards
     learned = learn(plan, state, found)  # -> advantages -> micro-batches
+    reload_sampler(plan, state, learned)
     with session.committing("the batch step"):
         session.state = learned
         log_batch_step(session, found)

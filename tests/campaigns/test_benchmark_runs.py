@@ -12,8 +12,6 @@ def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
     """--quick --check."""
     if name == "peers":
         pytest.importorskip("mlx_lm_lora", reason="of the extra `peers`")
-    if name == "cpu_peers":
-        pytest.importorskip("peft", reason="of the extra `peers`")
     check_quick_run(name, tmp_path)
 
 

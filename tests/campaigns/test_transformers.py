@@ -50,7 +50,7 @@ def run(request, tmp_path_factory):
 
 def test_logits_are_those_of_transformers_in_float32(run, tmp_path):
     """On the held-out prompts, to a thousandth."""
-    from benchmarks.evidence.trl_side import compare_logits
+    from benchmarks.sides import compare_logits
 
     settings, out = _settings(run), tmp_path / "compared.json"
     compare_logits(settings, out)
@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers_in_float32(run, tmp_path):
 
 def test_eval_gives_the_score_of_a_plain_loop_over_generate(run, tmp_path):
     """Exact match and reward of `grpo eval` are those of transformers' own greedy completions."""
-    from benchmarks.evidence.trl_side import evaluation, opened
+    from benchmarks.sides import evaluation, opened
 
     settings = _settings(run)
     theirs = evaluation(*opened(settings), settings)
@@ -74,8 +74,8 @@ def test_eval_gives_the_score_of_a_plain_loop_over_generate(run, tmp_path):
 
 
 def _settings(run):
-    """What `trl_side` needs, for the model that the run left."""
-    from benchmarks.evidence.against_trl import side_settings
+    """What `sides` needs, for the model that the run left."""
+    from benchmarks.sides import side_settings
 
     config, _, folder = run
     return {**side_settings(config), "model": str(folder)}

@@ -174,7 +174,8 @@ def test_what_sampling_holds_is_counted():
     before = memory_in_use()
     with decode_weights(module):
         held = memory_in_use() - before
-    assert 0 <= held - unpacked < 2000, "MLX rounds sizes up"
+    pages = 1024 * len(layers) if mx.cuda.is_available() else 2000
+    assert 0 <= held - unpacked < pages, "MLX rounds sizes up"
     assert decode_weights_bytes(module, mx.bfloat16) == unpacked / 2
     assert kinds(module) >= {"_QuantizedLinear"}
 

@@ -9,12 +9,10 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.forecast import PAGE, rendered
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
-from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure
-from benchmarks.peers import Peer, Side
+from benchmarks.peers import Peer, Side, side_of
 from benchmarks.report import main as report_command
 from tests.support.benchmark_runs import check_quick_run
 
@@ -67,10 +65,7 @@ def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
 
 
 def test_the_pages_show_the_results():
-    """All pages have what benchmarks/results holds as it is; the list is short. The table of docs/gsm8k.md is
-    what `python -m benchmarks.forecast --write` would write."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert rendered(text) == text
+    """All pages have what benchmarks/results holds as it is; the list is short."""
     result = CliRunner().invoke(report_command, ["--check"])
     assert result.exit_code == 0, result.output
     assert len(report.README.read_text(encoding="utf-8").splitlines()) <= 200
@@ -97,7 +92,7 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
 
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
-    check_quick_run("loss", tmp_path)
+    check_quick_run("turns", tmp_path)
 
 
 SENT = sorted((record.RESULTS / "metal").glob("*/*.json"))
@@ -111,14 +106,11 @@ def test_what_was_sent_in_is_a_result_of_metal(file):
 
 
 def test_a_run_that_is_compared_waits_for_the_word_at_each_step(tmp_path):
-    """It tells its prompts, then takes one batch step at a time; also without the peers' packages."""
+    """It takes one batch step at a time; also without the peers' packages."""
     small = ["optim.batch_size=2", "rollout.num_generations=4", "eval.samples=1", "data.max_samples=8"]
-    sizes = {"batch_size": 2, "generations": 4, "max_new_tokens": 8, "beta": 0.0}
-    how = {"config": "quickstart", "overrides": [*small, f"run.output_dir={tmp_path}"]}
-    how["overrides"].append("loss.dynamic_sampling=true")
-    side = Side(Peer("ours", "ours"), Settings(folder="", work=str(tmp_path), tune="full", **sizes, **how))
+    own = [*small, f"run.output_dir={tmp_path}", "rollout.max_new_tokens=8", "loss.dynamic_sampling=true"]
+    side = Side(Peer("ours", "ours"), side_of(tmp_path, "quickstart", "quickstart", own))
     try:
-        assert len(side.ready["prompts"]) == len(side.ready["answers"]) == 8
         for step in (side.step(), side.step()):
             assert step["rows"] >= 8 and step["tokens"] > 0
             assert 0 < step["rollout"] < step["seconds"]

@@ -221,6 +221,30 @@ def test_a_cancelled_request_is_collected_with_what_it_has():
     assert [list(row.tokens) for row in rows[other]] == want
 
 
+@pytest.mark.parametrize("place", ["submitted", "queued", "refused"])
+def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
+    """Cancelled before it began, or refused and the other one cancelled: no caches stay until new weights."""
+    engine = engine_of(tiny_policy(), rows=1, check_every=1)
+    ticket = stream(engine, [5, 9, 11])[2]
+    queue: Any = engine._queue
+    assert len(queue._kept) == len(engine._kept) == 1
+    one = attrs.evolve(requests()[0], seeds=requests()[0].seeds[:1])
+    busy = engine.submit(one, attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=50))
+    engine.collect(0)
+    late = attrs.evolve(one, prompt=(5, 10**6 if place == "refused" else 9), continues=ticket)
+    last = engine.submit(late, SAMPLING)
+    if place == "refused":
+        with pytest.raises(ValueError, match="token id"):
+            engine.collect(0)
+        last = ticket
+    elif place == "queued":
+        engine.collect(0)
+    assert len(queue._kept) == 1 and (last in engine._waiting) == (place == "submitted")
+    engine.cancel(last)
+    assert not queue._kept and not engine._kept
+    engine.cancel(busy)
+
+
 def test_stop_strings_without_a_tokenizer_are_refused():
     """The line names them."""
     engine = engine_of(tiny_policy())

@@ -88,6 +88,7 @@ class Scripted:
         """With the texts of the turns."""
         self.turns = [[*tokenizer.encode(turn, add_special_tokens=False), END] for turn in turns]
         self.prompts, self._turns, self._rows = [], [], {}
+        self.continued: dict[int, Any] = {}  # what each turn goes on from
 
     def load(self, weights):
         """It has none."""
@@ -98,6 +99,8 @@ class Scripted:
         self._turns.append(0 if request.continues is None else self._turns[request.continues] + 1)
         if request.continues is None:
             self.prompts.append(request.prompt)
+        else:
+            self.continued[ticket] = request.continues
         tokens = tuple(self.turns[self._turns[ticket]])
         self._rows[ticket] = (Row(tokens, (0.0,) * len(tokens), "stop", ((0, len(tokens)),)),)
         return ticket
@@ -185,6 +188,18 @@ class Judged:
     async def get_reward(self):
         await asyncio.sleep(0)
         return 2.0
+
+class Late(Shop):
+    """The first instance answers when all other conversations have gone on."""
+
+    def wait(self, item: str) -> str:
+        """Answer.
+
+        Args:
+            item: What.
+        """
+        time.sleep(0.5 * (self is self.made[0]))
+        return item
 
 class Greeter:
     greetings = iter([" A", " A", " B", " BB"])
@@ -404,6 +419,18 @@ def test_texts_of_reset_extend_the_prompts(built):
     assert {tuple(m["content"] for m in each.messages) for each in played} == {("Hello.",)}
     batch = g.make_batch(rollout, mx.ones((2, 2)))
     assert batch.num_tokens.item() == 4 * len(script.turns[0]), "the greetings are given"
+
+
+@pytest.mark.parametrize("schedule", ["together", "arrival"])
+def test_turns_go_on_together_or_as_replies_arrive(built, schedule):
+    """The row whose call takes long is among the others, or the last one."""
+    environments = built(factory="shop.py:Late", schedule=schedule, workers=4)
+    script = Scripted(environments.chat.tokenizer, call("wait", item="it"), "Hello.")
+    _, played = played_by(environments, script, examples(environments, 4))
+    assert [each.counts["turns"] for each in played] == [2] * 4 and not any(each.fault for each in played)
+    second = [script.continued[ticket] for ticket in sorted(script.continued)]
+    late = max(range(4), key=lambda row: played[row].seconds)
+    assert second.index(late) == (late if schedule == "together" else 3), second
 
 
 def test_a_reset_that_fails_costs_the_reward(built):

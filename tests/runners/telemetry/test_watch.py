@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.checkpoints.checkpoint import from_table
+from runners.checkpoints.values import decoded
 from runners.config.conditions import Condition, condition_fault
 from runners.config.sections import WatchConfig
 from runners.telemetry.run_watch import Seen, Watch
@@ -106,7 +106,7 @@ def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
     watch = Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
     readings = [{"kl": v, "entropy": v / 100, "frac_reward_zero_std": float(v > 0)} for v in values]
     first, seen = fed(watch, *readings[:cut])
-    seen = from_table(json.loads(json.dumps(attrs.asdict(seen))), Seen, "seen")
+    seen = decoded(json.loads(json.dumps(attrs.asdict(seen))), Seen, "seen")
     second, seen = fed(watch, *readings[cut:], seen=seen)
     assert (first + second, seen) == fed(watch, *readings)
 

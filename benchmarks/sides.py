@@ -1,0 +1,463 @@
+"""Both sides of the comparisons with other trainers, each in a process of its own.
+
+    python -m benchmarks.sides ours|trl|mlx-lm-lora SETTINGS.json
+    python -m benchmarks.sides train SETTINGS.json FOLDER SEED
+    python -m benchmarks.sides logits SETTINGS.json OUT.json
+
+The first three hold a trainer's own loop before each step until told to go. Each line on stdin lets one step
+happen; after it, a line of JSON on stdout says what it took. The first line on stdout, before any step, says
+that all is loaded. `train` lets TRL train, and writes a log like that of a run of ours into FOLDER; seconds
+are from its start. `logits` compares the logits that transformers and mlx-lm compute from the model folder.
+What the trainers print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from runners.answers.forms import answer_form
+from runners.config.loading import Config, load_config
+from runners.config.user_functions import resolve_function
+from runners.quickstart import MODEL_DIR
+from runners.rewards.builtin import built_in
+
+STARTED = time.perf_counter()
+EVALUATED_TOGETHER = 200  # problems
+
+
+def side_settings(config: Config) -> dict[str, Any]:
+    """What the other side needs to know: its prompts as text and tokens, the answers, and the settings."""
+    from transformers import AutoTokenizer
+
+    from runners.data.datasets import load_rows
+    from runners.data.prompts import build_examples
+    from runners.evaluation.evaluation import held_out
+
+    model = MODEL_DIR if config.model.path == "embedded" else config.model.path
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    train, test = (build_examples(rows, config.data, tokenizer)[0] for rows in load_rows(config.data))
+    optim, loss, lora = config.optim, config.loss_spec(), config.model.lora
+
+    def plain(examples) -> list[dict[str, object]]:
+        return [
+            {"prompt": example.text, "tokens": list(example.tokens), "answer": example.answer}
+            for example in examples
+        ]
+
+    return {
+        "model": str(model),
+        "lora": {"rank": lora.rank, "scale": lora.scale} if config.model.tune == "lora" else None,
+        "train": plain(train),
+        "test": plain(held_out(test, config.eval.samples)),
+        "nudge": config.data.nudge,
+        "rewards": list(config.reward.functions),
+        "form": config.answer.form,
+        "eval_every": config.eval.every,
+        "batch_size": optim.batch_size,
+        "trl": {
+            "num_generations": config.rollout.num_generations,
+            "max_completion_length": config.rollout.max_new_tokens,
+            "temperature": config.rollout.temperature,
+            "loss_type": "dapo",  # the mean over the tokens of a batch
+            "epsilon": loss.epsilon_low,
+            "epsilon_high": loss.epsilon_high,
+            "beta": loss.beta,
+            "scale_rewards": "group",
+            "learning_rate": optim.learning_rate,
+            "lr_scheduler_type": optim.schedule,
+            "warmup_steps": round(optim.warmup_ratio * optim.max_steps),
+            "adam_beta1": optim.betas[0],
+            "adam_beta2": optim.betas[1],
+            "adam_epsilon": optim.eps,
+            "weight_decay": optim.weight_decay,
+            "max_grad_norm": optim.max_grad_norm,
+            "max_steps": optim.max_steps,
+        },
+    }
+
+
+class Done(Exception):
+    """There will be no further step."""
+
+
+@attrs.frozen
+class Memory:
+    """How a side tells the most memory that its arrays have taken on the device since the last reset."""
+
+    peak: Callable[[], int] = mx.get_peak_memory  # bytes
+    reset: Callable[[], None] = mx.reset_peak_memory
+
+
+class Gate:
+    """Stands between two steps: reports the one that has ended, and waits for the word to begin the next."""
+
+    def __init__(self, out: int, memory: Memory | None = None) -> None:
+        self._out, self._message, self._memory = out, {"ready": True}, memory or Memory()
+        self._started = self.rollout = 0.0  # seconds
+        self.rollout_peak = 0  # bytes
+        self.tokens = self.rows = 0  # of the step's completions
+
+    def turn(self) -> None:
+        """To be called by a trainer's loop whenever it asks for prompts.
+
+        Raises:
+            Done: stdin has ended.
+        """
+        if self._started:
+            usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._message = {
+                "seconds": time.perf_counter() - self._started,
+                "rollout": self.rollout,
+                "tokens": self.tokens,
+                "rows": self.rows,
+                "peak": max(self.rollout_peak, self._memory.peak()),
+                "rollout_peak": self.rollout_peak,
+                "rest_peak": self._memory.peak(),
+                "resident": usage * (1 if sys.platform == "darwin" else 1024),
+            }
+        os.write(self._out, (json.dumps(self._message) + "\n").encode())
+        if not sys.stdin.readline():
+            raise Done
+        self._memory.reset()
+        self.rollout, self.tokens, self.rows, self.rollout_peak = 0.0, 0, 0, 0
+        self._started = time.perf_counter()
+
+    def timed(self, generate: Callable[..., Any], lengths: Callable[[Any], list[int]]) -> Callable[..., Any]:
+        """The trainer's own function for rollouts, watched."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = generate(*args, **kwargs)
+            self.rollout += time.perf_counter() - started
+            self.rollout_peak = max(self.rollout_peak, self._memory.peak())
+            self._memory.reset()
+            found = lengths(result)
+            self.tokens += sum(found)
+            self.rows += len(found)
+            return result
+
+        return run
+
+
+def letters(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A reward for all sides, which hand texts over differently: no two completions are likely to tie."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(map(ord, text)) % 97 / 97 for text in texts]
+
+
+def as_rewards(names: Sequence[str], nudge: str, form: str = "xml") -> list[Any]:
+    """Rewards, as a config names them, for TRL's completions: texts without the prompt's last words."""
+    shipped = built_in(answer_form(form))
+
+    def made(name: str) -> Callable[..., list[float | None]]:
+        function = shipped.get(name) or resolve_function(name, key="reward.functions")
+
+        def reward(completions: Sequence[str], **columns: Any) -> list[float | None]:
+            columns.pop("prompts", None)
+            said = [[{"role": "assistant", "content": nudge + text}] for text in completions]
+            return function(said, **columns)
+
+        reward.__name__ = name
+        return reward
+
+    return [made(name) for name in names]
+
+
+def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, float]:
+    """Greedy completions of the held-out problems: the mean of their rewards, the share of right answers."""
+    import torch  # pyright: ignore
+
+    problems, right, total = settings["test"], 0, 0.0
+    form = answer_form(settings["form"], given=settings["nudge"])
+    rewards = as_rewards(settings["rewards"], settings["nudge"], settings["form"])
+    was_training = model.training
+    model.eval()
+    for start in range(0, len(problems), EVALUATED_TOGETHER):
+        part = problems[start : start + EVALUATED_TOGETHER]
+        inputs = tokenizer(
+            [problem["prompt"] for problem in part], padding=True, padding_side="left", return_tensors="pt"
+        )
+        with torch.no_grad():
+            tokens = model.generate(
+                input_ids=inputs["input_ids"].to(model.device),
+                attention_mask=inputs["attention_mask"].to(model.device),
+                do_sample=False,
+                max_new_tokens=settings["trl"]["max_completion_length"],
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        golds = [problem["answer"] for problem in part]
+        total += sum(value or 0.0 for reward in rewards for value in reward(texts, answer=golds))
+        if form is not None:
+            pairs = zip(texts, golds, strict=True)
+            right += sum(form.is_right(settings["nudge"] + text, gold) for text, gold in pairs)
+    model.train(was_training)
+    found = {"eval/reward": total / len(problems), "em_subset": len(problems)}
+    return found if form is None else {**found, "em": right / len(problems)}
+
+
+def ours(settings: dict[str, Any], out: int) -> None:
+    """`grpo-run` with a config, its prompts behind the gate."""
+    from runners.training import rollout, train
+    from runners.training.setup import SetUp
+
+    build = SetUp.build
+
+    def gated(self: SetUp) -> Any:
+        run = build(self)
+        gate = Gate(out)
+        rollout.generate = gate.timed(rollout.generate, lambda rollout: rollout.lengths_b.tolist())
+        propose = train.propose
+
+        def at_the_gate(plan: Any, state: Any) -> Any:
+            gate.turn()
+            return propose(plan, state)
+
+        train.propose = at_the_gate
+        return run
+
+    SetUp.build = gated
+    train.run_training(load_config(settings["config"], settings["overrides"]))
+
+
+def mlx_lm_lora(settings: dict[str, Any], out: int) -> None:
+    """mlx-lm-lora's `train_grpo` on a model as its command line loads it, its batches behind the gate."""
+    import mlx.optimizers as optim
+    from mlx_lm_lora.trainer import grpo_trainer  # pyright: ignore
+    from mlx_lm_lora.utils import from_pretrained  # pyright: ignore
+
+    lora, told = settings["lora"], settings["trl"]
+    if lora:
+        lora = {**lora, "dropout": 0.0, "num_layers": -1}  # -1: all, as on our side
+    model, tokenizer = from_pretrained(settings["model"], lora_config=lora)[:2]
+    reference = None
+    if told["beta"]:  # without it the loss has no use for one, though the command line loads it all the same
+        reference = from_pretrained(settings["model"])[0].freeze()
+    gate = Gate(out)
+    # The answer is only for rewards that look at it.
+    rows = [(each["tokens"], each["tokens"][:1], "prompt", "answer") for each in settings["train"]]
+
+    def batches(**kwargs: Any) -> Iterator[Any]:
+        for batch in grpo_trainer.iterate_grpo_batches(**kwargs):
+            gate.turn()
+            yield batch
+
+    grpo_trainer.generate_grpo = gate.timed(
+        grpo_trainer.generate_grpo, lambda result: [completion.size for completion in result[0]]
+    )
+    never = 1_000_000
+    grpo_trainer.train_grpo(
+        model,
+        reference,
+        tokenizer,
+        optim.AdamW(learning_rate=told["learning_rate"]),
+        rows,
+        reward_funcs=[letters],  # pyright: ignore
+        args=grpo_trainer.GRPOTrainingArgs(
+            batch_size=settings["batch_size"],
+            iters=never,
+            steps_per_report=never,
+            steps_per_eval=never,
+            steps_per_save=never,
+            adapter_file=str(Path(settings["work"]) / "adapters.safetensors"),
+            group_size=told["num_generations"],
+            max_completion_length=told["max_completion_length"],
+            beta=told["beta"],
+            epsilon=0.2,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+        ),
+        iterate_batches=batches,
+        end_answer_token="",
+    )
+
+
+def opened(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """The model in float32 and its tokenizer, which makes the same tokens of the prompts as ours.
+
+    Raises:
+        ValueError: it does not.
+    """
+    import torch  # pyright: ignore
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    for example in settings["test"] + settings["train"]:
+        found = tokenizer(example["prompt"])["input_ids"]
+        if found != example["tokens"]:
+            raise ValueError(f"{example['prompt']!r}: tokens {found}; ours are {example['tokens']}")
+    return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32), tokenizer
+
+
+def trl_trainer(settings: dict[str, Any], folder: Path, callback: Any, **options: Any) -> Any:
+    """TRL's GRPOTrainer with transformers' own generation: one optimizer step a rollout, float32 weights, and
+    bfloat16 products on a GPU. `together` of the settings are the learner's rows at a time; by default all.
+    """
+    import torch  # pyright: ignore
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
+    model, tokenizer = opened(settings)
+    rows = settings["batch_size"] * settings["trl"]["num_generations"]
+    together = min(settings.get("together", rows), rows)
+    adapters, lora = None, settings["lora"]
+    if lora:
+        from peft import LoraConfig  # pyright: ignore
+
+        alpha = int(lora["rank"] * lora["scale"])
+        adapters = LoraConfig(r=lora["rank"], lora_alpha=alpha, target_modules="all-linear")
+    on_gpu = torch.cuda.is_available()
+    usual = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": together,
+        "gradient_accumulation_steps": rows // together,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    data = [{"prompt": each["prompt"], "answer": each["answer"]} for each in settings["train"]]
+    return GRPOTrainer(
+        model=model,
+        args=GRPOConfig(**{**usual, **settings["trl"], **options}),
+        reward_funcs=as_rewards(settings["rewards"], settings["nudge"], settings["form"]),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(data),
+        peft_config=adapters,
+        callbacks=[callback],
+    )
+
+
+def trl(settings: dict[str, Any], out: int) -> None:
+    """TRL's trainer behind the gate."""
+    import torch  # pyright: ignore
+    from transformers import TrainerCallback
+
+    on_gpu = torch.cuda.is_available()
+    memory = Memory(torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats) if on_gpu else None
+    gate = Gate(out, memory or Memory(lambda: 0, lambda: None))
+
+    class Held(TrainerCallback):
+        """Waits at the gate before each step."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            gate.turn()
+
+    trainer = trl_trainer(settings, Path(settings["work"]), Held(), logging_strategy="no")
+
+    def lengths(result: Any) -> list[int]:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return [len(completion) for completion in result[0]]
+
+    trainer._generate_single_turn = gate.timed(trainer._generate_single_turn, lengths)
+    trainer.train()
+
+
+def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
+    """TRL's GRPOTrainer: one update a rollout; each is logged. On a GPU products are in bfloat16."""
+    import torch  # pyright: ignore
+    from transformers import TrainerCallback
+
+    folder.mkdir(parents=True)
+    last = settings["trl"]["max_steps"]
+    on_gpu = torch.cuda.is_available()
+
+    with (folder / "training_log.jsonl").open("w", encoding="utf-8") as log:
+
+        def write(**line: Any) -> None:
+            line["time/elapsed"] = time.perf_counter() - STARTED
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+
+        def evaluated(update: int) -> None:
+            write(update=update, **evaluation(trainer.model, trainer.processing_class, settings))
+
+        class Watch(TrainerCallback):
+            """Logs every update and evaluates as the config says."""
+
+            started = 0.0
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                evaluated(0)
+
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                self.started = time.perf_counter()
+
+            def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
+                if "reward" not in logs:  # the summary at the end
+                    return
+                seconds = time.perf_counter() - self.started
+                taken = {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {}
+                write(
+                    update=state.global_step,
+                    reward=logs["reward"],
+                    step_time=seconds,
+                    num_tokens=logs["num_tokens"],
+                    **taken,
+                )
+                if state.global_step == last or not state.global_step % (settings["eval_every"] or last):
+                    evaluated(state.global_step)
+
+        trainer = trl_trainer(settings, folder, Watch(), seed=seed, logging_steps=1)
+        trainer.train()
+
+
+def compare_logits(settings: dict[str, Any], out: Path) -> None:
+    """The largest difference of any logit over the held-out prompts, each alone."""
+    import numpy as np
+    import torch  # pyright: ignore
+    from mlx_lm.utils import load_model
+
+    theirs, _ = opened(settings)
+    theirs.eval()
+    ours, _ = load_model(Path(settings["model"]))
+    ours.set_dtype(mx.float32)
+    difference, low, high, tokens = 0.0, 0.0, 0.0, 0
+    for example in settings["test"]:
+        with torch.no_grad():
+            one = theirs(torch.tensor([example["tokens"]])).logits.numpy()
+        other = np.array(ours(mx.array([example["tokens"]])))
+        difference = max(difference, float(np.abs(one - other).max()))
+        low, high = min(low, float(one.min())), max(high, float(one.max()))
+        tokens += len(example["tokens"])
+    out.write_text(json.dumps({"difference": difference, "low": low, "high": high, "tokens": tokens}))
+
+
+SIDES = {"ours": ours, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
+
+
+def main() -> None:
+    """Does what the command line says."""
+    what, path, *rest = sys.argv[1:]
+    settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    if what == "train":
+        train(settings, Path(rest[0]), int(rest[1]))
+    elif what == "logits":
+        compare_logits(settings, Path(rest[0]))
+    else:
+        out = os.dup(1)
+        os.dup2(2, 1)  # stdout is for the reports alone
+        with contextlib.suppress(Done):
+            SIDES[what](settings, out)
+
+
+if __name__ == "__main__":
+    main()
