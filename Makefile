@@ -5,7 +5,7 @@
 ## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
 ## make test-gpu     set up, and run the tests that a GPU computes: for changes of what computes on one
 ## make campaigns    set up, and run what takes longer: benchmarks in small, kills, made-up files, many examples
-## make lint         ruff, pyright, import-linter and the limits of tests/density_check.py
+## make lint         ruff, pyright, import-linter, the limits of tests/density_check.py, and phrases that are not plain English
 ## make docs         the manual, as a website in build/manual
 ## make bench        all measurements, about an hour, into benchmarks/README.md
 ## make evidence     the runs of docs/evidence.md: hours on two cores
@@ -79,6 +79,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.density_check
+	$(BIN)/python -m tests.plain_english
 
 # A link that leads nowhere, or a page that the navigation lacks, ends it with an error.
 docs: $(VENV)/.ready-docs

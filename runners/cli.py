@@ -1,6 +1,6 @@
-"""The command line: `grpo-run CONFIG`, which is also `grpo run CONFIG`.
+"""The command line: `grpo-run CONFIG`, which is the same as `grpo run CONFIG`.
 
-Only click is imported before a command runs, so that --help answers at once.
+Only click is imported before a command runs, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     SET,
     option(
         "--resume=[CHECKPOINT]",
-        "Continue from the last whole checkpoint in the run's folder, or from this one.",
+        "Resume from the last complete checkpoint in the run's folder, or from CHECKPOINT.",
         is_flag=False,
         flag_value=_LAST,
     ),
     flag(
         "--allow-config-change",
-        "With --resume: continue although config, data, rewards or model differ.",
+        "With --resume: resume although the config, data, rewards or model differ.",
     ),
     flag(
         "--overwrite",
-        "Start over if the folder holds a run, even an interrupted one; removes its checkpoints.",
+        "Start over if the folder contains a run, even an interrupted one; deletes its checkpoints.",
     ),
     flag(
         "--dry-run",
@@ -96,34 +96,36 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     notes="""\
 \b
 Examples:
-  grpo-run quickstart                              the shipped model learns in about a minute
-  grpo-run train.toml                              a config of your own
+  grpo-run quickstart                              train the shipped model in about a minute
+  grpo-run train.toml                              use your own config
   grpo-run train.toml --set optim.learning_rate=2e-6 --set run.name=hotter
   grpo-run train.toml --set 'rollout.stop=["</answer>"]' --dry-run
-  grpo-run train.toml --resume                     continue from the last whole checkpoint
+  grpo-run train.toml --resume                     resume from the last complete checkpoint
 
 \b
 Exit codes:
   0    done
-  2    something in the config, the data, the model or the disk has to change
-  3    too many updates had numbers that are not finite
+  2    the config, the data, the model or the disk must be changed
+  3    too many updates had NaN or infinite values
   130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal saves the last finished step, a
        second one quits at once
-  141  saved and stopped, because nobody reads the output
+  141  saved and stopped, because the output was closed
 """,
 )
 def run_command(config: str, overrides: Sequence[str], resume: str | None, **flags: bool) -> None:
     """Fine-tune a language model with GRPO.
 
-    CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
-    they are.
+    CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work
+    unchanged.
     """
     overwrite = flags["overwrite"]
     allowed = flags["allow_config_change"]
     if resume is not None and overwrite:
-        raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
+        raise click.UsageError(
+            "--resume and --overwrite exclude each other: resume the run, or start over."
+        )
     if resume is None and allowed:
-        raise click.UsageError("--allow-config-change needs --resume.")
+        raise click.UsageError("--allow-config-change requires --resume.")
     from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
 
     named = [resume] if resume and resume != _LAST else []
@@ -177,10 +179,10 @@ sft_command = click.Command(
     callback=_sft,
     params=run_command.params,
     context_settings=HELP,
-    help="""Fine-tune on gold completions, before GRPO.
+    help="""Fine-tune on reference completions.
 
-    Makes the supervised updates of [sft] and nothing else. CONFIG and the options are those of `grpo run`,
-    which goes on with GRPO. The completions are those of data.completion, or of sft.completions.
+    Runs only the supervised updates of [sft]; `grpo run` continues with GRPO. CONFIG and the options are the
+    same as for `grpo run`. The completions come from data.completion or sft.completions.
     """,
 )
 
@@ -201,14 +203,14 @@ def _install_completion(context: click.Context, _: click.Parameter, wanted: bool
     is_eager=True,
     expose_value=False,
     callback=_install_completion,
-    help="Let the Tab key of bash, fish or zsh complete commands and options.",
+    help="Install Tab completion of commands and options for bash, fish or zsh.",
 )
 def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 
 
 def _command() -> str:
-    """The command of this run without its other options, spelled as it was called."""
+    """Returns this run's command as it was called, without its other options."""
     context = click.get_current_context()
     called = sys.argv[0]
     program = context.command_path

@@ -21,7 +21,9 @@ import sys
 import sysconfig
 
 if importlib.util.find_spec("grpo_fn") is None:
-    clones = (folder for folder in pathlib.Path.cwd().parents if (folder / "grpo_entry.py").is_file())
+    clones = (
+        folder for folder in pathlib.Path.cwd().parents if (folder / "grpo_entry.py").is_file()
+    )
     wanted = f"{next(clones, 'grpo_fn')}{'[cpu]' if sys.platform == 'linux' else ''}"
     %pip install --quiet "{wanted}"
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]

@@ -84,7 +84,7 @@ def loss_keys() -> str:
     from grpo_fn.algorithm import CHOICES
     from runners.config.rules import words
 
-    meaning = "the algorithm; the keys below change parts of it"
+    meaning = "the algorithm; the keys below override parts of it"
     found: dict[str, dict[str, Any]] = {
         "preset": {"type": "string", "range": "", "choices": [*PRESETS], "meaning": meaning}
     }

@@ -1,8 +1,9 @@
-"""LossSpec: the frozen value that selects an algorithm; and how the losses of tokens become one
+"""LossSpec, the frozen value that selects an algorithm; and how token losses are reduced to one
 number.
 
 The learner accumulates sum and denominator of an aggregation separately and divides once, at the
-update. So any split of a batch gives the same gradient. To add one: give it a line in AGGREGATIONS.
+update. So any split of a batch gives the same gradient. To add an aggregation, add a line to
+AGGREGATIONS.
 """
 
 import math
@@ -80,7 +81,7 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
 
 
 def _key(default: Any, meaning: str, within: str = "", **more: Any) -> Any:
-    """A field that says what it is: docs/config.md and `grpo-run --explain` show the same text."""
+    """A field with its meaning, which docs/config.md and `grpo-run --explain` show."""
     return attrs.field(
         default=default,
         validator=_check_field,
@@ -115,47 +116,57 @@ class LossSpec:
     meaning.
     """
 
-    level: str = _key("token", "one ratio per token, or one per completion, `sequence` (GSPO)")
-    surrogate: str = _key("clip", "what is minimised for one token")
-    epsilon_low: float = _key(0.2, "the clip's lower side is 1 − this", "0 <= x < 1")
+    level: str = _key("token", "one ratio per `token`, or one per completion, `sequence` (GSPO)")
+    surrogate: str = _key("clip", "per-token objective that is minimised")
+    epsilon_low: float = _key(0.2, "the lower clip bound is 1 − this", "0 <= x < 1")
     epsilon_high: float | None = _key(
         None,
-        "the clip's upper side is 1 + this; in a preset that leaves it out: `epsilon_low`",
+        "the upper clip bound is 1 + this; if the preset does not set it: `epsilon_low`",
         ">= 0",
     )
     delta: float | None = _key(
         None,
-        "two-sided clip: upper bound on the ratio where A < 0; above 1 + `epsilon_high`",
+        "two-sided clip: upper bound on the ratio if A < 0; must exceed 1 + `epsilon_high`",
         "> 1",
     )
-    dual_clip: float | None = _key(None, "the constant c of the surrogate `dual_clip`", "> 1")
-    sapo_tau_pos: float = _key(1.0, "sapo's temperature where A > 0", "> 0")
-    sapo_tau_neg: float = _key(1.05, "sapo's temperature elsewhere", "> 0")
-    correction: str = _key("none", "weights for the difference between sampler and learner")
-    correction_cap: float = _key(2.0, "C of `token_truncate` and `sequence_truncate`", "> 0")
-    correction_floor: float = _key(0.0, "their lower bound, below `correction_cap`", ">= 0")
+    dual_clip: float | None = _key(None, "constant c of the surrogate `dual_clip`", "> 1")
+    sapo_tau_pos: float = _key(1.0, "SAPO's temperature for tokens with A > 0", "> 0")
+    sapo_tau_neg: float = _key(1.05, "SAPO's temperature for all other tokens", "> 0")
+    correction: str = _key("none", "how to correct for the difference between sampler and learner")
+    correction_cap: float = _key(
+        2.0, "upper bound C of `token_truncate` and `sequence_truncate`", "> 0"
+    )
+    correction_floor: float = _key(
+        0.0,
+        "lower bound of `token_truncate` and `sequence_truncate`, below `correction_cap`",
+        ">= 0",
+    )
     correction_range: tuple[float, float] = _key(
-        (0.5, 5.0), "what `token_mask` keeps", "0 <= low < high", converter=_pair
+        (0.5, 5.0),
+        "`token_mask` keeps tokens with a ratio in this range",
+        "0 <= low < high",
+        converter=_pair,
     )
     sequence_range: tuple[float, float] | None = _key(
         None,
-        "what `sequence_mask` and `sequence_mask_weighted` keep; may stand beside the other forms",
+        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this range; can be "
+        "combined with the other corrections",
         "0 <= low < high",
         converter=_pair,
     )
     sequence_ratio: str = _key(
         "geometric",
-        "a whole completion's ratio: `geometric` mean of its tokens' ratios, or their `product` "
-        "as in TRL",
+        "ratio of a completion: `geometric` mean of its tokens' ratios, or their `product` as in "
+        "TRL",
     )
     beta: float = _key(
-        0.0, "coefficient of the KL to the starting model; 0: no reference model at all", ">= 0"
+        0.0, "coefficient of the KL to the starting model; 0: no reference model is loaded", ">= 0"
     )
-    kl: str = _key("k3", "how the KL is estimated")
-    kl_bias_corrected: bool = _key(False, "multiply the KL by the ratio")
-    aggregation: str = _key("sequence_mean", "how the loss of all tokens becomes one number")
+    kl: str = _key("k3", "KL estimator")
+    kl_bias_corrected: bool = _key(False, "multiply the KL estimate by the ratio")
+    aggregation: str = _key("sequence_mean", "how token losses are reduced to one number")
     entropy_coef: float = _key(
-        0.0, "coefficient of an entropy bonus, which is subtracted from the loss", ">= 0"
+        0.0, "coefficient of the entropy bonus, which is subtracted from the loss", ">= 0"
     )
 
     def __attrs_post_init__(self) -> None:

@@ -1,6 +1,4 @@
-"""Shared by all commands: imported only when needed, and errors shown as a line with an
-exit code.
-"""
+"""Shared by all commands: lazy imports, and errors shown as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -38,21 +36,21 @@ class LazyGroup(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the table's order."""
+        """The names, in the order of the table."""
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports and returns the command of that name; None if there is none."""
+        """Imports and returns the command with this name; None if there is none."""
         module, _, attribute = str(self.commands.get(cmd_name, "")).partition(":")
         return getattr(importlib.import_module(module), attribute) if module else None
 
 
 def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a command show a UserError as lines on stderr and exit with its code (2). After Ctrl-C
-    it exits with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
+    """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits
+    with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory, and what the system refuses, count as user errors. Any other exception is
-    a bug and keeps its traceback.
+    Running out of memory and errors of the operating system count as user errors. Any other
+    exception is a bug and keeps its traceback.
     """
 
     @functools.wraps(function)
@@ -94,11 +92,11 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Part = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A decorator that adds an argument or an option to a command."""
+"""A decorator that adds an argument or option to a command."""
 
 
 def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> Part:
-    """An option with a line of help; a name that ends in =WORD takes a value called so."""
+    """An option with its help text; a name that ends in =WORD takes a value, shown as WORD."""
     name, _, word = name.partition("=")
     more |= {"metavar": word} if word else {}
     more |= {} if default is None else {"default": default}
@@ -113,8 +111,8 @@ def flag(name: str, meaning: str) -> Part:
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of a function that `ends_with_a_line`, with arguments, options and groups of
-    options in their order; `notes` stand below its help."""
+    """Makes a command of a function, which then `ends_with_a_line`. The parts are its arguments,
+    options and groups of options, in order; `notes` are printed below its help."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         found = ends_with_a_line(function)

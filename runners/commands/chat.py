@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 PROMPT_SIGN = ">>> "
 _COMMANDS = """\
-  /help    shows this
-  /clear   starts a new conversation
-  /exit    or Ctrl-D ends the program
-  Ctrl-C   ends the reply; pressed again before the next message, it ends the program
+  /help    show these commands
+  /clear   start a new conversation
+  /exit    quit (or Ctrl-D)
+  Ctrl-C   stop the reply; press it again before the next message to quit
 """
 
 
@@ -44,11 +44,11 @@ _COMMANDS = """\
     notes=f"\b\nWhile chatting:\n{_COMMANDS}",
 )
 def chat_command(model: str, **values: Any) -> None:
-    """Talk to a model, turn by turn.
+    """Chat with a model.
 
-    MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". A model that
-    was trained here is asked as in training, unless an option says otherwise. If standard input is not a
-    terminal, each of its lines is a message, and only the replies are written.
+    MODEL is a model folder, a run's folder, a Hub name, a folder with adapters, or "embedded". A model that
+    was trained with grpo_fn uses the prompt format of its training, unless options override it. If standard
+    input is not a terminal, each line is a message, and only the replies are printed.
     """
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
@@ -57,7 +57,7 @@ def chat_command(model: str, **values: Any) -> None:
     from runners.machine.signals import Interrupts
 
     if sys.stdin.isatty():
-        echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
+        echo(f"Chatting with {model}. /help shows the commands, Ctrl-D quits.", err=True)
     speed = Speed()
     stopped = False  # by Ctrl-C, in the last reply or at the prompt
     while True:
@@ -89,7 +89,7 @@ def chat_command(model: str, **values: Any) -> None:
 
 
 def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversation:
-    """A new conversation with the resolved options."""
+    """Starts a conversation with the resolved options."""
     from runners.inference.text_generation import Conversation, generation_key
 
     return Conversation(
@@ -104,14 +104,14 @@ def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversa
 
 
 def show_reply(pieces: Iterable[str]) -> None:
-    """Writes a reply to standard output as it comes, and a line break."""
+    """Streams a reply to standard output, followed by a line break."""
     for piece in pieces:
         echo_output(piece)
     echo()
 
 
 def _read() -> str:
-    """The next message, stripped; at the end of the input "/exit"."""
+    """Returns the next message, stripped; "/exit" at the end of the input."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         # With line editing, and this conversation's messages as history.
         with suppress(ImportError):  # not every Python has it; macOS has editline under its name

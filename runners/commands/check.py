@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     click.argument("config"),
     SET,
     option(
-        "--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True
+        "--problems",
+        "Number of problems whose answers are scored.",
+        click.IntRange(1),
+        8,
+        show_default=True,
     ),
     option(
         "--sample",
-        "Load the model, and show a completion of so many problems.",
+        "Load the model and show a completion for this many problems.",
         click.IntRange(0),
         0,
     ),
@@ -41,14 +45,15 @@ Examples:
   grpo check train.toml --sample 4
 
 \b
-The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
-form, the form without an answer, one cut off before the answer, and nothing. With answer.form = "none" they
-score the bare gold answer, and without gold answers neutral texts. An environment's first episode is begun.
-No weights are loaded, except the model's with --sample.
+The rewards score the reference answers of the first problems, and bad answers: a wrong answer, the
+reference answer without its format, the format without an answer, a completion that is cut off
+before the answer, and an empty one. With answer.form = "none", they score the plain reference
+answer; without reference answers, they score neutral texts. The first episode of an environment is
+started. The model's weights are loaded only with --sample.
 """,
 )
 def check_command(config: str, overrides: Sequence[str], problems: int, sample: int) -> None:
-    """Look at prompts and rewards before training."""
+    """Show prompts and rewards before training."""
     loaded, machine = open_config(config, overrides)
     from runners.evaluation.reward_check import check_rewards
 
@@ -81,7 +86,9 @@ def _show(checked: RewardCheck, sample: int) -> None:
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
-        echo(f"no right completion is known{'' if sample else '; --sample 4 shows real ones'}")
+        echo(
+            f"no right completion is known{'' if sample else '; --sample 4 shows real completions'}"
+        )
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 
@@ -89,14 +96,14 @@ def _show(checked: RewardCheck, sample: int) -> None:
 def _show_sampled(
     completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]
 ) -> None:
-    """Shows real completions: the text, what was read from it as the answer, and each reward."""
+    """Prints sampled completions: the text, the answer that was read from it, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
         echo(
             f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}"
         )
         echo_text(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
-            verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
+            verdict = "right" if one.right else f"wrong, the reference answer is {example.answer}"
             answer = "nothing" if one.answer is None else show(one.answer)
             echo(f"  read as the answer  {answer}  ({verdict})")
         for name, value in one.rewards.items():
@@ -114,11 +121,9 @@ def _mean(values) -> str:
     "difficulty",
     click.argument("config"),
     SET,
-    option("--samples", "Completions of each prompt.", click.IntRange(1), 8, show_default=True),
-    option(
-        "--out=FILE", "The result [OUTPUT_DIR/NAME.difficulty.jsonl of the config].", default=""
-    ),
-    flag("--overwrite", "Start over; the old file stays as FILE.previous.jsonl."),
+    option("--samples", "Completions per prompt.", click.IntRange(1), 8, show_default=True),
+    option("--out=FILE", "File for the results [OUTPUT_DIR/NAME.difficulty.jsonl].", default=""),
+    flag("--overwrite", "Start over; the old file is kept as FILE.previous.jsonl."),
     notes="""\
 \b
 Examples:
@@ -127,14 +132,14 @@ Examples:
   grpo difficulty train.toml --set model.path=outputs/sft/final --out after-sft.jsonl
 
 \b
-Sampling and rewards are the run's. A prompt's line is written as soon as its batch is done; the same command
-goes on where it was stopped. data.difficulty = FILE uses the result.
+Sampling and rewards are the same as in the run. Results are written after every batch, so that the
+same command resumes where it was stopped. Set data.difficulty = FILE to use the result.
 """,
 )
 def difficulty_command(
     config: str, overrides: Sequence[str], samples: int, out: str, overwrite: bool
 ) -> None:
-    """Measure how often each prompt is passed."""
+    """Measure the pass rate of each prompt."""
     loaded, machine = open_config(config, overrides)
     from runners.data.curriculum import BANDS
     from runners.evaluation.training_prompts import measure_difficulty

@@ -1,4 +1,4 @@
-"""`grpo --install-completion`: the shell's Tab key completes commands and options, by click."""
+"""`grpo --install-completion`: Tab completion of commands and options in the shell, made by click."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FILES = {  # by shell: where it looks for completions; zsh's file has to be nam
 
 
 def install_completion(command: click.Command) -> None:
-    """Writes the completion of `grpo` for the shell that $SHELL names, and says so in a line.
+    """Writes the completion script for the shell in $SHELL, and prints where it is.
 
-    Raises UserError for another shell, and if the file cannot be written.
+    Raises UserError for any other shell, or if the file cannot be written.
     """
     from click.shell_completion import get_completion_class
 

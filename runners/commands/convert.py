@@ -21,12 +21,14 @@ from runners.machine.terminal import echo
     flag("--dequantize", "Unpack a quantized model."),
     option(
         "--calibrate=FILE",
-        "Prompts on which quantized layers nearly keep their outputs.",
+        "File of prompts; layers are quantized so that their outputs on them change little.",
         default="",
     ),
-    option("--column", "Column of the prompts in a file of rows [prompt].", default="prompt"),
-    option("--step", "Which nanochat checkpoint [the last].", int),
-    flag("--text-only", "Take only the language part of a vision-language model."),
+    option(
+        "--column", "Column with the prompts, if FILE contains rows [prompt].", default="prompt"
+    ),
+    option("--step", "Step of the nanochat checkpoint [the last].", int),
+    flag("--text-only", "Convert only the language part of a vision-language model."),
     FORCE,
     TRUST,
     notes="""\
@@ -42,8 +44,8 @@ Examples:
 def convert_command(source: str, out: Path, dtype: str | None, **values: Any) -> None:
     """Convert a model to an MLX folder.
 
-    SOURCE is a Hugging Face folder, a name on the Hub, a GGUF file, or a folder of nanochat's PyTorch
-    checkpoints (model_*.pt, meta_*.json).
+    SOURCE is a Hugging Face folder, a Hub name, a GGUF file, or a folder with nanochat's PyTorch checkpoints
+    (model_*.pt, meta_*.json).
     """
     from runners.machine import startup
 

@@ -1,5 +1,5 @@
-"""`grpo doctor`: what this machine offers a run, what will be slow, and the command that
-mends it.
+"""`grpo doctor`: what this machine provides for a run, what will be slow, and the command that
+fixes it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ PACKAGES = (
 
 @command(
     "doctor",
-    flag("--json as as_json", "One JSON object, which names no file, folder, host or user."),
+    flag(
+        "--json as as_json",
+        "Print one JSON object without names of files, folders, hosts or users.",
+    ),
     notes="""\
 \b
 Examples:
-  grpo doctor           one page
+  grpo doctor           one page of facts
   grpo doctor --json    for a bug report: no names, no paths
 """,
 )
 def doctor_command(as_json: bool) -> None:
-    """Look at this machine: what will be slow.
+    """Check this machine.
 
-    Shows what the machine offers, what will be slow, and what mends it: device, memory, BLAS, compiler,
-    sandbox and versions. Nothing is changed. The exit code is 2 where no run can start.
+    Shows device, memory, BLAS, compiler, sandbox and versions, what will be slow, and the command that fixes
+    it. Nothing is changed. The exit code is 2 if no run can start.
     """
     from runners.machine import startup
     from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
@@ -89,7 +92,7 @@ def doctor_command(as_json: bool) -> None:
         for line in slow:
             echo(f"slow: {line}")
         if not slow and not problem:
-            echo("a run can start, and nothing is known that would slow it")
+            echo("a run can start, and no cause of slowness was found")
     if problem:
         raise UserError(problem)
 

@@ -1,4 +1,4 @@
-"""`grpo eval`: how good a model is on a set of problems, or which of two is better."""
+"""`grpo eval`: measures a model on a set of problems, or compares two models."""
 
 from __future__ import annotations
 
@@ -27,16 +27,22 @@ if TYPE_CHECKING:
     "eval",
     click.argument("model"),
     click.argument("other", required=False),
-    option("--config=CONFIG", "A training's config: its data, prompts and rewards.", default=""),
-    option("--data=SOURCE", "A file, a folder or a name on the Hub: all its problems.", default=""),
-    option("--split=NAME", "The data's split [data.eval_split of the config].", default=""),
+    option(
+        "--config=CONFIG", "Use the data, prompts and rewards of this training config.", default=""
+    ),
+    option("--data=SOURCE", "Use all problems of this file, folder or Hub data set.", default=""),
+    option("--split=NAME", "Split of the data [data.eval_split of the config].", default=""),
     option("--samples", "Number of problems [200]; 0: all.", click.IntRange(0)),
-    option("--num", "Samples of each problem [the largest k].", click.IntRange(0)),
-    option("--k as ks=K[,K…]", "pass@k, such as 1,8.", default=""),
-    option("--max-tokens", "Length limit [the config's].", click.IntRange(1)),
-    option("--batch", "Completions at a time [256].", click.IntRange(1)),
+    option("--num", "Samples per problem [the largest k].", click.IntRange(0)),
+    option("--k as ks=K[,K…]", "Values of k for pass@k, such as 1,8.", default=""),
+    option(
+        "--max-tokens",
+        "Maximum length of a completion, in tokens [the config's].",
+        click.IntRange(1),
+    ),
+    option("--batch", "Completions that are decoded together [256].", click.IntRange(1)),
     option("--out=FILE", "Write every completion as a JSON line.", default=""),
-    option("--json as json_file=FILE", "Write the numbers of the table as JSON.", default=""),
+    option("--json as json_file=FILE", "Write the table's numbers as JSON.", default=""),
     SET,
     TRUST,
     notes="""\
@@ -48,22 +54,25 @@ Examples:
   grpo eval MODEL outputs/my-tools/final --config tools.toml
 
 \b
-In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
-of the problems. Two models are compared problem by problem.
+Brackets in the table contain 95 % intervals: Wilson intervals for shares of problems, otherwise
+bootstrap intervals from 2,000 resamplings of the problems. Two models are compared problem by
+problem.
 """,
 )
 def eval_command(model: str, other: str | None, out: str, json_file: str, **values: Any) -> None:
-    """Measure a model on problems, or compare two.
+    """Evaluate a model, or compare two models.
 
-    MODEL and OTHER are folders, runs' folders, names on the Hub, folders of adapters, or "embedded". Data,
-    prompts, stop strings and rewards are the config's, else those of the run that a model came from, else the
-    defaults.
+    MODEL and OTHER are model folders, runs' folders, Hub names, folders with adapters, or "embedded". Data,
+    prompts, stop strings and rewards come from --config, otherwise from the run that produced a model,
+    otherwise from the defaults.
     """
     models = [model, other] if other else [model]
     ks = _ks(values["ks"])
     num = max(ks, default=0) if values["num"] is None else values["num"]
     if ks and max(ks) > num:
-        raise UserError(f"--k {max(ks)} needs as many samples of each problem, found --num {num}")
+        raise UserError(
+            f"--k {max(ks)}: expected at least {max(ks)} samples per problem, found --num {num}"
+        )
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
@@ -96,10 +105,10 @@ def _ks(text: str) -> tuple[int, ...]:
 
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
-    """The config to measure with: that of --config, of a model's run, with the prompts of a model's
-    grpo_prompt.json, or that of a shipped model.
+    """Returns the config to measure with: from --config, from a model's run, from a model's grpo_prompt.json,
+    or from the preset of a shipped model.
 
-    Raises UserError if two models were asked in different ways in training.
+    Raises UserError if the two models were trained with different prompt formats.
     """
     from runners.config.loading import load_config
     from runners.config.names import SHIPPED_PRESETS
@@ -131,18 +140,18 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
             asked[name] = prompt
     if len(set(asked.values())) > 1:
         raise UserError(
-            f"{' and '.join(asked)} were asked in different ways in training (grpo_prompt.json); "
-            "--config sets how both are asked"
+            f"{' and '.join(asked)} were trained with different prompt formats "
+            "(grpo_prompt.json); --config sets one for both"
         )
     for name, prompt in list(asked.items())[:1]:
         file = f"{name}: grpo_prompt.json"
-        note(f"asked as in training ({file}); --config and --set replace it")
+        note(f"prompt format as in training ({file}); --config and --set replace it")
         config = load_config(None, overrides, recorded=prompt.sections(), label=file)
     return config
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:
-    """The values of the command line in the form of --set; later ones win."""
+    """Returns the command line's values in the form of --set; later ones win."""
     given = {
         "model.path": "embedded",  # not used: models are those of the command line
         "data.source": values["data"] or None,
@@ -162,7 +171,7 @@ def _measure_all(
     machine: Any,
     values: dict[str, Any],
 ) -> list[ModelResult]:
-    """Measures one model after the other, so that only one is in memory."""
+    """Measures the models one after the other, so that only one is in memory."""
     from runners.data.datasets import load_rows, load_split, with_answers_of
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, load_code, start_worker

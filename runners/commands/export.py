@@ -1,4 +1,4 @@
-"""`grpo export`: a trained model as a folder or a file for others, and to the Hub if asked."""
+"""`grpo export`: writes a trained model as a folder or file for other programs, and uploads it on request."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from runners.machine.terminal import echo
 @command(
     "export",
     click.argument("source", metavar="RUN_OR_FOLDER"),
-    option("--out=DIR", "A new folder for mlx-lm and transformers.", click.Path(path_type=Path)),
+    option(
+        "--out=DIR", "Write a new folder for mlx-lm and transformers.", click.Path(path_type=Path)
+    ),
     QUANTIZE,
     option(
         "--gguf=FILE",
-        "A file for llama.cpp, and Ollama's Modelfile beside it.",
+        "Write a file for llama.cpp, and a Modelfile for Ollama next to it.",
         click.Path(path_type=Path),
     ),
     option(
-        "--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)
+        "--peft=DIR",
+        "Write a new folder with only the adapters, for PEFT.",
+        click.Path(path_type=Path),
     ),
-    option("--type as kind", "Of FILE's weights: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
     option(
-        "--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""
+        "--type as kind", "Type of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."
     ),
+    option("--push as --upload-repo as push=OWNER/NAME", "Also upload DIR to the Hub.", default=""),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
     TRUST,
@@ -49,9 +53,9 @@ def export_command(
 ) -> None:
     """Write a trained model for other programs.
 
-    RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
-    folder of adapters, or any model. Adapters are fused, but for --peft. A folder has a model card with the
-    run's config and results. Nothing is uploaded unless --push says where to.
+    RUN_OR_FOLDER is a run's folder (its final model or, without one, its newest complete checkpoint), a
+    checkpoint, a folder with adapters, or any model. Adapters are merged, except with --peft. The new folder
+    contains a model card with the run's config and results. Nothing is uploaded without --push.
     """
     from runners.machine import startup
 
@@ -62,10 +66,10 @@ def export_command(
         raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
     if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
         raise UserError(
-            "without --out DIR there is no folder to upload or quantize; --type is for --gguf"
+            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR"
         )
     if (values["private"] and not push) or (values["kind"] and gguf is None):
-        raise UserError("--private is for --push, and --type for --gguf: nothing would come of it")
+        raise UserError("--private requires --push; --type requires --gguf")
     from runners.conversion.export import (
         export_folder,
         export_gguf,
@@ -89,8 +93,8 @@ def export_command(
     if gguf is not None:
         modelfile = export_gguf(opened, gguf, kind, force=force)
         echo(
-            f"{gguf}: {gigabytes(gguf.stat().st_size)}; `ollama create NAME -f {modelfile}` takes "
-            "it"
+            f"{gguf}: {gigabytes(gguf.stat().st_size)}; import it with "
+            f"`ollama create NAME -f {modelfile}`"
         )
         return
     dtype = values["dtype"] or ""

@@ -1,4 +1,4 @@
-"""`grpo generate`: one prompt as a stream, or a file of prompts in batches."""
+"""`grpo generate`: streams the reply to one prompt, or answers a file of prompts in batches."""
 
 from __future__ import annotations
 
@@ -39,17 +39,30 @@ if TYPE_CHECKING:
     "generate",
     click.argument("model"),
     click.argument("prompt", required=False),
-    option("--prompts=FILE", "Many prompts: .txt (one a line), rows, or - (stdin).", default=""),
     option(
-        "--column", "The rows' column: a text, or messages.", default="prompt", show_default=True
+        "--prompts=FILE",
+        "File with many prompts: .txt (one per line), rows, or - (stdin).",
+        default="",
     ),
-    option("--num", "Completions of each prompt.", click.IntRange(1), 1, show_default=True),
-    option("--batch", "Completions at a time.", click.IntRange(1), 256, show_default=True),
-    flag("--raw", "Continue the text as it is, without a chat template: for base models."),
-    option("--out=FILE", "Write the JSON lines here instead of stdout.", default=""),
+    option(
+        "--column",
+        "Column with the prompts, as texts or lists of messages.",
+        default="prompt",
+        show_default=True,
+    ),
+    option("--num", "Completions per prompt.", click.IntRange(1), 1, show_default=True),
+    option(
+        "--batch",
+        "Completions that are decoded together.",
+        click.IntRange(1),
+        256,
+        show_default=True,
+    ),
+    flag("--raw", "Continue the text without a chat template, for base models."),
+    option("--out=FILE", "Write JSON lines to this file instead of stdout.", default=""),
     option(
         "--image as images=FILE",
-        "An image, before PROMPT's text; may be given more than once (extra vlm).",
+        "Image to place before PROMPT's text; may be repeated (requires the extra vlm).",
         multiple=True,
     ),
     PROMPT,
@@ -68,9 +81,10 @@ Examples:
   echo "Say hi." | grpo generate MODEL - > reply.txt
 
 \b
-The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1, stdout gets a
-JSON object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
-messages, turns, calls, failures and, if the environment gives one, reward.
+The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1,
+stdout gets one JSON object per line, with prompt, completion, finish (stop, length or interrupted)
+and tokens. With tools, it also contains messages, turns, calls, failures and, if the environment
+returns one, reward.
 """,
 )
 def generate_command(
@@ -82,18 +96,20 @@ def generate_command(
     images: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Let a model answer one prompt, or many.
+    """Generate completions for one prompt or many.
 
-    MODEL is a folder, a run's folder, a name on the Hub, a folder of adapters, or "embedded". PROMPT is a
-    text, or - for all of standard input. A model that was trained here is asked as in training, unless an
-    option says otherwise.
+    MODEL is a model folder, a run's folder, a Hub name, a folder with adapters, or "embedded". PROMPT is a
+    text, or - for all of standard input. A model that was trained with grpo_fn uses the prompt format of its
+    training, unless options override it.
     """
     if (prompt is None) == (not prompts):
         raise UserError("expected either PROMPT or --prompts FILE")
     if images and (
         prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
     ):
-        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
+        raise UserError(
+            "--image requires a single PROMPT, without --prompts, --num, --out or tools"
+        )
     from runners.data.messages import conversation, read_prompts
 
     text = ""
@@ -105,7 +121,7 @@ def generate_command(
             raise UserError("the prompt is empty")
         conversations = [conversation(text)]
     if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
-        raise UserError("--raw continues a text; leave --system, --image, --tools and --env out")
+        raise UserError("--raw continues a text: it excludes --system, --image, --tools and --env")
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)
@@ -155,7 +171,7 @@ def _rows(
     should_stop: Callable[[], bool],
     speed: Speed,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all completions, or of conversations with tools, batch by batch."""
+    """Yields a row for each completion or conversation with tools, batch by batch."""
     import attrs
 
     from runners.data.messages import conversation

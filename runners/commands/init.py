@@ -1,4 +1,4 @@
-"""`grpo init`: a config for a model and a data set, written after a look at both."""
+"""`grpo init`: inspects a model and a data set, and writes a config for them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runners.machine.terminal import echo
     "init",
     click.argument("model"),
     click.argument("data"),
-    option("--out=FILE", "The new config.", default="train.toml", show_default=True),
-    option("--question=COLUMN", "The column of questions or messages [found by name].", default=""),
-    option("--answer=COLUMN", "The column of reference answers [found by name].", default=""),
+    option("--out=FILE", "File for the new config.", default="train.toml", show_default=True),
+    option("--question=COLUMN", "Column with questions or messages [found by name].", default=""),
+    option("--answer=COLUMN", "Column with reference answers [found by name].", default=""),
     notes="""\
 \b
 Examples:
@@ -26,19 +26,20 @@ Examples:
   grpo init embedded embedded --out toy.toml
 
 \b
-It looks at the model's size, bits and chat template. In the data it finds the columns of questions and
-answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, or none.
+The config depends on the model's size, bits and chat template, and on the data: the columns with
+questions and answers, and the format of the answers (numbers after ####, \\boxed{}, numbers,
+letters, labels, or none).
 """,
 )
 def init_command(model: str, data: str, out: str, question: str, answer: str) -> None:
     """Write a config for a model and a data set.
 
-    MODEL is a folder, a name on the Hub or "embedded"; DATA a file, a folder, a name on the Hub or
-    "embedded". Nothing that exists is replaced.
+    MODEL is a model folder, a Hub name or "embedded"; DATA is a file, a folder, a Hub name or "embedded".
+    Existing files are not replaced.
     """
     target = Path(out).expanduser()
     if target.exists():
-        raise UserError(f"--out {out}: expected a free name, found a file there")
+        raise UserError(f"--out {out}: expected the name of a new file, found an existing one")
     from runners.machine import startup
 
     startup.prepare()
@@ -55,11 +56,12 @@ def init_command(model: str, data: str, out: str, question: str, answer: str) ->
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
     if not found.answer:
         echo(
-            "         --answer names the column of reference answers, --question that of questions"
+            "         --answer sets the column with reference answers, --question the one with "
+            "questions"
         )
     if found.form == "none" and not rewards.exists():
         save_text(rewards, REWARD)
-        echo(f"written  {rewards}, an example of a reward: write yours")
+        echo(f"written  {rewards}, an example reward; replace it with your own")
     save_text(target, text)
     echo(f"written  {target}")
     echo(f"next     grpo check {out} --sample 4, then grpo-run {out}")

@@ -40,79 +40,95 @@ def _row(context: click.Context, parameter: click.Parameter, text: str) -> dict[
 
 
 SAMPLING = (
-    option("--temperature", "0: the likeliest token.", click.FloatRange(0), 0.7, show_default=True),
-    option("--top-p", "The likeliest tokens with this share of the probability.", _TOP, 1.0),
-    option("--top-k", "This many tokens; 0: all.", _NUMBER, 0),
-    option("--min-p", "Tokens with at least this share of the largest probability.", _SHARE, 0.0),
     option(
-        "--repetition-penalty",
-        "Above 1: tokens that have occurred become less likely.",
-        _FACTOR,
-        1.0,
+        "--temperature",
+        "Sampling temperature; 0: always the most likely token.",
+        click.FloatRange(0),
+        0.7,
+        show_default=True,
     ),
-    option("--seed", "The same seed gives the same result.", _NUMBER, 0, show_default=True),
-    option("--max-tokens", "Length limit of a reply [as in training, else 512].", _COUNT),
+    option("--top-p", "Keep the most likely tokens with this share of the probability.", _TOP, 1.0),
+    option("--top-k", "Keep this many of the most likely tokens; 0: all.", _NUMBER, 0),
+    option(
+        "--min-p", "Keep tokens with at least this share of the highest probability.", _SHARE, 0.0
+    ),
+    option(
+        "--repetition-penalty", "Values above 1 make repeated tokens less likely.", _FACTOR, 1.0
+    ),
+    option("--seed", "Seed; the same seed gives the same result.", _NUMBER, 0, show_default=True),
+    option(
+        "--max-tokens", "Maximum length of a reply, in tokens [as in training, or 512].", _COUNT
+    ),
 )
-TRUST = flag("--trust-remote-code", "Run Python code that comes with a model.")
+TRUST = flag("--trust-remote-code", "Run Python code that is shipped with a model.")
 MODEL = (
     option("--adapter=FOLDER", "Adapters to apply to the model.", default=""),
-    option("--loader=FUNCTION", "The function that opens the model, as model.loader.", default=""),
+    option("--loader=FUNCTION", "Function that loads the model, as in model.loader.", default=""),
 )
 SET = option(
     "--set as overrides=SECTION.KEY=VALUE",
-    "Replace one value of the config; may be given more than once, the last one wins. VALUE is TOML, and a "
-    "string needs no quotes.",
+    "Override one value of the config; may be repeated, and the last one wins. VALUE is TOML; strings "
+    "need no quotes.",
     multiple=True,
 )
 QUANTIZE = (
-    option("--bits", "Quantize to so many bits.", click.Choice([2, 3, 4, 5, 6, 8])),
-    option("--group-size", "Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].", int),
+    option("--bits", "Bits per weight.", click.Choice([2, 3, 4, 5, 6, 8])),
     option(
-        "--mode", "Quantize in this format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])
+        "--group-size",
+        "Number of weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].",
+        int,
     ),
+    option("--mode", "Quantization format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])),
     option(
         "--recipe",
-        "Quantize with more bits where they matter most.",
+        "Mixed quantization, with more bits for sensitive layers.",
         click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
     ),
     option(
         "--dtype",
-        "The weights' dtype [the source's].",
+        "Dtype of the weights [the source's].",
         click.Choice(["float32", "float16", "bfloat16"]),
     ),
 )
 TARGET = option("--out=DIR", "The new folder.", click.Path(path_type=Path), required=True)
 FORCE = flag("--force", "Replace DIR if it exists.")
 PROMPT = (
-    option("--system=TEXT", 'The system message [as in training]; "" for a model without one.'),
+    option("--system=TEXT", 'System message [as in training]; "" for none.'),
     option("--nudge=TEXT", 'First words of every reply [as in training]; "" for none.'),
     option(
-        "--stop=TEXT", 'Ends a reply [as in training]; may be repeated; "" for none.', multiple=True
+        "--stop=TEXT",
+        'String that ends a reply [as in training]; may be repeated; "" for none.',
+        multiple=True,
     ),
-    flag("--no-prompt-file", "Ignore the model's grpo_prompt.json: how it was asked in training."),
+    flag(
+        "--no-prompt-file", "Ignore the prompt format of training, in the model's grpo_prompt.json."
+    ),
 )
 TOOLS = (
     option(
         "--tools=FILE[:FUNCTION]",
-        "A function that the model may call, or a Python file with such functions. May be repeated.",
+        "Function that the model may call, or a Python file with such functions; may be repeated.",
         multiple=True,
     ),
     option(
-        "--env as factory=FILE:CLASS",
-        "An environment, whose methods the model may call.",
-        default="",
+        "--env as factory=FILE:CLASS", "Environment whose methods the model may call.", default=""
     ),
 )
 TOOLS_OF = (
-    option("--config=CONFIG", "A training's config: its [env], with the bounds.", default=""),
     option(
-        "--row=JSON", "What the environment's reset gets: columns.", default="{}", callback=_row
+        "--config=CONFIG", "Use [env] of this training config, including its limits.", default=""
+    ),
+    option(
+        "--row=JSON",
+        "Columns that are passed to the environment's reset.",
+        default="{}",
+        callback=_row,
     ),
 )
 
 
 def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
-    """The resolved options of SAMPLING and PROMPT as a value."""
+    """Returns the resolved options of SAMPLING and PROMPT as one value."""
     from grpo_fn import Sampling
 
     return Sampling(
@@ -128,7 +144,7 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
 
 
 def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
-    """The options of QUANTIZE as a value."""
+    """Returns the options of QUANTIZE as one value."""
     from runners.conversion.packing import QuantizationOptions
 
     mode = values["mode"] or ""
@@ -149,12 +165,12 @@ _OF_A_CHAT = ("system", "nudge", "template_kwargs")
 
 
 def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
-    """The options, with missing ones of PROMPT and --max-tokens filled in.
+    """Returns the options, with missing values of PROMPT and --max-tokens filled in.
 
-    The values come from the model's own settings, `prompt`; a line on stderr shows them. Without
-    such settings they are empty and 512 tokens. `template_kwargs`, further arguments of the chat
-    template, has no option. With `raw`, an option or the model's own setting, a prompt is a text
-    that the model continues.
+    The values come from the model's own settings, `prompt`, and are shown on stderr. Without such
+    settings, they are empty, and 512 tokens. `template_kwargs`, extra arguments for the chat
+    template, has no option. With `raw`, set by an option or by the model's settings, a prompt is a
+    text that the model continues.
     """
     stop = tuple(filter(None, values["stop"])) if values["stop"] else None
     asked_raw = bool(values.get("raw"))
@@ -173,7 +189,7 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 
 def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
-    """The environments of the resolved options of TOOLS and TOOLS_OF; None if there are no
+    """Builds the environments for the resolved options of TOOLS and TOOLS_OF; None if there are no
     tools.
     """
     import attrs
@@ -193,7 +209,7 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
         env = attrs.evolve(env, tools=tuple(values["tools"]), factory=values["factory"])
         folders = (Path.cwd(),)
     if values["row"] and not env.factory:
-        raise UserError("--row: found no environment, expected --env FILE:CLASS as well")
+        raise UserError("--row: expected --env FILE:CLASS as well, found no environment")
     data = DataConfig(nudge=values["nudge"], chat_template_kwargs=dict(values["template_kwargs"]))
     return build_environments(
         env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker()
@@ -201,7 +217,7 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
 
 
 def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
-    """A command's checked config, and this machine, prepared before anything imports MLX."""
+    """Returns a command's checked config and this machine's platform, prepared before MLX is imported."""
     from runners.config.loading import load_config
     from runners.machine import startup
 
@@ -212,7 +228,7 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
 
 
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
-    """The model of a command, with the options of MODEL, and its vision part; notices go to
+    """Loads a command's model with the options of MODEL, and with its vision part; notices go to
     stderr.
     """
     from runners.machine import startup
@@ -234,12 +250,12 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
 
 
 def echo_all(notices: Iterable[str]) -> None:
-    """Lines on stderr."""
+    """Prints notices to stderr."""
     for notice in notices:
         echo(notice, err=True)
 
 
 def echo_weights(folder: Path) -> None:
-    """The size of a new folder's weights."""
+    """Prints the size of a new folder's weights."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     echo(f"{folder}: {gigabytes(size)} of weights")

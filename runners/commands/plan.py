@@ -1,6 +1,4 @@
-"""What a run needs: `grpo plan CONFIG` predicts its memory, `grpo bench CONFIG` measures
-its time.
-"""
+"""`grpo plan CONFIG` predicts a run's memory; `grpo bench CONFIG` measures its time."""
 
 from __future__ import annotations
 
@@ -20,22 +18,24 @@ from runners.machine.terminal import echo_text
     "plan",
     click.argument("config"),
     SET,
-    flag("--json as as_json", "The same facts as JSON, in bytes."),
+    flag("--json as as_json", "Print the figures as JSON, in bytes."),
     option(
-        "--ranks", "Number of mlx.launch processes; shows the memory of each.", click.IntRange(1), 1
+        "--ranks",
+        "Number of mlx.launch processes; shows the memory of each process.",
+        click.IntRange(1),
+        1,
     ),
     notes="""\
 \b
-Exit codes: 0 the run fits; 2 it does not fit, or something in the config, the data or the model has to
-change.
+Exit codes: 0 the run fits; 2 it does not fit, or the config, the data or the model must be changed.
 """,
 )
 def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
-    """Predict the memory that a run will take.
+    """Predict how much memory a run needs.
 
-    Shows, for every phase of a step, the bytes of weights, optimizer, activations and caches, the peak
-    against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
-    of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
+    For each phase of a step, shows the memory for weights, optimizer, activations and caches. Compares
+    the peak with this machine's memory, and shows the largest batch that fits. Reads only config.json and
+    the headers of the weights, and the data's longest prompt if data and tokenizer are on this machine.
     """
     loaded, machine = open_config(config, overrides)
     from runners.memory.plan import make_plan
@@ -50,8 +50,8 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     "bench",
     click.argument("config"),
     SET,
-    option("--steps", "Number of measured steps.", click.IntRange(1), 3, show_default=True),
-    flag("--json as as_json", "The same facts as JSON."),
+    option("--steps", "Number of steps to measure.", click.IntRange(1), 3, show_default=True),
+    flag("--json as as_json", "Print the figures as JSON."),
     notes="""\
 \b
 Examples:
@@ -60,12 +60,12 @@ Examples:
   grpo bench quickstart --json
 
 \b
-The first step includes compilation and is shown by itself. A step is the rollouts of an update and all
-updates that use them. Evaluations, checkpoints and logs are left out.
+The first step includes compilation and is shown separately. A step consists of the rollouts for an
+update and all updates that use them. Evaluations, checkpoints and logs are not measured.
 """,
 )
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
-    """Time the parts of a run's steps."""
+    """Measure the time of each part of a step."""
     checked, machine = open_config(config, overrides)
     echo_all(machine.notices)
     from runners.profiling import bench_steps, bench_table

@@ -1,5 +1,5 @@
-"""`grpo report`: one HTML page of a run, or of several in the same curves; `grpo watch`:
-it, live.
+"""`grpo report`: an HTML page for one run, or for several in the same plots; `grpo watch`: the
+live page.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from runners.machine.terminal import echo
 @command(
     "report",
     click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]"),
-    option("--out=FILE", "The page [RUN/report.html; of several report.html].", default=""),
-    flag("--all as everything", "All completions, even if the page becomes large."),
+    option(
+        "--out=FILE",
+        "File for the page [RUN/report.html; for several runs: report.html].",
+        default="",
+    ),
+    flag("--all as everything", "Include all completions, even if the page becomes large."),
     notes="""\
 \b
 Examples:
@@ -29,11 +33,11 @@ Examples:
 """,
 )
 def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
-    """Write the page of a run, or of several.
+    """Write an HTML report of one or more runs.
 
-    It has curves, events, completions and the config. RUN is a run's folder: finished, interrupted, or still
-    training. The page is one HTML file that needs no network: it can be sent by mail. If completions.jsonl
-    is larger than 96 MB, the page has the completions of evenly spread updates.
+    The report contains curves, events, completions and the config. RUN is the folder of a run that is
+    finished, interrupted or still training. The report is one HTML file that needs no network and can be sent
+    by mail. If completions.jsonl is larger than 96 MB, it includes completions from evenly spaced updates.
     """
     from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 
@@ -51,25 +55,30 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
 @command(
     "watch",
     click.argument("run"),
-    option("--port", "The port; a free one if it is taken [8517].", click.IntRange(0, 65535), 8517),
+    option(
+        "--port",
+        "Port; if it is in use, a free one is chosen [8517].",
+        click.IntRange(0, 65535),
+        8517,
+    ),
     flag("--open as show", "Open the page in a browser."),
     notes="""\
 \b
 Examples:
-  grpo watch outputs/my-first           a run, while it trains or later
-  ssh -L 8517:127.0.0.1:8517 HOST       from another machine: a tunnel, then open http://127.0.0.1:8517/
+  grpo watch outputs/my-first           during training or later
+  ssh -L 8517:127.0.0.1:8517 HOST       tunnel from another machine; then open http://127.0.0.1:8517/
 """,
 )
 def watch_command(run: str, port: int, show: bool) -> None:
-    """Serve a run's page and keep it current.
+    """Serve a live report of a run.
 
-    RUN is a run's folder. The page is read-only, and only this machine can reach it. Ctrl-C ends the page;
-    the run goes on.
+    RUN is a run's folder. The page is read-only, and only this machine can reach it. Ctrl-C stops the server;
+    the run continues.
     """
     from runners.report.server import Server
 
     with Server(Path(run).expanduser(), port) as server:
-        echo(f"{server.url}  (Ctrl-C ends the page, not the run)")
+        echo(f"{server.url}  (Ctrl-C stops this server, not the run)")
         if show:
             import webbrowser
 

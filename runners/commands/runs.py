@@ -1,4 +1,4 @@
-"""`grpo runs [FOLDER]`: the runs of a folder, and how to continue each."""
+"""`grpo runs [FOLDER]`: lists the runs in a folder, and how to resume each."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from runners.machine.terminal import aligned, echo, echo_output
 @command(
     "runs",
     click.argument("folder", default="outputs"),
-    flag("--json as as_json", "One JSON object a line."),
+    flag("--json as as_json", "Print one JSON object per line."),
     notes="""\
 \b
-States: running; finished (has a final model); interrupted (has a checkpoint to resume from); stopped (before
-its first checkpoint).
+States: running; finished (there is a final model); interrupted (there is a checkpoint to resume
+from); stopped (before the first checkpoint).
 """,
 )
 def runs_command(folder: str, as_json: bool) -> None:
-    """List the runs of a folder [outputs].
+    """List the runs in a folder [outputs].
 
-    Shows each run's state, updates, exact match at its last evaluation (the reward there, if its data has no
-    gold answers), last reward, and the command that continues it. The run that changed last comes first.
-    Nothing is changed.
+    For each run, shows its state, number of updates, exact match at its last evaluation (or the reward,
+    if the data has no reference answers), last reward, and the command that resumes it. The most recent
+    run is listed first. Nothing is changed.
     """
     import attrs
 
@@ -42,7 +42,7 @@ def runs_command(folder: str, as_json: bool) -> None:
             echo_output(to_json(attrs.asdict(run)), nl=True)
         return
     if not runs:
-        echo(f"{folder} holds no runs")
+        echo(f"{folder} contains no runs")
         return
     from runners.telemetry.report import number_text, percent_text
 

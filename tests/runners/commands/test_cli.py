@@ -176,8 +176,8 @@ def test_an_interrupted_run_shows_how_to_continue(
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing argument 'CONFIG'"),
-        (["run", "train.toml", "--resume", "--overwrite"], "--resume continues a run"),
-        (["run", "train.toml", "--allow-config-change"], "--allow-config-change needs --resume"),
+        (["run", "train.toml", "--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        (["run", "train.toml", "--allow-config-change"], "--allow-config-change requires --resume"),
     ],
 )
 def test_unusable_command_lines_are_refused(invoke, training, arguments, message):

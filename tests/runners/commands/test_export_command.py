@@ -193,10 +193,10 @@ def test_faults_are_lines(runs, tmp_path):
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
         ([runs["full"], "--gguf", "m", "--out", "out"], "expected one of --out DIR, --gguf FILE"),
-        ([runs["full"], "--gguf", "m", "--bits", "4"], "--type is for --gguf"),
+        ([runs["full"], "--gguf", "m", "--bits", "4"], "and --dtype require --out DIR"),
         ([runs["full"], "--gguf", "m", "--type", "q3"], "--type q3: expected"),
-        ([runs["full"], "--out", "out", "--private"], "--private is for --push"),
-        ([runs["full"], "--out", "out", "--type", "f16"], "--type for --gguf"),
+        ([runs["full"], "--out", "out", "--private"], "--private requires --push"),
+        ([runs["full"], "--out", "out", "--type", "f16"], "--type requires --gguf"),
         *(([runs["full"], "--out", place, "--force"], "expected another folder") for place in places),
     ):
         result = export(*arguments, code=2)

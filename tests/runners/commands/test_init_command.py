@@ -122,7 +122,7 @@ def test_columns_of_other_names_are_listed_and_chosen(tmp_path):
     """`--question` and `--answer` name them; a misspelt one is answered with the nearest."""
     table(tmp_path)
     shown = grpo("init", "llama", "rows.csv").stdout
-    assert "columns  Nr, Frage, Musterlösung, Quelle\n" in shown and "--answer names the column" in shown
+    assert "columns  Nr, Frage, Musterlösung, Quelle\n" in shown and "--answer sets the column" in shown
     chosen = ("--out", "b.toml", "--question", "Frage", "--answer")
     found = grpo("init", "llama", "rows.csv", *chosen, "Musterloesung", code=2)
     assert "did you mean Musterlösung?" in found.stderr
@@ -221,7 +221,7 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
         (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
         (["llama", "empty.jsonl"], "expected rows with a question, found none"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
-        (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
+        (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected the name of a new file"),
         (
             ["llama", "rows.jsonl", "--answer", "answr"],
             "expected one of question, answer; did you mean answer?",

@@ -79,5 +79,5 @@ def test_json_and_missing_folders(outputs, tmp_path):
     lines = [json.loads(line) for line in grpo("runs", outputs, "--json").output.splitlines()]
     assert {line["state"] for line in lines} >= {"finished", "stopped"}
     (tmp_path / "empty").mkdir()
-    assert grpo("runs", tmp_path / "empty").output == f"{tmp_path / 'empty'} holds no runs\n"
+    assert grpo("runs", tmp_path / "empty").output == f"{tmp_path / 'empty'} contains no runs\n"
     assert "there is no such folder" in grpo("runs", tmp_path / "none", code=2).stderr

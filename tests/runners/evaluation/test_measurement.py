@@ -245,7 +245,7 @@ def test_a_moved_model_is_asked_as_in_training(folder, run):
     shutil.copytree(run / "final", folder / "moved")
     arguments = ("--data", PROBLEMS, "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
     result = grpo("eval", "embedded", "moved", *arguments)
-    assert "asked as in training (moved: grpo_prompt.json)" in result.stderr
+    assert "prompt format as in training (moved: grpo_prompt.json)" in result.stderr
     rows = rows_of(folder)
     by_hand = ("data.system_prompt=", "data.nudge=<reasoning>", "rollout.max_new_tokens=30")
     (folder / "moved" / "grpo_prompt.json").unlink()
@@ -268,7 +268,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
         file = shutil.copytree(run / "final", folder / name) / "grpo_prompt.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"nudge": nudge}))
     result = grpo("eval", "one", "two", "--data", "embedded", code=2)
-    assert "one and two were asked in different ways" in result.stderr
+    assert "one and two were trained with different prompt formats" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
     [
         ("embedded --k 0", "expected whole numbers from 1 on"),
         ("embedded --k 1,9999999999", "expected whole numbers from 1 on"),
-        ("embedded --k 8 --num 4", "--k 8 needs as many samples"),
+        ("embedded --k 8 --num 4", "--k 8: expected at least 8 samples per problem"),
         ("embedded --out no/such/x.jsonl", "there is no folder no/such"),
     ],
 )

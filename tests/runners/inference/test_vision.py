@@ -55,8 +55,8 @@ def test_images_want_a_model_that_sees(grpo, tmp_path):
     result = grpo("generate", "blind", "hello", "--image", "x.png")
     assert result.exit_code == 2 and "no vision_config" in result.stderr
     for extra in (("--num", "2"), ("--out", "x"), ("--tools", "x")):
-        assert "--image goes with one PROMPT" in grpo("generate", "m", "p", "--image", "x", *extra).stderr
-    assert "--image goes with one PROMPT" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
+        assert "--image requires a single" in grpo("generate", "m", "p", "--image", "x", *extra).stderr
+    assert "--image requires a single" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
 
 
 @pytest.fixture

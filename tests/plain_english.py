@@ -1,0 +1,117 @@
+"""`python -m tests.plain_english`: finds phrases of translated English in pages, messages and docstrings.
+
+Each phrase is listed with a plainer wording. Add a phrase once the tree is free of it. In pages, only prose
+is read: no code, and no tables that are made from the code, whose own strings are read.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERYWHERE = {
+    r"teach(es)? nothing": "has no gradient",
+    r"(groups?|prompts?) that taught": "with a gradient",
+    r"(the|a) groups? taught": "has a gradient",
+    r"by heart": "overfits",
+    r"nothing would come of": "A requires B",
+    r"one update a rollout": "one update per rollout",
+    r"makes? no bias": "is unbiased",
+    r"its exponential": "exp(…)",
+    r"among how many": "the number of",
+    r"asks? for nothing": "no action needed",
+    r"the same three": "the rows above",
+    r"whatever their names?": "any other file",
+    r"a second way to the same": "with the same result",
+    r"(command|run|it|and) ends? with a line": "stops with a message",
+    r"mend(s|ed|ing)?": "fix",
+    r"falls? apart": "diverges",
+    r"unlearns?": "forgets",
+    r"so many (bits|pixels|problems|completions|samples)": "this many",
+    r"(would|will) have gone on": "continues",
+    r"cross-entropy of their tokens": "cross-entropy of the … tokens",
+    r"what one brings": "its gain",
+}
+"""Pattern → what to write instead, for pages and all strings of the packages; a blank is any white space."""
+FIRST_READ = {
+    r"a fortieth of a core": "2.5 % of one core",
+    r"evenly spread updates": "evenly spaced updates",
+    r"what is known of": "the statistics of",
+    r"gold (answer|completion|label|text|one)s?": "reference answer, reference completion",
+    r"(go(es)?|gone) on (from|with|where)": "resumes from, continues with",
+    r"(completions?|prompts?|rollouts?|tokens?|groups?) (is|are|was|were) drawn": "sampled",
+    r"(it|they|the model|a model|which) (is|are|was|were) asked (in|as)": "prompt format",
+    r"nothing is learned": "there is no gradient",
+    r"as people mean": "by value",
+    r"without a word": "without a message",
+    r"a line says": "a message says",
+    r"a \w+ of (yours|mine)": "your own …",
+    r"an? (loop|reward|file|template|tool|process|folder) of (your|its|their) own": "your own …",
+    r"whole checkpoints?": "complete checkpoint",
+    r"counts? nowhere": "is masked",
+    r"something in the \w+ (has|have) to change": "must be changed",
+    r"how far the run is": "progress of the run",
+    r"(behind|stands behind) the (question|prompt|number|text|last|policy's|assistant's)": "after",
+    r"(?-i:Of an?) \w+": "For a …, In a …",
+    r"but for the": "except",
+}
+"""As EVERYWHERE, for what users read first: pages, help texts, keys and metrics."""
+PHRASES = EVERYWHERE | FIRST_READ
+_NOT_PROSE = re.compile(
+    r"^```.*?^```|^<!-- (?P<part>[^>]+):begin -->.*?^<!-- (?P=part):end -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def faults(text: str, phrases: dict[str, str]) -> Iterator[tuple[int, str, str]]:
+    """Line, found phrase and what to write instead, for each phrase that the text contains."""
+    for pattern, instead in phrases.items():
+        spaced = pattern.replace(" ", r"\s+")
+        for found in re.finditer(rf"(?<!\w)(?:{spaced})(?!\w)", text, re.IGNORECASE):
+            yield text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), instead
+
+
+def prose(page: str) -> str:
+    """A page's text with the same lines; what is not prose is replaced by dots."""
+    return _NOT_PROSE.sub(lambda part: re.sub(r"[^\n]", "·", part[0]), page)
+
+
+def strings(code: str) -> Iterator[tuple[int, str]]:
+    """The texts in a Python file, docstrings included, with their first lines."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def faults_of(path: Path) -> list[str]:
+    """`file:line: found → instead` for each phrase in a page or a Python file."""
+    text = path.read_text(encoding="utf-8")
+    name = path.relative_to(ROOT).as_posix()
+    if path.suffix == ".md":
+        parts = [(1, prose(text))]
+        phrases = PHRASES
+    else:
+        parts = list(strings(text))
+        is_read_first = re.match(r"runners/(commands/|cli\.py|config/sections\.py|metrics\.py)", name)
+        phrases = PHRASES if is_read_first else EVERYWHERE
+    return [
+        f"{name}:{first + line - 1}: {found!r}; plainer: {instead}"
+        for first, part in parts
+        for line, found, instead in faults(part, phrases)
+    ]
+
+
+def all_faults() -> list[str]:
+    """The faults of the project's pages and packages."""
+    tops = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    packages = [path for package in ("grpo_fn", "runners") for path in (ROOT / package).rglob("*.py")]
+    return [
+        line for path in sorted([*tops, *(ROOT / "docs").glob("*.md"), *packages]) for line in faults_of(path)
+    ]
+
+
+if __name__ == "__main__":
+    found = all_faults()
+    print("\n".join(found) or "no phrase of the list was found")
+    raise SystemExit(bool(found))
