@@ -34,6 +34,10 @@ from runners.training.sampler import Sampler, first_sampler
 from runners.training.teacher import Grader, make_grader
 
 
+# By backend: `python -m benchmarks.architectures` compares the gradients of every architecture.
+_WRONG_GRADIENTS = {"cuda": ("gpt_oss",)}
+
+
 @attrs.frozen(eq=False)
 class Learner:
     """The functional core of a run: its policies, its steps, and the state before the first of
@@ -76,6 +80,7 @@ def build_learner(
     """
     rollout = config.rollout
     share_prompts = _shares_prompts(config, loaded, platform)
+    check_backend(loaded, platform)
     _check_routers(config, loaded)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
@@ -214,6 +219,16 @@ def _policy(loaded: LoadedModel) -> g.Policy:
         raise UserError(
             f"{loaded.path}: mlx-lm cannot compute this model here: {error_line(error)}"
         ) from error
+
+
+def check_backend(loaded: LoadedModel, platform: Platform) -> None:
+    """Raises UserError for a model whose gradient was measured as wrong on this backend."""
+    family = str(loaded.config.get("model_type"))
+    if family in _WRONG_GRADIENTS.get(platform.backend, ()):
+        raise UserError(
+            f"{loaded.path}: gradients of {family} are wrong with MLX's {platform.backend} backend "
+            "(docs/models.md, On CUDA); expected another model, or MLX's CPU or Metal backend"
+        )
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
