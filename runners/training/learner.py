@@ -33,7 +33,6 @@ from runners.tokenization.text import TextDecoder
 from runners.training.sampler import Sampler, first_sampler
 from runners.training.teacher import Grader, make_grader
 
-
 # By backend: `python -m benchmarks.architectures` compares the gradients of every architecture.
 _WRONG_GRADIENTS = {"cuda": ("gpt_oss",)}
 
