@@ -207,6 +207,7 @@ class LocalEngine:
         self._columns = None
         self._drawn = 0
         self._most = 0
+        self._reported = 0.0
 
     def _take(self, queue: RowQueue) -> None:
         """Hands the rows that have ended to their requests."""

@@ -136,8 +136,6 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None:
             set_aside(path)
-        elif path.exists():
-            os.truncate(path, _whole_lines(path, keep))
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""

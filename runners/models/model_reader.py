@@ -114,9 +114,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.
     settings = {"trust_remote_code": trust_remote_code}
-    if not any(
-        name in str(read_json(path / "config.json").get("model_type")) for name in _MISTRALS
-    ):
+    config = path / "config.json"
+    family = str(read_json(config).get("model_type")) if config.exists() else ""
+    if not any(name in family for name in _MISTRALS):
         settings["fix_mistral_regex"] = False  # else it may warn of a fault that only these have
     try:
         return utils.load_tokenizer(path, settings, eos_token_ids=end_ids(path))

@@ -13,6 +13,7 @@ from runners.files.cache_folder import remember, remembers
 from runners.files.durable import PREFIX, sweep
 from runners.files.json_files import JsonLines
 from runners.files.own_folder import foreign, own_folder
+from runners.machine.programs import gpu_programs
 from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.startup import separate_programs
 
@@ -84,6 +85,7 @@ def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path, monkeypatch,
     for name in ("MLX_PTX_CACHE_DIR", "MLX_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(gpu_programs, "_LOCKS", [])
     keep_programs("0.32.4", "sm_90")
     assert ("MLX_PTX_CACHE_DIR" in os.environ) == (place == "checked")
 

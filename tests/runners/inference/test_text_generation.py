@@ -155,9 +155,9 @@ def test_tokens_and_seconds_add_up_over_calls(model):
 
 @pytest.mark.parametrize("kind", ["whole", "interrupted", "without a cache that can be cut"])
 def test_a_second_turn_is_that_of_the_whole_prompt(model, kind, monkeypatch):
-    """It holds the first turn, or what came of it before it was stopped, which is not computed again."""
-    cut = kind.startswith("without")
-    if cut:
+    """It holds the first turn, which is not computed again, or what came of it before it was stopped."""
+    cut = kind != "whole"  # of a stopped turn nothing is kept
+    if kind.startswith("without"):
         monkeypatch.setattr("mlx_lm.models.cache.can_trim_prompt_cache", lambda cache: False)
     sampling, speed = g.Sampling(temperature=0.0, max_new_tokens=9), Speed()
     talk = conversation(model, sampling, system="Be brief.")

@@ -94,7 +94,7 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
         assert [id(a) for a in arrays_of(role)] == [id(a) for a in arrays_of(state.params)]
     held = {id(a) for a in run.loaded.frozen.values()}
     assert {id(a) for a in arrays_of(learner.policy.frozen)} == held
-    assert learner.engine.full is learner.policy and learner.reference is None
+    assert learner.quantized is None and learner.reference is None
     assert nbytes(state.params, state.ref_params, state.old_params) == nbytes(state.params)
     base, _ = load(str(folder))[:2]
     reference = learner.policy.logits(state.ref_params, TOKENS)

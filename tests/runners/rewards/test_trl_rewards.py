@@ -130,4 +130,4 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and all(row["extra"] == {"of": [2, 3]} for row in rows)
     loop = json.loads((folder / "checkpoint-4/trainer_state.json").read_text())["loop"]
-    assert (loop["version"], loop["batch_step"]) == (2, 4)
+    assert (loop["sampler"]["version"], loop["batch_step"]) == (2, 4)
