@@ -77,11 +77,13 @@ def loss_stats(
     kl_bt: mx.array,
     mismatch: RolloutMismatch,
     weight_bt: mx.array,
+    inside_bt: mx.array | None,
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
     """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
-    correction and the correction's weights; no gradient flows."""
+    correction, the correction's weights and the tokens inside the surrogate's trust region, if it
+    has one; no gradient flows."""
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0
@@ -106,8 +108,10 @@ def loss_stats(
 
     low, high = 1 - spec.epsilon_low, 1 + spec.upper_epsilon
     sides = SURROGATES[spec.surrogate].clipped_sides
-    low_bt = (ratio_bt < low) & (x.adv < 0) & ("low" in sides)
-    high_bt = (ratio_bt > high) & (x.adv > 0) & ("high" in sides)
+    below_bt = ratio_bt < low if inside_bt is None else ~inside_bt
+    above_bt = ratio_bt > high if inside_bt is None else ~inside_bt
+    low_bt = below_bt & (x.adv < 0) & ("low" in sides)
+    high_bt = above_bt & (x.adv > 0) & ("high" in sides)
     difference_bt = x.old_logp_bt - x.rollout_logp_bt
     d_bt, is_ratio_bt = mismatch.log_ratio_bt, mismatch.ratio_bt
     stats = LossStats(

@@ -124,12 +124,28 @@ def loss_sum(
         weight_bt = drop_sequences(weight_bt, q_b1, spec.sequence_range)
     # l = w·ℓ + β·KL − c·H, and the teacher's KL
     policy_ratio_bt = ratio_bt
+    base_bt = x.rollout_logp_bt if surrogate.by_sampler else x.old_logp_bt
+    if surrogate.by_sampler:
+        policy_ratio_bt = policy_ratio(x.logp_bt, base_bt, mask_bt, spec.level)
     if spec.level == "sequence" and arrays.adv_b.ndim == 2:
         own_bt = mx.exp(x.logp_bt - mx.stop_gradient(x.logp_bt))
         policy_ratio_bt = mx.stop_gradient(ratio_bt) * own_bt
-    term_bt = weight_bt * surrogate.function(
-        policy_ratio_bt, adv, x.logp_bt, **spec.values(surrogate.fields)
+    arrays_bt = {"old_logp_bt": x.old_logp_bt, "mask_bt": mask_bt, "weight_bt": weight_bt}
+    term_bt = surrogate.function(
+        policy_ratio_bt,
+        adv,
+        x.logp_bt,
+        **spec.values(surrogate.fields),
+        **{name: arrays_bt[name] for name in surrogate.arrays},
     )
+    if "weight_bt" not in surrogate.arrays:
+        term_bt = weight_bt * term_bt
+    inside_bt = None
+    if surrogate.region is not None:
+        inside_bt = surrogate.region(
+            x.logp_bt, base_bt, adv, spec.epsilon_low, spec.upper_epsilon
+        )
+        term_bt = mx.where(inside_bt, term_bt, 0.0)
     if x.keep_bt is not None:
         term_bt = mx.where(x.keep_bt, term_bt, 0.0)
 
@@ -146,7 +162,10 @@ def loss_sum(
     length_b = mask_bt.sum(axis=1)
     sum_b = (mask_bt * term_bt).sum(axis=1)
     total = (sum_b / mx.maximum(length_b, 1) if aggregation.row_mean else sum_b).sum()
-    return total, loss_stats(x, spec, ratio_bt, kl_bt, mismatch, weight_bt, total, denominator)
+    stats = loss_stats(
+        x, spec, ratio_bt, kl_bt, mismatch, weight_bt, inside_bt, total, denominator
+    )
+    return total, stats
 
 
 def _cleaned(arrays: LossArrays) -> LossInputs:

@@ -132,6 +132,14 @@ class LossSpec:
     dual_clip: float | None = _key(None, "constant c of the surrogate `dual_clip`", "> 1")
     sapo_tau_pos: float = _key(1.0, "SAPO's temperature for tokens with A > 0", "> 0")
     sapo_tau_neg: float = _key(1.05, "SAPO's temperature for all other tokens", "> 0")
+    ratio_cap: float = _key(
+        20.0, "upper bound C on the weight of the surrogates `dppo_tv` and `dppo_kl`", "> 1"
+    )
+    dro_beta: float = _key(0.05, "coefficient of the squared log-ratio of the surrogate `dro`", "> 0")
+    vespo_k_pos: float = _key(2.0, "VESPO's exponent k for completions with A ≥ 0", "> 0")
+    vespo_lambda_pos: float = _key(3.0, "VESPO's rate λ for completions with A ≥ 0", "> 0")
+    vespo_k_neg: float = _key(3.0, "VESPO's exponent k for completions with A < 0", "> 0")
+    vespo_lambda_neg: float = _key(2.0, "VESPO's rate λ for completions with A < 0", "> 0")
     correction: str = _key("none", "how to correct for the difference between sampler and learner")
     correction_cap: float = _key(
         2.0, "upper bound C of `token_truncate` and `sequence_truncate`", "> 0"
@@ -198,9 +206,9 @@ class LossSpec:
                 "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length "
                 f"(LUSPO) and needs level = 'sequence'; found level = {self.level!r}"
             )
-        if self.surrogate in ("none", "likelihood") and self.level == "sequence":
+        if self.level not in SURROGATES[self.surrogate].levels:
             raise ValueError(
-                f"surrogate = {self.surrogate!r} uses no ratio to the old policy, so level = "
+                f"surrogate = {self.surrogate!r} takes no ratio of a whole completion, so level = "
                 "'sequence' has no meaning; use level = 'token'"
             )
         if self.delta is not None:
@@ -227,6 +235,11 @@ class LossSpec:
             raise ValueError(
                 f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "
                 "use correction = 'sequence_mask'"
+            )
+        if self.correction != "none" and SURROGATES[self.surrogate].by_sampler:
+            raise ValueError(
+                f"correction = {self.correction!r}: expected 'none', as surrogate = "
+                f"{self.surrogate!r} weights each token by π/μ itself"
             )
         correction = CORRECTIONS[self.correction]
         if self.correction_floor > 0 and "correction_floor" not in correction.fields:

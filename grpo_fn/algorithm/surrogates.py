@@ -1,14 +1,19 @@
 """Surrogate objectives ℓ of one token, which are minimised in place of −E[A].
 
 Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to
-one shape, and the LossSpec's fields that it needs as keywords. It returns ℓ; r and log π_θ carry
-the gradient. To add one: write the function, and give it a line in SURROGATES.
+one shape, and the LossSpec's fields and the arrays that it needs as keywords. It returns ℓ; r and
+log π_θ carry the gradient. A trust region may set ℓ to 0. To add one: write the function, and give
+it a line in SURROGATES.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from grpo_fn.algorithm.ratios import LEVELS, sequence_mean, sequence_sum
+from grpo_fn.checks import LOG_RATIO_LIMIT
 
 
 def clip(
@@ -80,13 +85,118 @@ def likelihood(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array
     return -advantage * logp
 
 
+def importance(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
+    """ℓ = −r·A: the importance-weighted policy gradient."""
+    return -ratio * advantage
+
+
+def truncated(
+    ratio: mx.array, advantage: mx.array, logp: mx.array, *, ratio_cap: float
+) -> mx.array:
+    """ℓ = −sg(min(r, C))·A·log π_θ: the truncated weight of DPPO (arXiv 2602.04879, section 5.4)."""
+    return -mx.stop_gradient(mx.minimum(ratio, ratio_cap)) * advantage * logp
+
+
+def dro(
+    ratio: mx.array, advantage: mx.array, logp: mx.array, *, old_logp_bt: mx.array, dro_beta: float
+) -> mx.array:
+    """ℓ = −(A·log π_θ − β/2·(log π_θ − log π_old)²): direct reward optimisation (arXiv
+    2405.19107)."""
+    return 0.5 * dro_beta * mx.square(logp - old_logp_bt) - advantage * logp
+
+
+def geo_mean(
+    ratio: mx.array,
+    advantage: mx.array,
+    logp: mx.array,
+    *,
+    old_logp_bt: mx.array,
+    mask_bt: mx.array,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> mx.array:
+    """ℓ = −Ā·exp(mean_t s·min(s·x, s·clip(x, −ε_low, ε_high))), the same at every token of a row.
+
+    x = log π_θ − log π_old and s = sign A: GMPO (arXiv 2507.20673, eq. 4), which clips in log
+    space, token by token. Ā is the row's mean advantage.
+    """
+    sign, x_bt = mx.sign(advantage), logp - old_logp_bt
+    clipped_bt = mx.clip(x_bt, -epsilon_low, epsilon_high)
+    log_ratio_b1 = sequence_mean(sign * mx.minimum(sign * x_bt, sign * clipped_bt), mask_bt)
+    advantage_b1 = sequence_mean(mx.broadcast_to(advantage, logp.shape), mask_bt)
+    return mx.broadcast_to(-advantage_b1 * mx.exp(log_ratio_b1), logp.shape)
+
+
+def vespo(
+    ratio: mx.array,
+    advantage: mx.array,
+    logp: mx.array,
+    *,
+    mask_bt: mx.array,
+    weight_bt: mx.array,
+    vespo_k_pos: float,
+    vespo_lambda_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_neg: float,
+) -> mx.array:
+    """ℓ = −sg(φ(w))·A·log π_θ with φ(w) = exp(λ + k·log w − λ·w) (VESPO, as in TRL 1.16).
+
+    w = Π_t r_t·(weight of the correction) over the row, log w between log 1e-8 and 20; k and λ by
+    the sign of A.
+    """
+    lowest = math.log(1e-8)
+    log_weight_bt = mx.clip(mx.log(weight_bt), lowest, LOG_RATIO_LIMIT)
+    log_w_b1 = sequence_sum(mx.log(ratio) + log_weight_bt, mask_bt)
+    log_w_b1 = mx.stop_gradient(mx.clip(log_w_b1, lowest, LOG_RATIO_LIMIT))
+    k = mx.where(advantage >= 0, vespo_k_pos, vespo_k_neg)
+    rate = mx.where(advantage >= 0, vespo_lambda_pos, vespo_lambda_neg)
+    phi = mx.exp(rate + k * log_w_b1 - rate * mx.exp(log_w_b1))
+    return -phi * advantage * logp
+
+
+def inside_tv(
+    logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
+) -> mx.array:
+    """π − π_old ≤ high where A > 0, else ≥ −low: DPPO's binary total variation (2602.04879)."""
+    apart_bt = mx.exp(logp_bt) - mx.exp(old_logp_bt)
+    return mx.where(advantage > 0, apart_bt <= high, apart_bt >= -low)
+
+
+def inside_kl(
+    logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
+) -> mx.array:
+    """DPPO's binary KL: at most `high` where A > 0, else at most `low`, or π moved the other way."""
+    p_bt, old_bt = mx.exp(logp_bt), mx.exp(old_logp_bt)
+    others_bt = mx.log((1 - old_bt + 1e-8) / (1 - p_bt + 1e-8))
+    kl_bt = old_bt * (old_logp_bt - logp_bt) + (1 - old_bt) * others_bt
+    raised_bt = (kl_bt <= high) | (p_bt <= old_bt)
+    lowered_bt = (kl_bt <= low) | (p_bt >= old_bt)
+    return mx.where(advantage > 0, raised_bt, lowered_bt)
+
+
+def inside_band(
+    logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
+) -> mx.array:
+    """−low ≤ π − μ ≤ high, whatever the sign of A: IPO, prime-rl's default with 0.3 on both
+    sides."""
+    apart_bt = mx.exp(logp_bt) - mx.exp(old_logp_bt)
+    return (apart_bt <= high) & (apart_bt >= -low)
+
+
 class Surrogate(NamedTuple):
     """A surrogate and its properties."""
 
-    function: Callable[..., mx.array]  # (ratio, advantage, logp, **fields) -> ℓ
+    function: Callable[..., mx.array]  # (ratio, advantage, logp, **fields, **arrays) -> ℓ
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
     # "low", "high": the sides on which it clips the ratio; the log reports the shares
     clipped_sides: tuple[str, ...] = ()
+    # of old_logp_bt, mask_bt and weight_bt, which the function takes as keywords; one that takes
+    # the correction's weights is not multiplied by them
+    arrays: tuple[str, ...] = ()
+    # (logp, old_logp, advantage, ε_low, ε_high) -> whether the token's ℓ counts; None: always
+    region: Callable[..., mx.array] | None = None
+    by_sampler: bool = False  # r and the region use μ in place of π_old
+    levels: tuple[str, ...] = LEVELS
 
 
 SURROGATES: dict[str, Surrogate] = {
@@ -96,6 +206,28 @@ SURROGATES: dict[str, Surrogate] = {
     ),
     "cispo": Surrogate(cispo, ("epsilon_high",), ("high",)),
     "sapo": Surrogate(sapo, ("sapo_tau_pos", "sapo_tau_neg")),
-    "none": Surrogate(plain),
-    "likelihood": Surrogate(likelihood),
+    "dppo_tv": Surrogate(
+        truncated, ("ratio_cap",), ("low", "high"), region=inside_tv, levels=("token",)
+    ),
+    "dppo_kl": Surrogate(
+        truncated, ("ratio_cap",), ("low", "high"), region=inside_kl, levels=("token",)
+    ),
+    "ipo": Surrogate(
+        importance, (), ("low", "high"), region=inside_band, by_sampler=True, levels=("token",)
+    ),
+    "geo_mean": Surrogate(
+        geo_mean,
+        ("epsilon_low", "epsilon_high"),
+        arrays=("old_logp_bt", "mask_bt"),
+        levels=("token",),
+    ),
+    "vespo": Surrogate(
+        vespo,
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        arrays=("mask_bt", "weight_bt"),
+        levels=("token",),
+    ),
+    "dro": Surrogate(dro, ("dro_beta",), arrays=("old_logp_bt",), levels=("token",)),
+    "none": Surrogate(plain, levels=("token",)),
+    "likelihood": Surrogate(likelihood, levels=("token",)),
 }

@@ -48,7 +48,7 @@ def faults(load):
         ("optim = 3", "optim: expected a table, found 3"),
         ("loss.sequence_range = [2, 1]", "expected a list of 2 numbers: 0 <= low < high, found [2, 1]"),
         ("loss.overlong.buffer = 513", "expected at most rollout.max_new_tokens = 512, found 513"),
-        ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, none, "),
+        ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, dppo_tv, "),
         ("loss.preset = 'dpao'", "did you mean dapo?"),
         ("reward.functions = []", "one entry, or an env.factory whose class has get_reward, found []"),
         ('reward.functions = ["a.py:f", "a.py:f"]', "expected a list of strings: none twice, found"),

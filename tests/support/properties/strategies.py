@@ -12,10 +12,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from grpo_fn.algorithm import CHOICES
+from grpo_fn.algorithm import SURROGATES as REGISTERED
 
 # Of each choice, the names that the library has registered.
 LEVELS, SURROGATES, CORRECTIONS, KLS, AGGREGATIONS = (
     tuple(CHOICES[field]) for field in ("level", "surrogate", "correction", "kl", "aggregation")
+)
+# Trust regions and whole rows have twins of their own: tests/support/trust_regions.py.
+SURROGATES = tuple(
+    name for name in SURROGATES if not (REGISTERED[name].arrays or REGISTERED[name].region)
 )
 LOG_MILLION = float(np.log(1e6))
 
