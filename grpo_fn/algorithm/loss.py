@@ -142,9 +142,7 @@ def loss_sum(
         term_bt = weight_bt * term_bt
     inside_bt = None
     if surrogate.region is not None:
-        inside_bt = surrogate.region(
-            x.logp_bt, base_bt, adv, spec.epsilon_low, spec.upper_epsilon
-        )
+        inside_bt = surrogate.region(x.logp_bt, base_bt, adv, spec.epsilon_low, spec.upper_epsilon)
         term_bt = mx.where(inside_bt, term_bt, 0.0)
     if x.keep_bt is not None:
         term_bt = mx.where(x.keep_bt, term_bt, 0.0)
@@ -162,9 +160,7 @@ def loss_sum(
     length_b = mask_bt.sum(axis=1)
     sum_b = (mask_bt * term_bt).sum(axis=1)
     total = (sum_b / mx.maximum(length_b, 1) if aggregation.row_mean else sum_b).sum()
-    stats = loss_stats(
-        x, spec, ratio_bt, kl_bt, mismatch, weight_bt, inside_bt, total, denominator
-    )
+    stats = loss_stats(x, spec, ratio_bt, kl_bt, mismatch, weight_bt, inside_bt, total, denominator)
     return total, stats
 
 

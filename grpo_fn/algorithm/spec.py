@@ -135,7 +135,9 @@ class LossSpec:
     ratio_cap: float = _key(
         20.0, "upper bound C on the weight of the surrogates `dppo_tv` and `dppo_kl`", "> 1"
     )
-    dro_beta: float = _key(0.05, "coefficient of the squared log-ratio of the surrogate `dro`", "> 0")
+    dro_beta: float = _key(
+        0.05, "coefficient of the squared log-ratio of the surrogate `dro`", "> 0"
+    )
     vespo_k_pos: float = _key(2.0, "VESPO's exponent k for completions with A ≥ 0", "> 0")
     vespo_lambda_pos: float = _key(3.0, "VESPO's rate λ for completions with A ≥ 0", "> 0")
     vespo_k_neg: float = _key(3.0, "VESPO's exponent k for completions with A < 0", "> 0")

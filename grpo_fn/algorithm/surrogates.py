@@ -120,7 +120,8 @@ def geo_mean(
     x = log π_θ − log π_old and s = sign A: GMPO (arXiv 2507.20673, eq. 4), which clips in log
     space, token by token. Ā is the row's mean advantage.
     """
-    sign, x_bt = mx.sign(advantage), logp - old_logp_bt
+    sign = mx.sign(advantage)
+    x_bt = logp - old_logp_bt
     clipped_bt = mx.clip(x_bt, -epsilon_low, epsilon_high)
     log_ratio_b1 = sequence_mean(sign * mx.minimum(sign * x_bt, sign * clipped_bt), mask_bt)
     advantage_b1 = sequence_mean(mx.broadcast_to(advantage, logp.shape), mask_bt)
@@ -166,7 +167,8 @@ def inside_kl(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
     """DPPO's binary KL: at most `high` where A > 0, else at most `low`, or π moved the other way."""
-    p_bt, old_bt = mx.exp(logp_bt), mx.exp(old_logp_bt)
+    p_bt = mx.exp(logp_bt)
+    old_bt = mx.exp(old_logp_bt)
     others_bt = mx.log((1 - old_bt + 1e-8) / (1 - p_bt + 1e-8))
     kl_bt = old_bt * (old_logp_bt - logp_bt) + (1 - old_bt) * others_bt
     raised_bt = (kl_bt <= high) | (p_bt <= old_bt)

@@ -19,9 +19,7 @@ LEVELS, SURROGATES, CORRECTIONS, KLS, AGGREGATIONS = (
     tuple(CHOICES[field]) for field in ("level", "surrogate", "correction", "kl", "aggregation")
 )
 # Trust regions and whole rows have twins of their own: tests/support/trust_regions.py.
-SURROGATES = tuple(
-    name for name in SURROGATES if not (REGISTERED[name].arrays or REGISTERED[name].region)
-)
+SURROGATES = tuple(name for name in SURROGATES if not (REGISTERED[name].arrays or REGISTERED[name].region))
 LOG_MILLION = float(np.log(1e6))
 
 
