@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -88,15 +89,16 @@ class _Server:
         _servers.add(self)
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
-        greeting = self.ask(json.dumps(filters).encode(), 60.0)
+        greeting = self.ask(60.0, filters)
         self.missing: list[str] = ["a Python that starts alone"]
         if greeting is not None:
             self.missing = json.loads(greeting)
 
-    def ask(self, message: bytes, seconds: float) -> bytes | None:
-        """The answer to a message; None: the process has ended, or has been ended."""
+    def ask(self, seconds: float, *messages: Any) -> bytes | None:
+        """The answer to messages; None: the process has ended, or has been ended."""
         with suppress(EOFError, OSError):
-            self.connection.send_bytes(message)
+            for message in messages:
+                self.connection.send_bytes(json.dumps(message).encode())
             if self.connection.poll(seconds):
                 return self.connection.recv_bytes()
         self.end()
@@ -136,12 +138,12 @@ def run_program(
 
 def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limits) -> Outcome:
     bounds = attrs.asdict(limits) | {"processor_seconds": math.ceil(limits.processor_seconds)}
-    message = {"code": program, "stdin": stdin, "tests": tests, "mark": mark, "limits": bounds}
+    task = {"code": program, "stdin": stdin, "tests": tests, "mark": mark}
     try:
         server = _idle.pop()
     except IndexError:
         server = _Server()
-    answer = server.ask(json.dumps(message).encode(), limits.seconds + _GRACE)
+    answer = server.ask(limits.seconds + _GRACE, bounds, task)
     if answer is None:
         return Outcome(b"", -signal.SIGKILL)
     _idle.append(server)

@@ -177,7 +177,7 @@ def test_all_tests_of_a_program_have_one_deadline():
         for tests in ([{"input": "1", "output": "1"}] * 8, TESTS):
             start = time.monotonic()
             assert passed_tests(program, tests, limits) == [False] * len(tests)
-            assert time.monotonic() - start < 8
+            assert time.monotonic() - start < 12  # 2 s of computing on a busy machine
     waits = "import time; time.sleep(.7)\nprint(1)"
     passed = passed_tests(waits, [{"input": "", "output": "1"}] * 8, Limits(seconds=2.0))
     assert passed[0] and passed[2:] == [False] * 6
