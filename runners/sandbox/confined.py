@@ -273,7 +273,7 @@ def perform(code, tests, mark, leave=os._exit):
         result = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         result = 1
-    vars(builtins).update(OWN)
+    builtins.__dict__.update(OWN)
     for number, test in enumerate(tests if result == 0 else []):
         report = partial(check, mark, number)
         with suppress(BaseException):

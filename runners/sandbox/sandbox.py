@@ -31,6 +31,7 @@ from runners.sandbox.system_calls import system_call_filter
 _INSIDE = Path(__file__).with_name("confined.py")
 _SCRATCH = "/scratch"  # the program's own folder on Linux
 _GRACE = 5.0  # seconds that an answer may take beyond a program's limit
+WAITING = 5  # times its processor time: the seconds from a program's start to its end
 
 
 @attrs.frozen
@@ -54,8 +55,13 @@ class Outcome:
     """How a program ended, and what it printed."""
 
     output: bytes  # its standard output, up to the limit
-    code: int  # exit code; -SIGKILL where a limit ended it
+    code: int  # exit code
     processor_seconds: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether a limit of time ended it."""
+        return self.code == -signal.SIGKILL
 
 
 class _Server:

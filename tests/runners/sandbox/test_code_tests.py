@@ -8,7 +8,8 @@ import time
 import pytest
 
 from runners.errors import UserError
-from runners.sandbox.code_tests import extract_code, looks_forged, passed_tests, read_tests, score_programs
+from runners.sandbox import code_tests
+from runners.sandbox.code_tests import extract_code, judge_program, judge_programs, looks_forged, read_tests
 from runners.sandbox.sandbox import Limits, check_sandbox
 from tests.support.sandbox.forgeries import FORGED
 
@@ -20,6 +21,10 @@ except UserError as error:
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
 DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
+
+
+def passed_tests(*arguments):
+    return judge_program(*arguments).passed
 
 
 @pytest.mark.parametrize(
@@ -211,6 +216,38 @@ def test_tests_before_one_that_hangs_count():
 
 
 @pytest.mark.parametrize(
+    ("program", "tests", "ended"),
+    [
+        ("def add(a, b): return 3", TESTS, False),
+        (ADD, [*TESTS, "while True: pass"], True),
+        ("import time; time.sleep(60)", TESTS, True),
+        ("import os; os.abort()", TESTS, False),
+        ("print(int(input()) * 2)", DOUBLE, False),
+        ("input()\nwhile True: pass", DOUBLE, True),
+        ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 2, False),
+        ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 3, True),
+    ],
+)
+def test_a_program_that_a_limit_of_time_ends_is_known(program, tests, ended):
+    assert judge_program(program, tests, Limits(seconds=3.0, processor_seconds=1.0)).ended is ended
+
+
+@pytest.mark.parametrize(("whole", "runs"), [(True, 2), (False, 4)])
+def test_inputs_stop_at_the_first_failure_only_where_the_share_is_not_asked_for(monkeypatch, whole, runs):
+    seen = list[str]()
+    run = code_tests.run_program
+    monkeypatch.setattr(
+        code_tests,
+        "run_program",
+        lambda *program, **more: seen.append(more["stdin"]) or run(*program, **more),
+    )
+    cases = [{"input": each, "output": "4"} for each in ("2", "3", "2", "2")]
+    (verdict,) = judge_programs(["print(int(input()) * 2)"], [json.dumps(cases)], whole=whole)
+    assert len(seen) == runs
+    assert verdict.share == (0.25 if whole else 0.75)
+
+
+@pytest.mark.parametrize(
     ("form", "tests"),
     [
         *((form, TESTS) for form in (TESTS, json.dumps(TESTS), repr(TESTS), tuple(TESTS))),
@@ -233,5 +270,5 @@ def test_an_interrupt_ends_the_programs_that_run(tests):
     start = time.monotonic()
     threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        score_programs(["import time; time.sleep(60)"] * 8, [json.dumps(tests)] * 8, Limits(seconds=20.0))
+        judge_programs(["import time; time.sleep(60)"] * 8, [json.dumps(tests)] * 8, Limits(seconds=20.0))
     assert time.monotonic() - start < 3
