@@ -22,7 +22,7 @@ from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.machine.bounded_process import BoundedFunction
-from runners.sandbox.code_tests import Verdict, extract_code, judge_programs, looks_forged
+from runners.sandbox.code_tests import Verdict, extract_code, score_programs, looks_forged
 from runners.sandbox.sandbox import WAITING, Limits
 
 REASONING = "<reasoning>"
@@ -271,7 +271,7 @@ FORMS: dict[str, AnswerForm] = {
         "a block of Python",
         "Write a Python program that solves the task. Give the whole program in one block that "
         "begins with ```python and ends with ```.",
-        judge=judge_programs,
+        judge=score_programs,
         forges=looks_forged,
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
@@ -351,7 +351,7 @@ def answer_form(
             processor_seconds=program_seconds,
             partial=partial_sandbox,
         )
-        return attrs.evolve(form, judge=functools.partial(judge_programs, limits=limits))
+        return attrs.evolve(form, judge=functools.partial(score_programs, limits=limits))
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(
         f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}"

@@ -117,12 +117,17 @@ def judge_program(
     return Verdict(passed, outcome.ended)
 
 
+def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
+    """Which tests the program in a model's text passes: `judge_program` for one's own code."""
+    return judge_program(text, tests, limits).passed
+
+
 def looks_forged(text: str) -> list[str]:
     """The names in a text with which a program may pass tests that it does not solve."""
     return sorted(set(_FORGES.findall(text)))
 
 
-def judge_programs(
+def score_programs(
     texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT, *, whole: bool = False
 ) -> list[Verdict]:
     """How each text's program did, as many at a time as there are processors; with `whole`, only

@@ -9,7 +9,14 @@ import pytest
 
 from runners.errors import UserError
 from runners.sandbox import code_tests
-from runners.sandbox.code_tests import extract_code, judge_program, judge_programs, looks_forged, read_tests
+from runners.sandbox.code_tests import (
+    extract_code,
+    judge_program,
+    looks_forged,
+    passed_tests,
+    read_tests,
+    score_programs,
+)
 from runners.sandbox.sandbox import Limits, check_sandbox
 from tests.support.sandbox.forgeries import FORGED
 
@@ -21,10 +28,6 @@ except UserError as error:
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
 DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
-
-
-def passed_tests(*arguments):
-    return judge_program(*arguments).passed
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_inputs_stop_at_the_first_failure_only_where_the_share_is_not_asked_for(
         lambda *program, **more: seen.append(more["stdin"]) or run(*program, **more),
     )
     cases = [{"input": each, "output": "4"} for each in ("2", "3", "2", "2")]
-    (verdict,) = judge_programs(["print(int(input()) * 2)"], [json.dumps(cases)], whole=whole)
+    (verdict,) = score_programs(["print(int(input()) * 2)"], [json.dumps(cases)], whole=whole)
     assert len(seen) == runs
     assert verdict.share == (0.25 if whole else 0.75)
 
@@ -270,5 +273,5 @@ def test_an_interrupt_ends_the_programs_that_run(tests):
     start = time.monotonic()
     threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        judge_programs(["import time; time.sleep(60)"] * 8, [json.dumps(tests)] * 8, Limits(seconds=20.0))
+        score_programs(["import time; time.sleep(60)"] * 8, [json.dumps(tests)] * 8, Limits(seconds=20.0))
     assert time.monotonic() - start < 3
