@@ -22,7 +22,7 @@ from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.machine.bounded_process import BoundedFunction
-from runners.sandbox.code_tests import Verdict, extract_code, score_programs, looks_forged
+from runners.sandbox.code_tests import Verdict, extract_code, looks_forged, score_programs
 from runners.sandbox.sandbox import WAITING, Limits
 
 REASONING = "<reasoning>"
