@@ -33,6 +33,7 @@ reward_std | your rewards' | standard deviation of `reward` within a group, mean
 frac_reward_zero_std | share | groups whose completions all have the same reward, and which therefore have no gradient | below 0.5 at the start; near 1 at the end of the quickstart, whose problems become easy | near 1 early: easier or harder prompts, a higher `rollout.temperature`, more `rollout.num_generations`, `loss.dynamic_sampling = true`
 rewards/{name}/mean | your reward's | mean of one reward function, before its weight is applied | rises for what you care about | one rises while the others fall: change `reward.weights`, or look for reward hacking in `completions.jsonl`
 rewards/{name}/std | your reward's | standard deviation of that reward over all completions of the update | above 0 | 0: the function returns the same value for everything; `grpo check` shows why
+programs/ended | share | with `answer.form = "code"`: programs that ran into a limit of time (`answer.program_seconds`), and were ended | below 0.05; each costs a core two seconds of `time/reward` | rises: read these completions; most have a loop without an end
 length_penalty | your rewards' | mean penalty on long completions (`loss.overlong`), included in `reward` | 0, or a small negative number | strongly negative: completions reach the limit; raise `rollout.max_new_tokens`
 
 # Completions
@@ -155,6 +156,9 @@ def _read_table() -> dict[str, Metric]:
 
 METRICS = _read_table()
 """name -> Metric, in the order of the page."""
+
+ENDED_PROGRAMS = "programs/ended"
+"""The one of them that rewards log."""
 
 COMPARABLE = tuple(
     m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name

@@ -22,8 +22,8 @@ from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.machine.bounded_process import BoundedFunction
-from runners.sandbox.code_tests import extract_code, looks_forged, score_programs
-from runners.sandbox.sandbox import Limits
+from runners.sandbox.code_tests import Verdict, extract_code, looks_forged, score_programs
+from runners.sandbox.sandbox import WAITING, Limits
 
 REASONING = "<reasoning>"
 REASONING_END = "</reasoning>"
@@ -47,10 +47,9 @@ class AnswerForm:
     what: str  # in words, for notices
     instruction: str = ""  # the system prompt that asks for it; empty: none
     nudge: str = ""  # the first words of a completion of this form
-    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing,
-    # by meaning.
-    shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
-    # What in a program may pass tests that it does not solve; None: answers are no programs.
+    # How each program does in its tests; None: answers are no programs.
+    judge: Callable[..., list[Verdict]] | None = None
+    # What in a program may pass tests that it does not solve; None as above.
     forges: Callable[[str], list[str]] | None = None
     spec: str = ""  # as the config names it
     argument: str = ""  # {argument} in the texts above
@@ -72,8 +71,8 @@ class AnswerForm:
         """Whether two answers mean the same; None agrees with nothing."""
         if found is None or gold is None:
             return False
-        if self.shares:
-            return self.scores([found], [gold]) == [1.0]
+        if self.judge:
+            return self.scores([found], [gold], whole=True) == [1.0]
         gold = self.gold(gold)
         ignore_case = self.ignore_case or self.spec == "letter"
         if self.spec == "letter":
@@ -88,13 +87,28 @@ class AnswerForm:
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
-    def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
-        """1 for each answer that agrees with its gold one, else 0;
-        of a program the share of its tests."""
-        if self.shares is None:
+    def scores(
+        self,
+        found: Sequence[str | None],
+        golds: Sequence[str],
+        *,
+        whole: bool = False,
+        report: Callable[[Verdict], None] = lambda verdict: None,
+    ) -> list[float]:
+        """1 for each answer that agrees with its gold one, else 0; of a program the share of its
+        tests.
+
+        Args:
+            whole: only full marks count, so a program may stop at the first test that it fails.
+            report: gets how each program did.
+        """
+        if self.judge is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
-        shares = self.shares([each or "" for each in found], golds)
-        return [share * (each is not None) for each, share in zip(found, shares, strict=True)]
+        verdicts = self.judge([each or "" for each in found], golds, whole=whole)
+        for verdict in verdicts:
+            report(verdict)
+        pairs = zip(found, verdicts, strict=True)
+        return [verdict.share * (each is not None) for each, verdict in pairs]
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
         """A line if programs may pass tests that they do not solve."""
@@ -257,7 +271,7 @@ FORMS: dict[str, AnswerForm] = {
         "a block of Python",
         "Write a Python program that solves the task. Give the whole program in one block that "
         "begins with ```python and ends with ```.",
-        shares=score_programs,
+        judge=score_programs,
         forges=looks_forged,
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
@@ -292,6 +306,7 @@ def answer_form(
     ignore_spaces: bool = False,
     given: str = "",
     thoughts: tuple[str, ...] = TAGS,
+    program_seconds: int = 2,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
     """The form for `answer.form`; None for "none". ValueError, with what is expected,
@@ -300,6 +315,7 @@ def answer_form(
     Args:
         given: the nudge, in front of each completion that is read.
         thoughts: the opening and the closing tag of thoughts; empty: there are none.
+        program_seconds: processor time of a program for all of its tests.
         partial_sandbox: programs run also where protections of the sandbox are missing.
     """
     if spec == NONE:
@@ -328,10 +344,14 @@ def answer_form(
             given=given,
             thoughts=thoughts,
         )
-        if form.forges and partial_sandbox:
-            shares = functools.partial(score_programs, limits=Limits(partial=True))
-            return attrs.evolve(form, shares=shares)
-        return form
+        if form.judge is None:
+            return form
+        limits = Limits(
+            seconds=WAITING * program_seconds,
+            processor_seconds=program_seconds,
+            partial=partial_sandbox,
+        )
+        return attrs.evolve(form, judge=functools.partial(score_programs, limits=limits))
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(
         f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}"

@@ -79,6 +79,7 @@ class Config:
             ignore_spaces=answer.ignore_spaces,
             given=self.data.nudge,
             thoughts=self.data.thoughts,
+            program_seconds=answer.program_seconds,
             partial_sandbox=answer.partial_sandbox,
         )
 

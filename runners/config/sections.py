@@ -124,6 +124,7 @@ class AnswerConfig:
     form: str = key("xml", "where the answer is in a completion: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (after `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program; the answer column contains its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (takes a text and returns its answer or None); `none`: there is no answer. If not set, it is `none` if all rewards are your own or the data has no answers", "one line, not empty")
     ignore_case: bool = key(False, "ignore upper and lower case; with `exact`, also ignore a final full stop")
     ignore_spaces: bool = key(False, "ignore spaces and line breaks")
+    program_seconds: int = key(2, "limit on the processor time of a program of `form = \"code\"`, for all of its tests, in seconds; from start to end, it may take 5 times as long", ">= 1")
     partial_sandbox: bool = key(False, "run programs of `form = \"code\"` even if this machine lacks a part of their [sandbox](your-task.md#code-with-tests); `grpo doctor` shows what is missing")
 
 

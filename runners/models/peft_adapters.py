@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +160,7 @@ def _scales(
     patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
     alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
     if patterns:  # regular expressions, which may take forever if they are a stranger's
-        with closing(
-            BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)
-        ) as match:
-            found = match([*patterns], [*ranks])
+        found = _match([*patterns], [*ranks])
         if found is None:
             wanted = "regular expressions that match a layer's name in 2 s"
             raise UserError(
@@ -180,6 +176,9 @@ def _scales(
 def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
     """In the child process: for each layer the first pattern that PEFT takes for it."""
     return [_first(patterns, name) for name in names]
+
+
+_match = BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)
 
 
 def _first(patterns: Sequence[str], name: str) -> str | None:

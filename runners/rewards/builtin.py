@@ -25,6 +25,8 @@ from runners.answers.forms import (
 )
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
+from runners.metrics import ENDED_PROGRAMS
+from runners.sandbox.code_tests import Verdict
 
 Completions = Sequence[Sequence[dict[str, str]]]
 Function = Callable[..., list[float | None]]
@@ -58,16 +60,26 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     assert form is not None
 
     def correctness_reward_func(
-        completions: Completions, answer: Sequence[Any], **_: Any
+        completions: Completions,
+        answer: Sequence[Any],
+        log_metric: Callable[[str, float], None] = lambda name, value: None,
+        **_: Any,
     ) -> list[float | None]:
         """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the
         gold is None.
 
         A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
+        The metric ``programs/ended`` counts those that a limit of time ended.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
-        scores = iter(form.scores([found for found, _ in asked], [gold for _, gold in asked]))
+        found = [each for each, _ in asked]
+        golds = [gold for _, gold in asked]
+
+        def report(verdict: Verdict) -> None:
+            log_metric(ENDED_PROGRAMS, verdict.ended)
+
+        scores = iter(form.scores(found, golds, report=report))
         return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:

@@ -22,7 +22,7 @@ import attrs
 from runners.answers.values import value_text
 from runners.config.user_functions import function_file, resolve_function
 from runners.errors import Failure, error_line, show
-from runners.metrics import METRICS
+from runners.metrics import ENDED_PROGRAMS, METRICS
 from runners.user_code.process import finished, is_async
 
 GET_REWARD = "get_reward"  # in place of a name: the environments' own
@@ -70,7 +70,7 @@ class RewardLog:
     def log_metric(self, name: str, value: float) -> None:
         """A number for training_log.jsonl, which gets the mean of an update's values. Raises
         ValueError for a name of the log's own."""
-        if name in METRICS:
+        if name in METRICS and name != ENDED_PROGRAMS:
             raise ValueError(
                 f"log_metric: {name} is a name of the log's own; call it something else"
             )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import json
 import os
 import re
 import secrets
-import signal
 import textwrap
 import time
 from collections.abc import Sequence
@@ -76,13 +74,28 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
     raise ValueError(f"expected {wanted}, found {show(value)}")
 
 
-def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
+@attrs.frozen
+class Verdict:
+    """How a program did."""
+
+    passed: list[bool]  # by test
+    ended: bool = False  # at a limit of time
+
+    @property
+    def share(self) -> float:
+        """Of the tests that it passes."""
+        return sum(self.passed) / len(self.passed)
+
+
+def judge_program(
+    text: str, tests: Any, limits: Limits = DEFAULT, *, whole: bool = False
+) -> Verdict:
     """Which tests the program in a model's text passes, in order;
     `limits` are for all of them together.
 
     With inputs the program runs once for each, and what it prints is compared without white space
-    at the ends of lines and of the text. Raises ValueError as `read_tests`, UserError where there
-    is no sandbox.
+    at the ends of lines and of the text; `whole`: until the first that it fails. Raises ValueError
+    as `read_tests`, UserError where there is no sandbox.
     """
     code = text
     if "```" in text:
@@ -90,8 +103,8 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     cases = read_tests(tests)
     inputs = [case for case in cases if isinstance(case, dict)]
     if inputs:
-        return _printed(code, inputs, limits)
-    wanted = [read_test(case) for case in cases if isinstance(case, str)]
+        return _printed(code, inputs, limits, whole=whole)
+    wanted = [_read_test(case) for case in cases if isinstance(case, str)]
     mark = secrets.token_hex(8)
     outcome = run_program(
         code,
@@ -100,7 +113,13 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
         limits=attrs.evolve(limits, output=_REPORTS * limits.output),
     )
     reports = read_reports(outcome.output, mark)
-    return [test.passed(reports.get(number, [])) for number, test in enumerate(wanted)]
+    passed = [test.passed(reports.get(number, [])) for number, test in enumerate(wanted)]
+    return Verdict(passed, outcome.ended)
+
+
+def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
+    """Which tests the program in a model's text passes: `judge_program` for one's own code."""
+    return judge_program(text, tests, limits).passed
 
 
 def looks_forged(text: str) -> list[str]:
@@ -109,26 +128,27 @@ def looks_forged(text: str) -> list[str]:
 
 
 def score_programs(
-    texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT
-) -> list[float]:
-    """The share of its tests that each text's program passes,
-    as many at a time as there are processors.
+    texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT, *, whole: bool = False
+) -> list[Verdict]:
+    """How each text's program did, as many at a time as there are processors; with `whole`, only
+    whether it passes all of its tests.
 
     Raises UserError where there is no sandbox, ValueError as `read_tests`.
     """
     check_sandbox(partial=limits.partial)
+    judge = functools.partial(_known, limits=limits, whole=whole)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            results = list(pool.map(_known, texts, tests, itertools.repeat(limits)))
+            return list(pool.map(judge, texts, tests))
         except BaseException:  # an interrupt: nobody waits for what still runs
             pool.shutdown(wait=False, cancel_futures=True)
             end_programs()
             raise
-    return [sum(passed) / len(passed) for passed in results]
 
 
-# Once for a program that rewards and evaluation both ask about.
-_known = functools.lru_cache(maxsize=4096)(passed_tests)
+# Once for a program that rewards and evaluation both ask about, and for the tests of a group.
+_known = functools.lru_cache(maxsize=4096)(judge_program)
+_read_test = functools.lru_cache(maxsize=4096)(read_test)
 
 
 def _is_python(text: str) -> bool:
@@ -139,21 +159,23 @@ def _is_python(text: str) -> bool:
     return bool(text.strip())
 
 
-def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits) -> list[bool]:
+def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits, *, whole: bool) -> Verdict:
     """Which outputs are as wanted; after a program that a limit has ended, none."""
     end = time.monotonic() + limits.seconds
     passed = [False] * len(cases)
     for number, case in enumerate(cases):
         outcome = run_program(code, stdin=case["input"], limits=limits)
-        if outcome.code == -signal.SIGKILL:
-            break
+        if outcome.ended:
+            return Verdict(passed, ended=True)
         wanted = case["output"].encode("utf-8", "replace")
         passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(wanted)
         left = limits.processor_seconds - outcome.processor_seconds
         limits = attrs.evolve(limits, seconds=end - time.monotonic(), processor_seconds=left)
-        if min(limits.seconds, left) <= 0:
+        if whole and not passed[number]:
             break
-    return passed
+        if min(limits.seconds, left) <= 0:
+            return Verdict(passed, ended=number + 1 < len(cases))
+    return Verdict(passed)
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -1,10 +1,10 @@
 """A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
 
 It is a script that needs the standard library alone. It answers the first message with the
-protections that are missing, and each task with the program's exit code, processor time and output.
-For each task it forks a guard, which enforces the time limit, and the guard forks the program. A
-program therefore starts with its modules loaded, and needs nothing of the machine but the files of
-the standard library.
+protections that are missing, and each task (limits, then the program) with the program's exit code,
+processor time and output. It forks for each program, and enforces the time limit. A program
+therefore starts with its modules loaded, and needs nothing of the machine but the files of the
+standard library. This process never holds a program or its output, which the next fork could read.
 """
 
 # pyright: basic
@@ -62,6 +62,8 @@ ALL_RIGHTS = 0x1FFF
 REPORT = 3
 LEASH = 4
 LONGEST = 100_000  # characters of a report
+builtins.exit = builtins.quit = sys.exit
+OWN = dict(vars(builtins))
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -123,13 +125,20 @@ class Sandbox:
     def enter_namespaces(self):
         """A root of nothing but the standard library, read-only, a null device and a folder."""
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+        flags = NEW_MOUNTS | NEW_PROCESSES | NEW_OTHERS
         try:
-            call("unshare", NEW_MOUNTS | NEW_OTHERS)
+            call("unshare", flags)
         except PermissionError:
-            call("unshare", NEW_MOUNTS | NEW_OTHERS | NEW_USERS)
+            call("unshare", flags | NEW_USERS)
             Path("/proc/self/setgroups").write_text("deny")
             for name, number in identities.items():
                 Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
+        first = os.fork()
+        if first:  # the new process numbers begin with the child
+            os.waitpid(first, 0)
+            os._exit(0)
+        call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        self.processes = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         mount(None, "/", flags=PRIVATE)
         mount("none", ROOT, "tmpfs", BARE, "mode=755,size=1m")
         for place in LIBRARY:
@@ -157,10 +166,17 @@ class Sandbox:
         call("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
         call("syscall", LANDLOCK + 2, rules, 0)
 
-    def enter(self, limits):
-        """In the guard: a folder for the program alone, and process numbers."""
+    def fork(self):
+        """`os.fork`; the child has process numbers of its own."""
         if self.namespaces:
-            call("unshare", NEW_MOUNTS | NEW_PROCESSES)
+            call("setns", self.processes, NEW_PROCESSES)
+            call("unshare", NEW_PROCESSES)
+        return os.fork()
+
+    def enter(self, limits):
+        """In the program: a folder for it alone."""
+        if self.namespaces:
+            call("unshare", NEW_MOUNTS)
             options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
             mount("none", SCRATCH, "tmpfs", BARE | NO_PROGRAMS, options)
             os.chdir(SCRATCH)
@@ -197,38 +213,59 @@ class Sandbox:
             call("prctl", FILTER, 2, program, 0, 0)
 
 
-def guard(sandbox, connection):
-    """One task: runs its program within its limits, and answers."""
-    if LINUX:
-        call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    task = json.loads(connection.recv_bytes())
-    limits = task["limits"]
-    sandbox.enter(limits)
-    stdin, output = [os.memfd_create("") if LINUX else tempfile.mkstemp()[0] for _ in range(2)]
-    os.write(stdin, task["stdin"].encode("utf-8", "surrogatepass"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+def answer(sandbox, connection):
+    """One task: runs its program within its limits, and answers. False: it could not begin."""
+    limits = json.loads(connection.recv_bytes())
+    output = new_file()
     lives, leash = os.pipe()
-    program = os.fork()
+    program = sandbox.fork()
     if not program:
-        os.dup2(stdin, 0)
-        os.dup2(2 if task["tests"] else output, 1)  # 2 is the null device
-        os.dup2(output, REPORT)
-        os.dup2(leash, LEASH)
-        os.closerange(LEASH + 1, 1024)
-        sandbox.drop_rights(limits)
-        perform(task["code"], task["tests"], task["mark"])
+        try:
+            begin(sandbox, connection, limits, output, leash)
+        finally:
+            os._exit(1)
     os.close(leash)
-    select.select([lives, 0], [], [], limits["seconds"])  # 0: nobody waits for the answer any more
+    began = os.read(lives, 1)  # it has read its task
+    # Of the connection: nobody waits for the answer any more.
+    select.select([lives, 0], [], [], limits["seconds"])
     os.kill(program, signal.SIGKILL)  # one that has ended keeps its exit code
     _, status, used = os.wait4(program, 0)
-    head = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n"
-    connection.send_bytes(head.encode() + os.pread(output, limits["output"], 0))
+    head = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n".encode()
+    size = min(os.fstat(output).st_size, limits["output"])
+    os.write(0, struct.pack("!i", len(head) + size) + head)  # the form of a message
+    sent = 0
+    while sent < size:
+        sent += os.sendfile(0, output, sent, size - sent)
+    os.close(lives)
+    os.close(output)
+    return bool(began)
+
+
+def begin(sandbox, connection, limits, output, leash):
+    """In the program's process: reads the task, gives up all rights and runs it."""
+    task = json.loads(connection.recv_bytes())
+    sandbox.enter(limits)
+    stdin = new_file()
+    os.write(stdin, task["stdin"].encode("utf-8", "surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    os.write(leash, b"1")
+    os.dup2(stdin, 0)
+    os.dup2(2 if task["tests"] else output, 1)  # 2 is the null device
+    os.dup2(output, REPORT)
+    os.dup2(leash, LEASH)
+    os.closerange(LEASH + 1, 1024)
+    sandbox.drop_rights(limits)
+    perform(task["code"], task["tests"], task["mark"])
+
+
+def new_file():
+    """The descriptor of an empty file."""
+    return os.memfd_create("") if LINUX else tempfile.mkstemp()[0]
 
 
 def perform(code, tests, mark, leave=os._exit):
     """In the program's process: runs its text, then its tests, and ends."""
     main = sys.modules["__main__"] = type(sys)("__main__")
-    own = {name: getattr(builtins, name) for name in dir(builtins)}
     result = 0
     try:
         run(code, vars(main))
@@ -236,8 +273,7 @@ def perform(code, tests, mark, leave=os._exit):
         result = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         result = 1
-    for name, value in own.items():
-        setattr(builtins, name, value)
+    builtins.__dict__.update(OWN)
     for number, test in enumerate(tests if result == 0 else []):
         report = partial(check, mark, number)
         with suppress(BaseException):
@@ -301,7 +337,6 @@ def serve():
     """Answers tasks until the other end is closed."""
     connection = Connection(os.dup(0))
     os.umask(0o022)
-    builtins.exit = builtins.quit = sys.exit
     for name in MODULES.split():
         with suppress(ImportError):
             importlib.import_module(name)
@@ -310,14 +345,9 @@ def serve():
     sandbox = Sandbox(json.loads(connection.recv_bytes()))
     connection.send_bytes(json.dumps(sandbox.missing).encode())
     gc.freeze()
-    while True:
-        select.select([0], [], [])
-        child = os.fork()
-        if not child:
-            guard(sandbox, connection)
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            return
+    with suppress(EOFError, OSError):  # the other end was closed
+        while answer(sandbox, connection):
+            pass
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -30,6 +31,7 @@ from runners.sandbox.system_calls import system_call_filter
 _INSIDE = Path(__file__).with_name("confined.py")
 _SCRATCH = "/scratch"  # the program's own folder on Linux
 _GRACE = 5.0  # seconds that an answer may take beyond a program's limit
+WAITING = 5  # times its processor time: the seconds from a program's start to its end
 
 
 @attrs.frozen
@@ -53,8 +55,13 @@ class Outcome:
     """How a program ended, and what it printed."""
 
     output: bytes  # its standard output, up to the limit
-    code: int  # exit code; -SIGKILL where a limit ended it
+    code: int  # exit code
     processor_seconds: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether a limit of time ended it."""
+        return self.code == -signal.SIGKILL
 
 
 class _Server:
@@ -88,15 +95,16 @@ class _Server:
         _servers.add(self)
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
-        greeting = self.ask(json.dumps(filters).encode(), 60.0)
+        greeting = self.ask(60.0, filters)
         self.missing: list[str] = ["a Python that starts alone"]
         if greeting is not None:
             self.missing = json.loads(greeting)
 
-    def ask(self, message: bytes, seconds: float) -> bytes | None:
-        """The answer to a message; None: the process has ended, or has been ended."""
+    def ask(self, seconds: float, *messages: Any) -> bytes | None:
+        """The answer to messages; None: the process has ended, or has been ended."""
         with suppress(EOFError, OSError):
-            self.connection.send_bytes(message)
+            for message in messages:
+                self.connection.send_bytes(json.dumps(message).encode())
             if self.connection.poll(seconds):
                 return self.connection.recv_bytes()
         self.end()
@@ -136,12 +144,12 @@ def run_program(
 
 def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limits) -> Outcome:
     bounds = attrs.asdict(limits) | {"processor_seconds": math.ceil(limits.processor_seconds)}
-    message = {"code": program, "stdin": stdin, "tests": tests, "mark": mark, "limits": bounds}
+    task = {"code": program, "stdin": stdin, "tests": tests, "mark": mark}
     try:
         server = _idle.pop()
     except IndexError:
         server = _Server()
-    answer = server.ask(json.dumps(message).encode(), limits.seconds + _GRACE)
+    answer = server.ask(limits.seconds + _GRACE, bounds, task)
     if answer is None:
         return Outcome(b"", -signal.SIGKILL)
     _idle.append(server)

@@ -27,6 +27,12 @@ RUNS = {
     ],
     "supervised updates": ["sft.updates=1", "rollout.max_new_tokens=44", "optim.max_steps=1"],
     "a curriculum": ["data.curriculum=adaptive"],
+    "programs": [
+        "answer.form=code",
+        "answer.partial_sandbox=true",
+        'reward.functions=["correctness_reward_func"]',
+        "optim.max_steps=1",
+    ],
     "quantized rollouts that fall back": ["rollout.quantization=affine-8", "rollout.mismatch_limit=1e-9"],
 }
 
@@ -45,7 +51,7 @@ def logged(folder, name, overrides):
 
 
 def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
-    """Five runs and one whose gradient is NaN log exactly the names of the table."""
+    """Six runs and one whose gradient is NaN log exactly the names of the table."""
     found = set()
     for number, overrides in enumerate(RUNS.values()):
         found |= logged(tmp_path, f"run{number}", overrides)

@@ -10,6 +10,7 @@ from runners.config.loading import load_config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.errors import UserError
 from runners.rewards.builtin import built_in
+from runners.rewards.calls import RewardLog
 from runners.sandbox import sandbox
 from runners.sandbox.sandbox import check_sandbox
 
@@ -32,6 +33,27 @@ def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
     reward = built_in(FORM)["correctness_reward_func"]
     assert reward([completion, completion], answer=[TESTS, None]) == [2 * score, None]
     assert FORM.is_right(text, TESTS) is (score == 1.0)
+
+
+def test_programs_that_a_limit_ends_are_counted():
+    """Of those that have tests, in the log's metric."""
+    log = RewardLog(4)
+    texts = [RIGHT, "```python\nwhile True: pass\n```", HALF, RIGHT]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    reward = built_in(answer_form("code", program_seconds=1))["correctness_reward_func"]
+    values = reward(completions, answer=[TESTS] * 3 + [None], log_metric=log.log_metric)
+    assert values == [2.0, 0.0, 1.0, None]
+    assert log.metrics == {"programs/ended": [0.0, 1.0, 0.0]}
+
+
+@pytest.mark.parametrize(("seconds", "score"), [(1, 0.0), (3, 1.0)])
+def test_the_config_limits_processor_time(tmp_path, seconds, score):
+    row = {"question": "Compute.", "answer": ["assert spent > 1.5"]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    settings = ["model.path=embedded", f"data.source={tmp_path / 'rows.jsonl'}", "answer.form=code"]
+    form = load_config(None, [*settings, f"answer.program_seconds={seconds}"]).answer_form
+    code = "import time\nwhile time.process_time() < 1.6: pass\nspent = time.process_time()"
+    assert form is not None and form.scores([code], [json.dumps(row["answer"])]) == [score]
 
 
 def test_no_program_passes_nothing():
