@@ -66,6 +66,10 @@ class PipeEngine:
             yield Token(*token)
         self._ask("close", ticket)
 
+    def peek(self, ticket, start=0):
+        """See `Engine`."""
+        return [Token(*token) for token in self._ask("peek", ticket, start)]
+
     def cancel(self, ticket):
         """See `Engine`."""
         self._ask("cancel", ticket)
@@ -124,6 +128,9 @@ class Server:
         stream = self.streams.setdefault(ticket, self.engine.tokens(ticket))
         token = next(stream, None)
         return None if token is None else attrs.astuple(token)
+
+    def peek(self, ticket, start):
+        return [attrs.astuple(token) for token in self.engine.peek(ticket, start)]
 
     def close(self, ticket):
         self.streams.pop(ticket).close()
