@@ -98,8 +98,9 @@ def scores(lines: Lines) -> list[Figure]:
     for name, values in shares.items():
         if None in values:  # not told by TRL's side
             continue
-        figures.append(share_figure(f"{name} before", values[0], problems))
-        if len(values) > 1:
+        if not evaluations[0]["update"]:
+            figures.append(share_figure(f"{name} before", values[0], problems))
+        if evaluations[-1]["update"]:
             curve = [(minute, 100 * value) for minute, value in zip(minutes, values, strict=True)]
             figures.append(share_figure(f"{name} after", values[-1], problems, curve=curve))
     return figures
@@ -114,6 +115,39 @@ def figures_of(lines: Lines) -> list[Figure]:
         *step_figures(lines),
         *(sampler_figures(lines) if quantized and not left else []),
     ]
+
+
+def own_settings(
+    folder: Path, model: str, data: str, seed: int, updates: int, settings: Sequence[str]
+) -> list[str]:
+    """All overrides of the config of a run in a folder; `settings` come last."""
+    return [
+        f"model.path={model}",
+        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+        f"data.source={data}",
+        f"optim.max_steps={updates}",
+        f"run.seed={seed}",
+        f"run.name={folder.name}",
+        f"run.output_dir={folder.parent}",
+        "log.report=false",
+        *settings,
+    ]
+
+
+def run_command(
+    folder: Path,
+    model: str,
+    data: str,
+    seed: int,
+    updates: int,
+    settings: Sequence[str],
+    *,
+    resume: bool = False,
+) -> list[str]:
+    """The command of a run here."""
+    every = own_settings(folder, model, data, seed, updates, settings)
+    words = [word for setting in every for word in ("--set", setting)]
+    return [*command_line(), str(CONFIG), *words, "--resume" if resume else "--overwrite"]
 
 
 @click.command(context_settings=HELP)
@@ -156,21 +190,15 @@ def main(
     case = Case(side=side, tune=tune, sampler=sampler, rate=rate or RATES[tune], limit=limit)
     folder = (work or out / "runs").resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"
     settings = [
-        f"model.path={model}",
-        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-        f"data.source={data}",
         *case.settings,
-        f"optim.max_steps={2 if quick else updates}",
         f"eval.every={every}",
-        f"run.seed={seed}",
-        f"run.name={folder.name}",
-        f"run.output_dir={folder.parent}",
-        "log.report=false",
         time_limit(minutes),
         *(QUICK if quick else ()),
         *more,
     ]
+    updates = 2 if quick else updates
     if side == "TRL":
+        settings = own_settings(folder, model, data, seed, updates, settings)
         told = side_settings(load_config(str(CONFIG), settings))
         told |= {"together": THEIR_ROWS, "seconds": 60 * minutes - 90}
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -178,8 +206,7 @@ def main(
         given.write_text(json.dumps(told), encoding="utf-8")
         command = [sys.executable, "-m", "benchmarks.sides", "train", str(given), str(folder), str(seed)]
     else:
-        words = [word for setting in settings for word in ("--set", setting)]
-        command = [*command_line(), str(CONFIG), *words, *(["--resume"] if resume else ["--overwrite"])]
+        command = run_command(folder, model, data, seed, updates, settings, resume=resume)
     run = WatchedRun(
         benchmark=NAME,
         title=f"{case.name}: seed {seed}",

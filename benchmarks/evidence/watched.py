@@ -67,7 +67,6 @@ def watch(run: WatchedRun, out: Path, *, minutes: float, quick: bool = False) ->
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it is ended with all that it started
         )
     surroundings = machine(run.packages)
 
@@ -114,12 +113,12 @@ def log_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it started; it may save its state before."""
-    os.killpg(process.pid, signal.SIGINT)
+    """Ends a run, which may save its state before and ends what it has started."""
+    process.send_signal(signal.SIGINT)
     try:
         process.wait(TO_SAVE)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
