@@ -151,7 +151,9 @@ def run_command(
 
 
 @click.command(context_settings=HELP)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+)
 @click.option("--work", type=click.Path(path_type=Path), help="For the run and its model [OUT/runs].")
 @click.option("--model", required=True, help="Folder of the model.")
 @click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
@@ -165,7 +167,9 @@ def run_command(
 @click.option("--every", default=40, show_default=True, help="Updates between two evaluations.")
 @click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
 @click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config.")
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…).")
+@click.option(
+    "--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…)."
+)
 @click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
 @ends_with_a_line
 def main(
@@ -188,7 +192,9 @@ def main(
 ) -> None:
     """Train on GSM8K, and score all test problems before and after."""
     case = Case(side=side, tune=tune, sampler=sampler, rate=rate or RATES[tune], limit=limit)
-    folder = (work or out / "runs").resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    folder = (
+        work or out / "runs"
+    ).resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"
     settings = [
         *case.settings,
         f"eval.every={every}",

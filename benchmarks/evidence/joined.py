@@ -20,7 +20,9 @@ from runners.machine.terminal import echo
 @click.command(context_settings=HELP)
 @click.argument("name")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--out", type=click.Path(path_type=Path), default=EVIDENCE, help="[benchmarks/results/evidence]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=EVIDENCE, help="[benchmarks/results/evidence]"
+)
 @ends_with_a_line
 def main(name: str, folders: Sequence[Path], out: Path) -> None:
     """Join the results of NAME in FOLDERS."""

@@ -83,7 +83,9 @@ def figures_of(folder: Path, counts: dict[str, int], lines: Lines) -> list[Figur
 
 
 @click.command(context_settings=HELP)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+)
 @click.option("--work", type=click.Path(path_type=Path), help="For the run and its model [OUT/runs].")
 @click.option("--model", required=True, help="Folder of the model.")
 @click.option(
@@ -99,7 +101,9 @@ def figures_of(folder: Path, counts: dict[str, int], lines: Lines) -> list[Figur
 @click.option("--every", default=20, show_default=True, help="Updates between two evaluations.")
 @click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
 @click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config.")
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…).")
+@click.option(
+    "--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…)."
+)
 @click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
 @ends_with_a_line
 def main(

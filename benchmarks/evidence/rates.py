@@ -74,12 +74,16 @@ GRID = (
 
 
 @click.command(context_settings=HELP)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+)
 @click.option("--work", type=click.Path(path_type=Path), help="For the runs and their models [OUT/runs].")
 @click.option("--model", required=True, help="Folder of the model.")
 @click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--part", default="1/1", show_default=True, metavar="K/N", help="Every N-th case from the K-th.")
+@click.option(
+    "--part", default="1/1", show_default=True, metavar="K/N", help="Every N-th case from the K-th."
+)
 @click.option("--case", "names", multiple=True, help="Only cases with this in their name.")
 @click.option("--updates", default=40, show_default=True)
 @click.option("--minutes", default=8.5, show_default=True, help="No run starts that would end later.")
@@ -124,9 +128,7 @@ def main(
             *(QUICK if quick else ()),
         ]
         command = run_command(folder, model, data, seed, 2 if quick else updates, settings)
-        run = WatchedRun(
-            benchmark=NAME, title=title, command=command, folder=folder, read=figures_of
-        )
+        run = WatchedRun(benchmark=NAME, title=title, command=command, folder=folder, read=figures_of)
         try:
             watch(run, out, minutes=min(MINUTES_EACH, (until - started) / 60), quick=quick)
         except UserError as error:  # a rate that ends a run is a result too

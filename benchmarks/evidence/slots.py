@@ -36,7 +36,9 @@ def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
 @click.command(context_settings=HELP)
 @click.argument("file", type=click.File())
 @click.option("--gpus", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--minutes", type=click.FloatRange(0), default=9.5, show_default=True, help="End what still runs.")
+@click.option(
+    "--minutes", type=click.FloatRange(0), default=9.5, show_default=True, help="End what still runs."
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="For what the commands print.")
 @ends_with_a_line
 def main(file: click.File, gpus: int, minutes: float, out: Path) -> None:
