@@ -1,8 +1,8 @@
-"""A step on a GPU: its time and peak memory with several sizes of micro-batches, and its first calibrated sync.
+"""A step on a GPU: time and peak memory with several sizes of micro-batches, and the first calibrated sync.
 
 The steps are those of `gsm8k` on a model of half a billion parameters, with a learning rate of 0, so that all
-do the same work but for the tokens drawn. The sizes take turns. A sync is timed by part, twice: the second time
-nothing is compiled.
+do the same work but for the tokens drawn. The sizes take turns. A sync is timed by part, twice: the second
+time nothing is compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GSM8K with Qwen2.5-Coder-0.5B-Instruct: all test problems before and after at most 200 updates, here and in TRL.
+"""GSM8K with Qwen2.5-Coder-0.5B-Instruct: all test problems before and after training, here and in TRL.
 
 One command is one run on one GPU. Its figures are written while it runs, and several results are joined by
 `python -m benchmarks.evidence.joined`. Both sides get the same prompts as the same tokens, the same rewards
@@ -83,7 +83,7 @@ class Case:
 
 
 def scores(lines: Lines) -> list[Figure]:
-    """Strict and lenient scores before and after, with their curves over minutes, and how many are cut off."""
+    """Strict and lenient scores before and after, with curves over minutes, and how many are cut off."""
     evaluations = [line for line in lines if "em" in line]
     if not evaluations:
         return []

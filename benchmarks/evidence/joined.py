@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence.joined NAME FOLDER…`: the results of several commands as one, FOLDER/NAME.json.
+"""`python -m benchmarks.evidence.joined NAME FOLDER…`: the results of several commands as one.
 
 A run of the same case and seed that an earlier result has is replaced.
 """

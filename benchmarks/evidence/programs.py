@@ -1,8 +1,9 @@
-"""Programs with tests, with Qwen2.5-Coder-0.5B-Instruct: MBPP and HumanEval before and after training on MBPP.
+"""Programs with tests, with Qwen2.5-Coder-0.5B-Instruct: MBPP and HumanEval before and after training.
 
 The model trains on 170 problems of MBPP; its reward is the share of a problem's tests that a program passes.
-Greedy programs for MBPP's 257 test problems and HumanEval's 164 are scored before and after: a program is right
-if it passes all tests. One command is one run on one GPU; `python -m benchmarks.evidence.joined` joins results.
+Greedy programs for MBPP's 257 test problems and HumanEval's 164 are scored before and after: a program is
+right if it passes all tests. One command is one run on one GPU; `python -m benchmarks.evidence.joined` joins
+results.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each case is a run of 40 updates of 16 problems × 8 completions with a constant learning rate after a short
 warm-up; then all test problems are scored. The cases run one after the other, in the order of the table; with
-`--part K/N` only every N-th one, so that N commands on as many GPUs share them. Cases that a result has already
-are left out.
+`--part K/N` only every N-th one, so that N commands on as many GPUs share them. Cases that a result has
+already are left out.
 """
 
 from __future__ import annotations

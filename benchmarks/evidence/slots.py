@@ -1,7 +1,8 @@
 """`python -m benchmarks.evidence.slots FILE --gpus N`: commands side by side, each on one GPU of its own.
 
-FILE has a command in each line, without `python -m`; `#` begins a comment. Line number k runs on GPU k modulo N,
-with an equal share of the cores. More lines than GPUs share them, which distorts times and nothing else.
+FILE has in each line a command without `python -m`, or several with ` ; ` between them, which run one after
+the other; `#` begins a comment. The lines run side by side, line k on GPU k modulo N, with an equal share of
+the cores. More lines than GPUs share them, which distorts times and nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -21,15 +23,16 @@ from runners.machine.terminal import echo
 
 def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
     """The jobs of the lines of a file."""
-    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    python = f"{shlex.quote(sys.executable)} -m "
     return [
         Job(
-            name=" ".join(words),
-            command=[sys.executable, "-m", *words],
+            name=line,
+            command=["sh", "-c", " ; ".join(python + command for command in line.split(" ; "))],
             printed=out / f"slot-{number}.txt",
             environment={"CUDA_VISIBLE_DEVICES": str(number % gpus)},
         )
-        for number, words in enumerate(filter(None, commands))
+        for number, line in enumerate(filter(None, lines))
     ]
 
 
@@ -41,7 +44,7 @@ def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="For what the commands print.")
 @ends_with_a_line
-def main(file: click.File, gpus: int, minutes: float, out: Path) -> None:
+def main(file: TextIO, gpus: int, minutes: float, out: Path) -> None:
     """Run the commands of FILE side by side, each on a GPU of its own."""
     jobs = jobs_of(file.read(), gpus, out.resolve())
     faults = []

@@ -1,7 +1,7 @@
 """One run whose figures are written while it runs: what `gsm8k`, `programs` and `rates` share.
 
-A run is a process on one GPU, with a folder of its own. Its log is read every second, and the figures that are
-known so far go into OUT/NAME.json: the scores before training first, then curves, then the scores after it.
+A run is a process on one GPU, with a folder of its own. Its log is read every second, and the figures that
+are known so far go into OUT/NAME.json: the scores before training first, then curves, then the last scores.
 """
 
 from __future__ import annotations
