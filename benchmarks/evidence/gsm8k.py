@@ -35,7 +35,8 @@ from runners.config.loading import load_config
 NAME = "gsm8k"
 CONFIG = Path(__file__).with_suffix(".toml")
 LENIENT_REWARD = "last_number_reward"
-REWARDS = ("correctness_reward_func", f"{Path(__file__).with_name('gsm8k_reward.py')}:{LENIENT_REWARD}")
+TASK = Path(__file__).with_name("gsm8k_task.py")
+REWARDS = ("correctness_reward_func", f"{TASK}:{LENIENT_REWARD}")
 RATES = {"full": 2e-6, "lora": 1e-4}  # learning rates
 STRICT, LENIENT = "strict", "lenient"
 THEIR_ROWS = 16  # TRL's learner takes so many completions at a time: 256 need more than 80 GB
@@ -45,6 +46,7 @@ QUICK = (
     "rollout.max_new_tokens=8",
     "eval.samples=4",
     "data.max_samples=64",
+    "data.max_prompt_length=4096",
 )
 
 
@@ -74,6 +76,7 @@ class Case:
         corrected = ["loss.correction=token_truncate"] if self.sampler != "none" else []
         return [
             f"reward.functions={json.dumps(REWARDS)}",
+            f"data.transform={TASK}:with_example",
             f"model.tune={self.tune}",
             f"optim.learning_rate={self.rate}",
             f"rollout.max_new_tokens={self.limit}",
