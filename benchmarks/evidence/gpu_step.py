@@ -137,10 +137,18 @@ def first_sync(config: Config) -> Iterator[list[Figure]]:
 @click.option("--tokens", default=",".join(map(str, TOKENS)), show_default=True, help="With commas.")
 @click.option("--rounds", default=2, show_default=True, help="Steps of each size that are timed.")
 @click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config of gsm8k.")
+@click.option("--sync/--no-sync", default=True, show_default=True, help="Measure a calibrated sync too.")
 @click.option("--quick", is_flag=True, help="Steps of a few tokens: shows that it works.")
 @ends_with_a_line
 def main(
-    out: Path, model: str, data: str, tokens: str, rounds: int, more: Sequence[str], quick: bool
+    out: Path,
+    model: str,
+    data: str,
+    tokens: str,
+    rounds: int,
+    more: Sequence[str],
+    sync: bool,
+    quick: bool,
 ) -> None:
     """Measure a step with several sizes of micro-batches, and the first calibrated sync."""
     case = Case(side="grpo_fn", tune="full", rate=0.0)
@@ -152,11 +160,11 @@ def main(
         return load_config(str(CONFIG), [*steps, *added]).check()
 
     surroundings = machine()
-    parts = [
-        first_sync(config(few, "loss.correction=token_truncate")),
-        micro_batches(config(), [int(each) for each in tokens.split(",")], rounds),
-    ]
-    for figures in (figures for part in parts for figures in part):
+    parts = [first_sync(config(few, "loss.correction=token_truncate"))] if sync else []
+    parts.append(micro_batches(config(), [int(each) for each in tokens.split(",")], rounds))
+    with_what = f"with {', '.join(more)}: " if more else ""
+    for measured in (figures for part in parts for figures in part):
+        figures = [attrs.evolve(figure, name=with_what + figure.name) for figure in measured]
         record = make_record(NAME, figures, quick=quick, machine=surroundings, rates={})
         save_record(out, backend(), record, parts=())
         for figure in figures:

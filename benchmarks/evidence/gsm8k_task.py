@@ -1,4 +1,4 @@
-"""The prompt and the lenient reward of `gsm8k`, in a file of their own: a process for rewards loads nothing else."""
+"""The prompt and the lenient reward of `gsm8k`, alone in a file: a process for rewards loads nothing else."""
 
 from __future__ import annotations
 
