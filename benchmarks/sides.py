@@ -7,8 +7,8 @@
 The first three hold a trainer's own loop before each step until told to go. Each line on stdin lets one step
 happen; after it, a line of JSON on stdout says what it took. The first line on stdout, before any step, says
 that all is loaded. `train` lets TRL train, for at most `seconds` of the settings if they are there, and
-writes a log like that of a run of ours into FOLDER; seconds are from its start. `logits` compares the logits that
-transformers and mlx-lm compute from the model folder. What the trainers print goes to stderr.
+writes a log like that of a run of ours into FOLDER; seconds are from its start. `logits` compares the logits
+that transformers and mlx-lm compute from the model folder. What the trainers print goes to stderr.
 """
 
 from __future__ import annotations
