@@ -6,20 +6,22 @@
 
 The first three hold a trainer's own loop before each step until told to go. Each line on stdin lets one step
 happen; after it, a line of JSON on stdout says what it took. The first line on stdout, before any step, says
-that all is loaded. `train` lets TRL train, and writes a log like that of a run of ours into FOLDER; seconds
-are from its start. `logits` compares the logits that transformers and mlx-lm compute from the model folder.
-What the trainers print goes to stderr.
+that all is loaded. `train` lets TRL train, for at most `seconds` of the settings if they are there, and
+writes a log like that of a run of ours into FOLDER; seconds are from its start. `logits` compares the logits
+that transformers and mlx-lm compute from the model folder. What the trainers print goes to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from runners.quickstart import MODEL_DIR
 from runners.rewards.builtin import built_in
 
 STARTED = time.perf_counter()
-EVALUATED_TOGETHER = 200  # problems
+EVALUATED_TOGETHER = 660  # problems: half of GSM8K's test problems
 
 
 def side_settings(config: Config) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def side_settings(config: Config) -> dict[str, Any]:
         "test": plain(held_out(test, config.eval.samples)),
         "nudge": config.data.nudge,
         "rewards": list(config.reward.functions),
+        "weights": list(config.reward.weights) or [1.0] * len(config.reward.functions),
         "form": config.answer.form,
         "eval_every": config.eval.every,
         "batch_size": optim.batch_size,
@@ -168,7 +171,7 @@ def as_rewards(names: Sequence[str], nudge: str, form: str = "xml") -> list[Any]
             said = [[{"role": "assistant", "content": nudge + text}] for text in completions]
             return function(said, **columns)
 
-        reward.__name__ = name
+        reward.__name__ = name.rpartition(":")[2]
         return reward
 
     return [made(name) for name in names]
@@ -178,9 +181,11 @@ def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str
     """Greedy completions of the held-out problems: the mean of their rewards, the share of right answers."""
     import torch  # pyright: ignore
 
-    problems, right, total = settings["test"], 0, 0.0
+    problems = settings["test"]
     form = answer_form(settings["form"], given=settings["nudge"])
+    right = 0
     rewards = as_rewards(settings["rewards"], settings["nudge"], settings["form"])
+    totals = dict.fromkeys((reward.__name__ for reward in rewards), 0.0)
     was_training = model.training
     model.eval()
     for start in range(0, len(problems), EVALUATED_TOGETHER):
@@ -199,12 +204,15 @@ def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str
             )
         texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         golds = [problem["answer"] for problem in part]
-        total += sum(value or 0.0 for reward in rewards for value in reward(texts, answer=golds))
+        for reward in rewards:
+            totals[reward.__name__] += sum(value or 0.0 for value in reward(texts, answer=golds))
         if form is not None:
             pairs = zip(texts, golds, strict=True)
             right += sum(form.is_right(settings["nudge"] + text, gold) for text, gold in pairs)
     model.train(was_training)
-    found = {"eval/reward": total / len(problems), "em_subset": len(problems)}
+    means = {f"eval/rewards/{name}": total / len(problems) for name, total in totals.items()}
+    weighted = sum(map(mul, settings["weights"], means.values()))
+    found = {"eval/reward": weighted, **means, "em_subset": len(problems)}
     return found if form is None else {**found, "em": right / len(problems)}
 
 
@@ -334,7 +342,7 @@ def trl_trainer(settings: dict[str, Any], folder: Path, callback: Any, **options
     data = [{"prompt": each["prompt"], "answer": each["answer"]} for each in settings["train"]]
     return GRPOTrainer(
         model=model,
-        args=GRPOConfig(**{**usual, **settings["trl"], **options}),
+        args=GRPOConfig(reward_weights=settings["weights"], **{**usual, **settings["trl"], **options}),
         reward_funcs=as_rewards(settings["rewards"], settings["nudge"], settings["form"]),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(data),
@@ -401,6 +409,10 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 self.started = time.perf_counter()
 
+            def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+                if time.perf_counter() - STARTED > settings.get("seconds", math.inf):
+                    control.should_training_stop = True
+
             def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
                 if "reward" not in logs:  # the summary at the end
                     return
@@ -413,11 +425,12 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
                     num_tokens=logs["num_tokens"],
                     **taken,
                 )
-                if state.global_step == last or not state.global_step % (settings["eval_every"] or last):
+                if state.global_step != last and not state.global_step % (settings["eval_every"] or last):
                     evaluated(state.global_step)
 
         trainer = trl_trainer(settings, folder, Watch(), seed=seed, logging_steps=1)
         trainer.train()
+        evaluated(trainer.state.global_step)
 
 
 def compare_logits(settings: dict[str, Any], out: Path) -> None:

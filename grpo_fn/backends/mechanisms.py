@@ -55,6 +55,7 @@ SWITCHES = {
     "chunked_gated_delta": (
         "the gated delta rule of whole sequences is computed a chunk of tokens at a time"
     ),
+    "checkpointed_mlps": "CUDA: gated MLPs compute their inside again in the learner's backward pass",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "programs_ahead": (
         "programs for CUDA, and their header for a CPU, are compiled while a model is loaded"
@@ -77,6 +78,7 @@ NUMBERS: dict[str, int] = {
     "trace": 500_000_000_000,
     "launch": 0,  # the same for launching a micro-batch; 0: a constant number of tokens
     # For a forecast of memory:
+    "checkpoints_mlps": 0,  # 1: the products of an MLP are cheaper than the memory to save them
     "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
     "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores
     # products of a chunk and the head, and their gradients; 0: the composed forms

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import policy
+from grpo_fn.backends import enabled, number
 from grpo_fn.learner import can_share
 from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import named_leaves, split_leaves
@@ -224,6 +225,12 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
     wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
     split = not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
     return wanted and split and can_share(module)
+
+
+def checkpoints_mlps(config: Config) -> bool:
+    """Whether gated MLPs compute their inside again in the backward pass."""
+    wanted = number("checkpoints_mlps") and enabled("checkpointed_mlps")
+    return bool(wanted) and not config.system.grad_checkpoint
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:

@@ -14,6 +14,7 @@ from grpo_fn.policy import (
     QuantizedRole,
     check_replay,
     checkpoint_layers,
+    checkpoint_mlps,
     experts_per_token,
     is_quantized,
 )
@@ -25,7 +26,7 @@ from runners.engines.local import LocalEngine
 from runners.engines.settings import decoding_of
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
-from runners.memory.sizes import shares_prompts
+from runners.memory.sizes import checkpoints_mlps, shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_check import check_model
 from runners.models.role_quantization import make_quantized_role
@@ -84,6 +85,8 @@ def build_learner(
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
+    if checkpoints_mlps(config):
+        checkpoint_mlps(policy.module)
     params = policy.params
     found = check_model(
         config,

@@ -28,6 +28,7 @@ NUMBERS = {
     "launch": 4_500_000_000_000,
     # In a LoRA run on Qwen2.5-0.5B each token of a micro-batch takes 1.16 MB (H200, between 4,096
     # and 8,192 tokens).
+    "checkpoints_mlps": 1,
     "gate_arrays": 2,
     "keeps_scores": 0,  # cuDNN's attention
     "product_arrays": 4,  # of one chunk and the next; `logit_kernels`

@@ -5,7 +5,8 @@ If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a
 that has no gradient. Only these layers are switched; dropout, which also depends on it, does not
 change.
 
-Gradient checkpointing: less memory in the learner for about 1.4 × its time.
+Gradient checkpointing: less memory in the learner for about 1.4 × its time; of gated MLPs alone, the
+largest part of that memory for less of the time.
 """
 
 import functools
@@ -19,6 +20,8 @@ import mlx.nn as nn
 
 from grpo_fn.layers import parameters_replaced
 from grpo_fn.trees import flat, map_arrays
+
+_GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 
 @contextmanager
@@ -70,12 +73,22 @@ def checkpoint_layers(module: nn.Module) -> int:
     return len(layers)
 
 
+def checkpoint_mlps(module: nn.Module) -> int:
+    """As `checkpoint_layers`, of each gated MLP alone, in learning alone; returns how many."""
+    gated = [part for part in module.modules() if set(part.children()) == _GATED]
+    for part in gated:
+        if not hasattr(type(part), "recomputes"):
+            part.__class__ = _checkpointed(type(part))
+    return len(gated)
+
+
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     class Checkpointed(kind):  # type: ignore[misc, valid-type]
         recomputes = True
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if any(_is_cache(value) for value in (*args, *kwargs.values())):
+            decodes = any(_is_cache(value) for value in (*args, *kwargs.values()))
+            if decodes or not self.training:
                 return super().__call__(*args, **kwargs)
             call = super().__call__
 

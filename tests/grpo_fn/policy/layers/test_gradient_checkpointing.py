@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
-from grpo_fn.policy.layers.learning_form import checkpoint_layers
+from grpo_fn.policy.layers.learning_form import checkpoint_layers, checkpoint_mlps
 from grpo_fn.trees import arrays_of, map_arrays, named_leaves
 from tests.support.generating import assert_same, roll
 from tests.support.tiny_policies import (
@@ -102,3 +102,43 @@ def test_it_takes_less_memory():
     assert peak(checkpointed(less)) < 0.6 * peak(plain)
     with pytest.raises(ValueError, match="Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2))
+
+
+def with_checkpointed_mlps(policy):
+    """The policy, its gated MLPs checkpointed."""
+    assert checkpoint_mlps(policy.module) == len(policy.module.layers)
+    return policy
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_checkpointed_mlps_give_the_same_gradient(name, compile):
+    """To the bit, as the same operations run again; every leaf of an MLP has one."""
+    want = gradient(tiny_policy(name), compile=compile)
+    got = gradient(with_checkpointed_mlps(tiny_policy(name)), compile=compile)
+    assert worst_difference(got, want) == 0
+    inside = [leaf for path, leaf in named_leaves(got).items() if ".mlp." in path]
+    assert inside and all(leaf.any().item() for leaf in inside)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_inside_checkpointed_mlps_get_their_gradient(packed):
+    """Over packed weights too, which have none themselves."""
+    options = {"packed": packed, "intermediate_size": 64}
+    want = gradient(lora_policy(**options))
+    got = gradient(with_checkpointed_mlps(lora_policy(**options)))
+    assert worst_difference(got, want) < 2e-6
+    assert all(leaf.any().item() for leaf in arrays_of(got))
+
+
+def test_checkpointed_mlps_sample_as_before(monkeypatch):
+    """Outside of learning nothing is wrapped, with a cache or without."""
+
+    def wrapped(*args):
+        raise AssertionError("mx.checkpoint in a forward that has no gradient")
+
+    policy = with_checkpointed_mlps(tiny_policy())
+    policy.module.eval()  # as loaded models are
+    monkeypatch.setattr(mx, "checkpoint", wrapped)
+    assert_same(roll(tiny_policy(), limit=9), roll(policy, limit=9))
+    policy.module(token_rows(2, 5))

@@ -1,0 +1,231 @@
+"""GSM8K with Qwen2.5-Coder-0.5B-Instruct: all test problems before and after training, here and in TRL.
+
+One command is one run on one GPU. Its figures are written while it runs, and several results are joined by
+`python -m benchmarks.evidence.joined`. Both sides get the same prompts as the same tokens, the same rewards
+and settings. *Strict* counts the number after `####`, *lenient* the last number of a completion; both are
+greedy, on all 1,319 test problems.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from benchmarks.evidence.readings import sampler as sampler_figures
+from benchmarks.evidence.watched import (
+    Lines,
+    WatchedRun,
+    share_figure,
+    step_figures,
+    time_limit,
+    watch,
+)
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import Figure
+from benchmarks.quickstart import command_line
+from benchmarks.sides import side_settings
+from runners.commands.base import HELP, ends_with_a_line
+from runners.config.loading import load_config
+
+NAME = "gsm8k"
+CONFIG = Path(__file__).with_suffix(".toml")
+LENIENT_REWARD = "last_number_reward"
+TASK = Path(__file__).with_name("gsm8k_task.py")
+REWARDS = ("correctness_reward_func", f"{TASK}:{LENIENT_REWARD}")
+RATES = {"full": 2e-6, "lora": 1e-4}  # learning rates
+STRICT, LENIENT = "strict", "lenient"
+THEIR_ROWS = 16  # TRL's learner takes so many completions at a time: 256 need more than 80 GB
+QUICK = (
+    "optim.batch_size=2",
+    "rollout.num_generations=2",
+    "rollout.max_new_tokens=8",
+    "eval.samples=4",
+    "data.max_samples=64",
+    "data.max_prompt_length=4096",
+)
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """What one run trains, and how."""
+
+    side: str  # "grpo_fn" or "TRL"
+    tune: str
+    sampler: str = "none"
+    rate: float
+    limit: int = 300
+
+    @property
+    def name(self) -> str:
+        """The first part of the names of its figures."""
+        words = ["TRL" if self.side == "TRL" else {"full": "full", "lora": "LoRA"}[self.tune]]
+        if self.sampler != "none":
+            words.append(self.sampler)
+        if self.limit != 300:
+            words.append(f"{self.limit} tokens")
+        return ", ".join([*words, f"rate {self.rate:g}"])
+
+    @property
+    def settings(self) -> list[str]:
+        """Overrides of the config."""
+        corrected = ["loss.correction=token_truncate"] if self.sampler != "none" else []
+        return [
+            f"reward.functions={json.dumps(REWARDS)}",
+            f"data.transform={TASK}:with_example",
+            f"model.tune={self.tune}",
+            f"optim.learning_rate={self.rate}",
+            f"rollout.max_new_tokens={self.limit}",
+            f"rollout.quantization={self.sampler}",
+            *corrected,
+        ]
+
+
+def scores(lines: Lines) -> list[Figure]:
+    """Strict and lenient scores before and after, with curves over minutes, and how many are cut off."""
+    evaluations = [line for line in lines if "em" in line]
+    if not evaluations:
+        return []
+    shares = {
+        STRICT: [line["em"] for line in evaluations],
+        LENIENT: [line[f"eval/rewards/{LENIENT_REWARD}"] for line in evaluations],
+        "cut off": [line.get("eval/truncated") for line in evaluations],
+    }
+    minutes = [line["time/elapsed"] / 60 for line in evaluations]
+    problems = evaluations[0]["em_subset"]
+    figures = []
+    for name, values in shares.items():
+        if None in values:  # not told by TRL's side
+            continue
+        if not evaluations[0]["update"]:
+            figures.append(share_figure(f"{name} before", values[0], problems))
+        if evaluations[-1]["update"]:
+            curve = [(minute, 100 * value) for minute, value in zip(minutes, values, strict=True)]
+            figures.append(share_figure(f"{name} after", values[-1], problems, curve=curve))
+    return figures
+
+
+def figures_of(lines: Lines) -> list[Figure]:
+    """All figures that a log tells so far."""
+    quantized = any(line.get("rollout/quantization", "none") != "none" for line in lines)
+    left = any(line.get("rollout/fallback") for line in lines)  # its figures would be of two samplers
+    return [
+        *scores(lines),
+        *step_figures(lines),
+        *(sampler_figures(lines) if quantized and not left else []),
+    ]
+
+
+def own_settings(
+    folder: Path, model: str, data: str, seed: int, updates: int, settings: Sequence[str]
+) -> list[str]:
+    """All overrides of the config of a run in a folder; `settings` come last."""
+    return [
+        f"model.path={model}",
+        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+        f"data.source={data}",
+        f"optim.max_steps={updates}",
+        f"run.seed={seed}",
+        f"run.name={folder.name}",
+        f"run.output_dir={folder.parent}",
+        "log.report=false",
+        *settings,
+    ]
+
+
+def run_command(
+    folder: Path,
+    model: str,
+    data: str,
+    seed: int,
+    updates: int,
+    settings: Sequence[str],
+    *,
+    resume: bool = False,
+) -> list[str]:
+    """The command of a run here."""
+    every = own_settings(folder, model, data, seed, updates, settings)
+    words = [word for setting in every for word in ("--set", setting)]
+    return [*command_line(), str(CONFIG), *words, "--resume" if resume else "--overwrite"]
+
+
+@click.command(context_settings=HELP)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+)
+@click.option("--work", type=click.Path(path_type=Path), help="For the run and its model [OUT/runs].")
+@click.option("--model", required=True, help="Folder of the model.")
+@click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--side", type=click.Choice(["grpo_fn", "TRL"]), default="grpo_fn", show_default=True)
+@click.option("--tune", type=click.Choice(["full", "lora"]), default="full", show_default=True)
+@click.option("--sampler", default="none", show_default=True, help="Its format, such as affine-4.")
+@click.option("--rate", type=float, help=f"Learning rate {RATES}.")
+@click.option("--limit", default=300, show_default=True, help="Tokens of a completion.")
+@click.option("--updates", default=160, show_default=True, help="The learning rate falls to 0 over these.")
+@click.option("--every", default=40, show_default=True, help="Updates between two evaluations.")
+@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
+@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config.")
+@click.option(
+    "--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…)."
+)
+@click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
+@ends_with_a_line
+def main(
+    out: Path,
+    work: Path | None,
+    model: str,
+    data: str,
+    seed: int,
+    side: str,
+    tune: str,
+    sampler: str,
+    rate: float | None,
+    limit: int,
+    updates: int,
+    every: int,
+    minutes: float,
+    more: Sequence[str],
+    resume: bool,
+    quick: bool,
+) -> None:
+    """Train on GSM8K, and score all test problems before and after."""
+    case = Case(side=side, tune=tune, sampler=sampler, rate=rate or RATES[tune], limit=limit)
+    folder = (
+        work or out / "runs"
+    ).resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    settings = [
+        *case.settings,
+        f"eval.every={every}",
+        time_limit(minutes),
+        *(QUICK if quick else ()),
+        *more,
+    ]
+    updates = 2 if quick else updates
+    if side == "TRL":
+        settings = own_settings(folder, model, data, seed, updates, settings)
+        told = side_settings(load_config(str(CONFIG), settings))
+        told |= {"together": THEIR_ROWS, "seconds": 60 * minutes - 90}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        given = folder.with_suffix(".json")
+        given.write_text(json.dumps(told), encoding="utf-8")
+        command = [sys.executable, "-m", "benchmarks.sides", "train", str(given), str(folder), str(seed)]
+    else:
+        command = run_command(folder, model, data, seed, updates, settings, resume=resume)
+    run = WatchedRun(
+        benchmark=NAME,
+        title=f"{case.name}: seed {seed}",
+        command=command,
+        folder=folder,
+        read=figures_of,
+        packages=("trl", "transformers", "torch") if side == "TRL" else (),
+    )
+    watch(run, out, minutes=minutes + 0.5, quick=quick)
+
+
+if __name__ == "__main__":
+    main()

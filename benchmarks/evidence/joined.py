@@ -1,0 +1,40 @@
+"""`python -m benchmarks.evidence.joined NAME FOLDER…`: the results of several commands as one.
+
+A run of the same case and seed that an earlier result has is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.evidence.command import EVIDENCE
+from benchmarks.harness.record import load_records, save_record
+from runners.commands.base import HELP, ends_with_a_line
+from runners.errors import UserError
+from runners.machine.terminal import echo
+
+
+@click.command(context_settings=HELP)
+@click.argument("name")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=EVIDENCE, help="[benchmarks/results/evidence]"
+)
+@ends_with_a_line
+def main(name: str, folders: Sequence[Path], out: Path) -> None:
+    """Join the results of NAME in FOLDERS."""
+    for folder in folders:
+        records = load_records(folder / f"{name}.json")
+        if not records:
+            raise UserError(f"{folder / name}.json: expected a result of {name}, found none")
+        for backend, record in records.items():
+            trials = {": ".join(figure.name.split(": ")[:2]) for figure in record.figures}
+            save_record(out, backend, record, parts=sorted(trials))
+            echo(f"{folder}: {', '.join(sorted(trials))}")
+
+
+if __name__ == "__main__":
+    main()
