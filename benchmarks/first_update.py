@@ -1,4 +1,4 @@
-"""`grpo-run` from the command to its first update, and the steps after it, as a new user has them.
+"""How long does a new user wait for a run's first update, and for the steps after it?
 
 Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
 tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header

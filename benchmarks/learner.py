@@ -1,4 +1,4 @@
-"""The learner's gradient: seconds, FLOP/s, peak memory; the naive way against ours and its options.
+"""What time and memory does the learner's gradient take, against the naive way?
 
 - *naive*: logits of all positions at once, gather − logsumexp, `value_and_grad` of the whole batch, compiled
 - *ours*: `make_grad_step` on the batch as a run cuts it, with the entropy and all diagnostics

@@ -1,9 +1,9 @@
-"""A quickstart from command to end: seconds, exact match before and after, memory, for each seed.
+"""How long does a quickstart take from command to end, and how much does it learn?
 
 Each seed is a separate process, timed from the command to its end: imports, tracing, evaluations and the
 final model included. Exact match is greedy, on held-out problems, and comes from the run's own log.
 
-**What limits it.** Its 100 steps: see `step`.
+**What limits it.** Its 100 steps: `grpo bench quickstart` measures their parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several devices of one host: whole steps of a run on 1, 2 and 4 ranks.
+"""How much faster are the steps of a run on 2 and on 4 devices of one host?
 
 `python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
 the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the

@@ -1,4 +1,4 @@
-"""`generate` against mlx-lm's BatchGenerator, with copied prompts and with a shared prefill; and its parts.
+"""How much faster is `generate` than mlx-lm's BatchGenerator, with copied prompts and with a shared prefill?
 
 Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs. No
 row ends early. *Copied prompts* is the usual way, G copies of a prompt; *shared prefill* gives all rows the
