@@ -42,8 +42,8 @@ OLDEST ?= python3.11
 TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
-BENCHMARKS := first_update step rollout serving turns learner peers quant real_quant memory ranks mechanisms quickstart
-EVIDENCE := against_trl samplers presets masters real_model real_samplers difficulty cold_start
+BENCHMARKS := first_update rollout serving learner peers real_quant memory ranks mechanisms quickstart
+EVIDENCE := against_trl real_model real_samplers
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import load_blas; import sys; \

@@ -1,12 +1,10 @@
-"""`grpo-run` from the command to its first update, and the steps after it, as a new user has them.
+"""How long does a new user wait for a run's first update, and for the steps after it?
 
 Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
 tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
 line, *after the command* from the command. The steps are those of the warm runs without the first; their
 parts are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16
-completions, three times warm; *no PyTorch*: transformers does not find it. *Loading* is compared with
-`mlx_lm.load` and a cast to the same dtype, in turn; *added* is the median of the rounds' differences. *Help*
-is timed from the command to its end.
+completions, three times warm; *no PyTorch*: transformers does not find it.
 
 **What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
 compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
@@ -24,36 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-import mlx.core as mx
 
-from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.command import benchmark, chosen_of, say
 from benchmarks.harness.machine import backend
-from benchmarks.harness.measure import Timing, interleaved
+from benchmarks.harness.measure import Timing
 from benchmarks.harness.record import Figure, time_figure
-from benchmarks.harness.shapes import SHAPES, make_module, write_folder
+from benchmarks.harness.shapes import write_folder
 from benchmarks.quickstart import command_line
-from grpo_fn.trees import named_leaves
-from runners.cli import COMMANDS
-from runners.config.names import EMBEDDED
-from runners.config.sections import ModelConfig
 from runners.errors import UserError
-from runners.inference.inference_model import load_inference
-from runners.machine.startup import Platform, prepare
-from runners.models.folders import copy_companions
-from runners.models.loaded_model import load_model
-from runners.quickstart import MODEL_DIR
+from runners.profiling import PARTS
 
 COLD_TARGET, WARM_TARGET = 20.0, 6.0  # seconds after the model is loaded
-ADDED, HELP = 0.2, 0.3  # seconds: the targets
-ROOT = Path(__file__).resolve().parent.parent
-MODELS = (EMBEDDED, "qwen2-6x256", "qwen2.5-0.5b")  # that are loaded
 REWARD = """
 def letters(completions, **_):
     return [float(len(set(completion[0]["content"]))) for completion in completions]
@@ -210,36 +195,32 @@ def write_run(folder: Path, case: Case) -> None:
 def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     """Cold, then warm, and the steps of the warm run."""
     write_run(folder, case)
-    cold = []
-    for number in range(case.colds):
-        for cache in ("cache", "tmp"):
-            shutil.rmtree(folder / cache, ignore_errors=True)
-        say(f"{title}: cold")
-        cold.append(run_once(folder, case, f"cold-{number}"))
-    warm = []
-    for number in range(case.warms):
-        say(f"{title}: warm")
-        warm.append(run_once(folder, case, f"warm-{number}"))
     figures = []
-    for name, seen, target, command in (
-        ("cold", cold, case.cold_at_most, case.command_at_most[0]),
-        ("warm", warm, case.warm_at_most, case.command_at_most[1]),
+    seen: list[Seen] = []
+    for name, runs, target, command in (
+        ("cold", case.colds, case.cold_at_most, case.command_at_most[0]),
+        ("warm", case.warms, case.warm_at_most, case.command_at_most[1]),
     ):
-        after_loading = Timing(tuple(each.first - each.loaded for each in seen))
-        after_command = Timing(tuple(each.first for each in seen))
+        seen = []
+        for number in range(runs):
+            for cache in ("cache", "tmp") if name == "cold" else ():
+                shutil.rmtree(folder / cache, ignore_errors=True)
+            say(f"{title}: {name}")
+            seen.append(run_once(folder, case, f"{name}-{number}"))
+        loading = Timing(tuple(each.first - each.loaded for each in seen))
+        whole = Timing(tuple(each.first for each in seen))
         figures += [
-            time_figure(f"{title}: first update after loading, {name}", after_loading, at_most=target),
-            time_figure(f"{title}: first update after the command, {name}", after_command, at_most=command),
+            time_figure(f"{title}: first update after loading, {name}", loading, at_most=target),
+            time_figure(f"{title}: first update after the command, {name}", whole, at_most=command),
         ]
-    later = [step for seen in warm for step in seen.steps[1:]]
+    later = [step for each in seen for step in each.steps[1:]]  # of the warm runs
 
     def median(key: str) -> float:
         return statistics.median(step[key] for step in later)
 
-    parts = ("rollout", "reward", "learner", "update", "sync", "rest")
     figures.append(Figure(name=f"{title}: step", value=median("step_time"), unit="s", samples=len(later)))
-    figures += [Figure(name=f"{title}: {part}", value=median(f"time/{part}"), unit="s") for part in parts]
-    peak = 1e3 * max(step["memory/peak_gb"] for seen in warm for step in seen.steps)
+    figures += [Figure(name=f"{title}: {part}", value=median(f"time/{part}"), unit="s") for part in PARTS]
+    peak = 1e3 * max(step["memory/peak_gb"] for each in seen for step in each.steps)
     return [
         *figures,
         Figure(name=f"{title}: rollout's tokens", value=median("tokens_per_second"), unit="tokens/s"),
@@ -247,121 +228,17 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     ]
 
 
-@contextmanager
-def folder_of(name: str) -> Iterator[Path]:
-    """A model folder in bfloat16, as models come, with the embedded model's tokenizer."""
-    if name == EMBEDDED:
-        yield MODEL_DIR
-        return
-    with tempfile.TemporaryDirectory(prefix="loading-") as place:
-        folder = Path(place)
-        words = max(SHAPES[name]["vocab_size"], 1024)  # more than the tokenizer has
-        weights = named_leaves(make_module(name, dtype=mx.bfloat16, vocab_size=words).parameters())
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-        (folder / "config.json").write_text(json.dumps({**SHAPES[name], "vocab_size": words}))
-        copy_companions(MODEL_DIR, folder)
-        yield folder
-
-
-def loading(name: str, machine: Platform, repeats: int) -> list[Figure]:
-    """Our two ways of loading a model, and mlx-lm's with the cast to the dtype that ours computes in."""
-    import mlx_lm
-
-    with folder_of(name) as folder:
-        leaves = named_leaves(load_inference(str(folder), machine).module.parameters())
-        dtype = next(iter(leaves.values())).dtype
-
-        def theirs(cast: mx.Dtype) -> Callable[[], Any]:
-            def call() -> Any:
-                module = mlx_lm.load(str(folder))[0]
-                module.set_dtype(cast)
-                return module.parameters()
-
-            return call
-
-        calls = {
-            "ours": lambda: load_inference(str(folder), machine).module.parameters(),
-            "mlx-lm": theirs(dtype),
-            "training: ours": lambda: load_model(ModelConfig(path=str(folder)), machine).module.parameters(),
-            "training: mlx-lm": theirs(mx.float32),
-        }
-        times = interleaved(calls, repeats=repeats)
-    added = {
-        "added": added_seconds(times["ours"], times["mlx-lm"]),
-        "training: added": added_seconds(times["training: ours"], times["training: mlx-lm"]),
-    }
-    return [
-        *(time_figure(f"loading: {name}: {way}", taken) for way, taken in times.items()),
-        *(attrs.evolve(figure, name=f"loading: {name}: {way}") for way, figure in added.items()),
-    ]
-
-
-def added_seconds(ours: Timing, theirs: Timing) -> Figure:
-    """What ours takes beyond theirs: the median of the rounds' differences, at least 0."""
-    rounds = sorted(a - b for a, b in zip(ours.samples, theirs.samples, strict=True))
-    value = max(statistics.median(rounds), 0.0)
-    return Figure(
-        name="",
-        value=value,
-        unit="s",
-        low=rounds[0],
-        high=rounds[-1],
-        samples=len(rounds),
-        at_most=ADDED,
-    )
-
-
-def answers(commands: Sequence[str], repeats: int) -> list[Figure]:
-    """Seconds from starting `grpo … --help` to its end, in a process of its own each time."""
-    samples: dict[str, list[float]] = {command: [] for command in commands}
-    for turn in range(repeats + 1):  # the first may have to compile the modules
-        for command in commands:
-            started = time.perf_counter()
-            line = [sys.executable, "-m", "runners.cli", *command.split(), "--help"]
-            subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            if turn:
-                samples[command].append(time.perf_counter() - started)
-    return [
-        time_figure(
-            f"help: grpo {command} --help".replace("  ", " "),
-            Timing(tuple(taken)),
-            at_most=HELP,
-        )
-        for command, taken in samples.items()
-    ]
-
-
 @benchmark("first_update", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
-    """A run's first update with empty caches and with full ones, the steps after it, loading and help."""
+    """A run's first update with empty caches and with full ones, and the steps after it."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
-    known = [*cases, "loading", "help"]
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(known)}")
-    for title in chosen or known:
-        if title not in ("help", "loading") and cases[title].model == REAL and not os.environ.get(REAL_MODEL):
+    for title in chosen_of(chosen, cases):
+        if cases[title].model == REAL and not os.environ.get(REAL_MODEL):
             say(f"{title}: skipped, as {REAL_MODEL} names no folder")
             continue
-        for figures in _measured(title, cases, quick):
-            # --quick shows that it works, not how fast.
-            yield [attrs.evolve(each, at_most=None) for each in figures] if quick else figures
-
-
-def _measured(title: str, cases: Mapping[str, Case], quick: bool) -> Iterator[list[Figure]]:
-    repeats = 2 if quick else 7
-    if title == "help":
-        yield answers(["", "run"] if quick else ["", *COMMANDS], repeats)
-    elif title == "loading":
-        for name in (EMBEDDED, "tiny") if quick else MODELS:
-            yield loading(name, prepare(), repeats)
-    else:
-        folder = Path(tempfile.mkdtemp(prefix="first-update-"))
-        try:
-            yield measure(title, cases[title], folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="first-update-", ignore_cleanup_errors=True) as name:
+            yield measure(title, cases[title], Path(name))
 
 
 if __name__ == "__main__":

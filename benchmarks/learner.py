@@ -1,4 +1,4 @@
-"""The learner's gradient: seconds, FLOP/s, peak memory; the naive way against ours and its options.
+"""What time and memory does the learner's gradient take, against the naive way?
 
 - *naive*: logits of all positions at once, gather − logsumexp, `value_and_grad` of the whole batch, compiled
 - *ours*: `make_grad_step` on the batch as a run cuts it, with the entropy and all diagnostics
@@ -21,7 +21,7 @@ import click
 import mlx.core as mx
 
 import grpo_fn as g
-from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.command import benchmark, chosen_of, say
 from benchmarks.harness.machine import backend, rates
 from benchmarks.harness.measure import Timing, interleaved, largest_error, peak_bytes
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
@@ -309,11 +309,8 @@ def agreement(
 def main(quick: bool, chosen: Sequence[str], repeats: int, with_naive: bool) -> Sequence[Figure]:
     """The learner's gradient: time, FLOP/s and peak memory of the naive way, of ours, and of its options."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
-    unknown = [name for name in chosen if name not in cases]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r}: wanted one of {', '.join(cases)}", param_hint="--case")
     figures: list[Figure] = []
-    for name in chosen or cases:
+    for name in chosen_of(chosen, cases):
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
         figures += measure(name, case, quick, with_naive)
     return figures

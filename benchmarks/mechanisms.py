@@ -1,8 +1,8 @@
-"""Each mechanism alone: a step of a real run with everything on, against everything but this one.
+"""What does each mechanism bring: a run's step with everything on, against everything but this one?
 
-Two processes take steps in turn, of the same prompts, key and weights. Figures are the ratio without the
-mechanism to with it: 1.10 is a tenth more, below 1 the step is better without it. A side that samples 5 %
-more or fewer tokens ends the benchmark. The shapes, on a CPU:
+Two processes take steps in turn, of the same prompts, keys and weights, which stay as they are. Figures are
+the ratio without the mechanism to with it: 1.10 is a tenth more, below 1 the step is better without it. A
+side that samples 5 % more or fewer tokens ends the benchmark. The shapes, on a CPU:
 
 - *16 × 8*: prompts × completions of a model with 6 blocks of 256, random weights; completions end at random
   places, and a quarter of the groups have rewards without variance; *LoRA*, and *packed*: on a base of four
@@ -14,8 +14,7 @@ On a GPU 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0
 1,024 tokens, with LoRA; nanochat-d20's.
 *real* is the pretrained model in the folder GRPO_REAL_MODEL, whose completions end where it ends them.
 
-Not measured: saving (see `checkpoint`), quantized roles (see `quant`) and bfloat16 weights.
-Repeated steps of the same rows do not show the gain of *few shapes*.
+Not measured: saving (see `checkpoint`), quantized roles (see `real_quant`) and bfloat16 weights.
 """
 
 from __future__ import annotations

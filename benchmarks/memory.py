@@ -1,8 +1,8 @@
-"""The predicted peak of a run against the real one: two steps of the real loop, by config.
+"""How far is the memory that `grpo plan` predicts from the peak of a run?
 
-The models have random weights; completions run to their full length and every group has a gradient, as the
-forecast assumes. A real run takes less where completions end early. [Memory](../memory.md) says what the
-forecast adds up.
+Two steps of the real loop are compared with the forecast for their config. The models have random weights;
+completions run to their full length and every group has a gradient, as the forecast assumes. A real run takes
+less where completions end early. [Memory](../memory.md) says what the forecast adds up.
 
 **What limits it.** How many arrays MLX has in flight is measured, not derived, and depends on how fast the
 operations are.

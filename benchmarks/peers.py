@@ -1,4 +1,4 @@
-"""A whole GRPO step against mlx-lm-lora and TRL's GRPOTrainer, on one model folder: rollout, learner, memory.
+"""How long does a whole GRPO step take here, in mlx-lm-lora, and in TRL's GRPOTrainer?
 
 Each side runs its own training loop in a process of its own, with the same prompts and reward, as many
 tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on a GPU 16 × 8 ×

@@ -1,14 +1,13 @@
-"""A quickstart from command to end: seconds, exact match before and after, memory, for each seed.
+"""How long does a quickstart take from command to end, and how much does it learn?
 
 Each seed is a separate process, timed from the command to its end: imports, tracing, evaluations and the
 final model included. Exact match is greedy, on held-out problems, and comes from the run's own log.
 
-**What limits it.** Its 100 steps: see `step`.
+**What limits it.** Its 100 steps: `grpo bench quickstart` measures their parts.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -21,7 +20,8 @@ from pathlib import Path
 import attrs
 import click
 
-from benchmarks.harness.command import benchmark, say
+from benchmarks.evidence.readings import read_log
+from benchmarks.harness.command import benchmark, numbers, say
 from benchmarks.harness.headlines import TRANSCRIPT
 from benchmarks.harness.record import Figure, Measured
 from runners.errors import UserError
@@ -49,22 +49,17 @@ class Outcome:
     printed: str = ""  # on its standard output
 
 
-def read_log(folder: Path) -> Outcome:
+def outcome_of(folder: Path) -> Outcome:
     """The outcome that a run's folder holds.
 
     Raises:
         UserError: there is no log, or it lacks an evaluation before and one after training.
     """
-    path = folder / "training_log.jsonl"
-    if not path.is_file():
-        raise UserError(f"{path} is not there: wanted the folder of a finished run with log.jsonl = true")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_log(folder)
     scores = [line for line in lines if "em" in line]
     updates = [line for line in lines if "reward" in line]
-    if len(scores) < 2 or scores[0]["update"] != 0 or not updates:
-        raise UserError(f"{path} has {len(scores)} evaluations: wanted one before and one after training")
     if scores[-1]["update"] != updates[-1]["update"]:
-        raise UserError(f"{path} ends without an evaluation: the run was not finished")
+        raise UserError(f"{folder} ends without an evaluation: the run was not finished")
     return Outcome(
         first=100 * scores[0]["em"],
         last=100 * scores[-1]["em"],
@@ -106,7 +101,9 @@ def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> 
     if process.returncode != 0:
         raise UserError(f"grpo-run {config} with seed {seed} ended with code {process.returncode}")
     resident = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return attrs.evolve(read_log(folder / name), seconds=seconds, resident=resident, printed="".join(printed))
+    return attrs.evolve(
+        outcome_of(folder / name), seconds=seconds, resident=resident, printed="".join(printed)
+    )
 
 
 def figures_of(label: str, outcome: Outcome, *, judged: bool, config: str = "quickstart") -> list[Figure]:
@@ -142,17 +139,8 @@ def _standard_error(outcome: Outcome) -> float:
     return 100 * math.sqrt(share * (1 - share) / outcome.problems)
 
 
-def _seeds(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: wanted whole numbers with commas between, such as 0,1,2"
-        ) from None
-
-
 @benchmark("quickstart")
-@click.option("--seeds", default="0,1,2", show_default=True, callback=_seeds, help="One run for each.")
+@click.option("--seeds", default="0,1,2", show_default=True, callback=numbers, help="One run for each.")
 @click.option(
     "--config", type=click.Choice(list(TARGETS)), default="quickstart", show_default=True, help="The preset."
 )
@@ -168,7 +156,7 @@ def main(
 ) -> Sequence[Figure] | Measured:
     """A quickstart from command to end: seconds, exact match before and after, memory, for each seed."""
     if finished:
-        return figures_of(finished.name, read_log(finished), judged=not quick, config=config)
+        return figures_of(finished.name, outcome_of(finished), judged=not quick, config=config)
     if quick:
         seeds, overrides = seeds[:1], [*QUICK, *overrides]
     figures, printed = [], ""

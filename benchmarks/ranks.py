@@ -1,8 +1,8 @@
-"""Several devices of one host: whole steps of a run on 1, 2 and 4 ranks.
+"""How much faster are the steps of a run on 2 and on 4 devices of one host?
 
 `python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
 the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the
-rate of one. One rank is measured without a launcher, and with it. *Waiting* is the share of a step in which a
+rate of one. *Waiting* is the share of a step in which a
 rank waits for slower ones, *reducing* the share in sums. Two ranks of a CPU share its cores: no efficiency is
 asked.
 
@@ -28,7 +28,7 @@ from typing import Any
 import attrs
 import click
 
-from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.command import benchmark, chosen_of, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import write_folder
@@ -39,7 +39,6 @@ from runners.machine import startup
 from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
 
 EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
-OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most
 
 
 @attrs.frozen
@@ -66,10 +65,6 @@ class Case:
         return attrs.evolve(self, prompts=self.prompts * ranks) if self.weak else self
 
 
-QUICKSTART = Case("embedded", "full", 16, 8, 32, 40, 4096, 10)  # about what its steps do
-PAIRS = 5  # of runs with the launcher and without
-
-
 def cases(quick: bool) -> list[Case]:
     """Those of this backend."""
     if quick or backend() == "cpu":
@@ -84,10 +79,8 @@ def cases(quick: bool) -> list[Case]:
 
 
 def write_case(folder: Path, case: Case) -> Config:
-    """The run of a case, whose files are written into the folder; the quickstart is as it is."""
+    """The run of a case, whose files are written into the folder."""
     common = (f"run.output_dir={folder}", f"model.tune={case.tune}", "system.check_model=false")
-    if case == QUICKSTART:
-        return load_config("quickstart", common).check()
     config = folder / "train.toml"
     if not config.exists():
         write_folder(folder / "model", case.model)
@@ -233,35 +226,8 @@ def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Iterator[
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
     known = {case.name: case for case in cases(quick)}
-    overhead = "one rank under mlx.launch"
-    if backend() == "cpu" and not quick:
-        known[overhead] = QUICKSTART
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise UserError(f"case {unknown[0]!r}: wanted one of {' or '.join(known)}")
-    for name in chosen or known:
-        yield overhead_figures(name) if name == overhead else figures_of(known[name], counts, quick)
-
-
-def overhead_figures(name: str) -> list[Figure]:
-    """One rank under mlx.launch over one without, in pairs of which the order alternates."""
-    ratios: dict[str, list[float]] = {"step": [], "cpu": []}
-    for number in range(PAIRS):
-        say(f"ranks: {name}, pair {number + 1} of {PAIRS}")
-        order = (True, False) if number % 2 else (False, True)
-        found = {way: start(1, QUICKSTART, launcher=way)[0]["seconds"] for way in order}
-        for part, values in ratios.items():
-            values.append(found[True][part] / found[False][part])
-    return [
-        Figure(
-            name=f"{name} over none: {label}",
-            value=sorted(ratios[part])[PAIRS // 2],
-            unit="x",
-            samples=PAIRS,
-            at_most=OVERHEAD,
-        )
-        for part, label in (("step", "time"), ("cpu", "CPU time"))
-    ]
+    for name in chosen_of(chosen, known):
+        yield figures_of(known[name], counts, quick)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""Few bits on a real model: how far the log-probs of its rounded weights are from its own.
+"""What do few bits save on a real model, and how far are its log-probs from those in full precision?
 
 The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full precision. Moments
 for calibrated rounding are of three quarters of them, and all that follows is measured on the others. At each
@@ -9,8 +9,8 @@ what is compiled for it, *sync* that of every later time; *bits* is the average 
 scales.
 
 *mlx-lm* is its own AWQ, DWQ and GPTQ in 4 bits on the same rows in float32, with the time of the whole
-calibration.
-*Rates* are of `g.generate` over rows, on a prompt of 8 tokens.
+calibration. *Rates* are of `g.generate` over rows, on a prompt of 8 tokens: *packed* computes with MLX's
+quantized products for few rows and unpacks each weight for many, *dequantized* with the rounded weights.
 
 **What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
 """
@@ -33,11 +33,10 @@ import mlx.nn as nn
 from mlx import optimizers
 
 import grpo_fn as g
-from benchmarks import quant
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.generators import as_a_run
 from benchmarks.harness.machine import backend
-from benchmarks.harness.measure import run_once, timed
+from benchmarks.harness.measure import peak_bytes, run_once, timed
 from benchmarks.harness.record import Figure, time_figure
 from grpo_fn.policy import (
     STORAGES,
@@ -47,7 +46,8 @@ from grpo_fn.policy import (
     quantized_role,
     rounding_effects,
 )
-from grpo_fn.trees import Tree, materialize, named_leaves
+from grpo_fn.policy.quantized_role import MODES
+from grpo_fn.trees import Tree, materialize, named_leaves, nbytes
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
@@ -61,6 +61,9 @@ PARTS = ("rounding", "rates", "mlx-lm")  # the last takes long on a CPU: there o
 NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
 DWQ_EPOCHS = 8
+PROMPT = [*range(1, 9)]  # of the rates
+# Rows decoded together, tokens of a completion at most, and seconds for one rate: slow formats draw fewer.
+RATES, QUICK_RATES = ((1, 8, 128), 32, 2.0), ((1, 4), 4, 0.05)
 AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
 
 
@@ -257,17 +260,43 @@ def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[l
         yield [*apart(title, full, low, texts), Figure(name=f"{title}: first sync", value=seconds, unit="s")]
 
 
+def rates(title: str, policy: g.Policy, params: Tree, quick: bool) -> list[Figure]:
+    """Tokens a second by rows, the better of two samples; bytes of the weights; the peak of most rows."""
+    batches, tokens, seconds = QUICK_RATES if quick else RATES
+
+    def drawn(rows: int, tokens: int) -> g.Rollout:
+        sampling = g.Sampling(num_generations=rows, max_new_tokens=tokens)
+        decoding = as_a_run()
+        return g.generate(policy, params, [PROMPT], sampling, key=mx.random.key(0), decoding=decoding)
+
+    few = max(2, tokens // 16)
+    each = tokens
+    figures = []
+    for rows in batches:
+        run_once(lambda rows=rows: drawn(rows, few))  # traces
+        step = run_once(lambda rows=rows: drawn(rows, few)) / few
+        each = max(few, min(tokens, int(seconds / step)))
+        taken = min(run_once(lambda rows=rows, each=each: drawn(rows, each)) for _ in range(2))
+        name, note = f"{title}: tokens/s at batch {rows}", f"{each} tokens a row"
+        figures.append(Figure(name=name, value=rows * each / taken, unit="tokens/s", note=note))
+    weights = nbytes(params, policy.frozen)
+    peak = weights + peak_bytes(lambda: drawn(batches[-1], each), warm=False)
+    return [
+        *figures,
+        Figure(name=f"{title}: weights", value=weights / 1e6, unit="MB"),
+        Figure(name=f"{title}: peak", value=peak / 1e6, unit="MB"),
+    ]
+
+
 def rates_of(policy: g.Policy, quick: bool) -> Iterator[list[Figure]]:
-    """Tokens per second by rows, bytes and peak by format."""
-    size = quant.QUICK_SIZE if quick else attrs.evolve(quant.CPU_SIZE, batches=(1, 8, 128))
-    prompt = list(range(1, quant.PROMPT + 1))
-    yield quant.rates("rates", quant.Role("none", policy, policy.params), prompt, size)
-    for name, storage in itertools.product(("affine-8", "affine-6", "affine-4"), STORAGES):
+    """The rates of full precision, and of each format in both storages."""
+    yield rates("rates: none", policy, policy.params, quick)
+    for name, storage in itertools.product(["affine-8", "mxfp4"] if quick else MODES, STORAGES):
         say(f"real_quant: rates of {name}, {storage}")
         role = quantized_role(policy, name, storage)
-        low = quant.Role(f"{name}, {storage}", role.policy, role.transform(policy.params))
-        materialize(low.params)
-        yield quant.rates("rates", low, prompt, size)
+        params = role.transform(policy.params)
+        materialize(params)
+        yield rates(f"rates: {name}, {storage}", role.policy, params, quick)
 
 
 @benchmark("real_quant", parts=("parts",))
@@ -289,7 +318,7 @@ def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
     say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
     full = log_probs(policy, policy.params, texts)
-    parts = parts or (("rounding",) if quick else PARTS[:2] if backend() == "cpu" else PARTS)
+    parts = parts or (("rounding", "rates") if quick else PARTS[:2] if backend() == "cpu" else PARTS)
     for title, role in roles(policy, texts, quick) if "rounding" in parts else ():
         say(f"real_quant: {title}")
         yield measured(title, role, policy, full, texts)

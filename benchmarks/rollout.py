@@ -1,4 +1,4 @@
-"""`generate` against mlx-lm's BatchGenerator, with copied prompts and with a shared prefill; and its parts.
+"""How much faster is `generate` than mlx-lm's BatchGenerator, with copied prompts and with a shared prefill?
 
 Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs. No
 row ends early. *Copied prompts* is the usual way, G copies of a prompt; *shared prefill* gives all rows the
@@ -26,8 +26,8 @@ import click
 import mlx.nn as nn
 
 import grpo_fn as g
-from benchmarks.harness.command import benchmark, say
-from benchmarks.harness.generators import Case, Options, ours, theirs
+from benchmarks.harness.command import benchmark, chosen_of, say
+from benchmarks.harness.generators import Case, ours, theirs
 from benchmarks.harness.machine import backend, rates
 from benchmarks.harness.measure import Timing, interleaved, peak_bytes
 from benchmarks.harness.record import Figure, ratio_figure
@@ -241,45 +241,23 @@ def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figu
     return [*figures, relative]
 
 
-def sweep_options(title: str, case: Case, module: nn.Module) -> list[Figure]:
-    """Time over the ways to launch, the steps between looks, and the rows decoded together."""
-    policy = g.Policy.from_module(module)
-    prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
-    grid: list[Options] = [{"pipelined": pipelined} for pipelined in (False, True)]
-    grid += [{"check_every": value} for value in (1, 4, 16, 64)]
-    grid += [{"share_prefix": value} for value in (False, True)]
-    grid += [{"max_batch": case.generations}] if case.prompts > 1 else []
-    calls = {", ".join(f"{k} = {v}" for k, v in o.items()): ours(policy, prompts, case, **o) for o in grid}
-    times = interleaved(calls, repeats=case.repeats)
-    tokens = case.tokens
-    return [rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()]
-
-
 KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged, "batches": batches}
 
 
 @benchmark("rollout", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
-@click.option("--sweep", is_flag=True, help="Also over the options of Decoding.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
-def main(quick: bool, chosen: Sequence[str], sweep: bool, repeats: int) -> Iterator[list[Figure]]:
+def main(quick: bool, chosen: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
     """Rollouts against mlx-lm's BatchGenerator; rows that end early; prompts of different lengths."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
-    unknown = [name for name in chosen if name not in cases]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r}: wanted one of {', '.join(cases)}", param_hint="--case")
     modules: dict[str, nn.Module] = {}
-    for name in chosen or cases:
+    for name in chosen_of(chosen, cases):
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
         if case.model not in modules:
             modules.clear()
             modules[case.model] = make_module(case.model)
         say(f"rollout: {name} ({case.model})")
-        figures = KINDS[case.kind](name, case, modules[case.model], quick)
-        if sweep:
-            say(f"rollout: {name}, options")
-            figures += sweep_options(name, case, modules[case.model])
-        yield figures
+        yield KINDS[case.kind](name, case, modules[case.model], quick)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,7 @@
 docs/evidence.md. Results are in benchmarks/results/evidence.
 """
 
-NAMES = (
-    "against_trl",
-    "samplers",
-    "presets",
-    "masters",
-    "real_model",
-    "real_samplers",
-    "difficulty",
-    "cold_start",
-)
-"""The commands, `python -m benchmarks.evidence.NAME`, in the order of docs/evidence.md."""
+NAMES = ("against_trl", "real_model", "real_samplers")
+"""The commands, `python -m benchmarks.evidence.NAME`."""
+CLOSED = ("samplers", "presets", "masters", "difficulty", "cold_start")
+"""Answered once: their commands are gone, docs/evidence.md shows their last results."""

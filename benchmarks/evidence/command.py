@@ -19,7 +19,7 @@ import click
 from benchmarks.evidence import page, pictures
 from benchmarks.evidence.pool import Job, Usage, side_by_side
 from benchmarks.evidence.readings import RESIDENT, SECONDS, read_log
-from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, say
+from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, chosen_of, numbers, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import RESULTS, Figure
 from runners.errors import UserError
@@ -102,7 +102,7 @@ def evidence(
     def decorate(function: Prepare) -> click.Command:
         @benchmark(name, kind=kind)
         @click.option("--case", "cases", multiple=True, help="Only this one; the others' figures stay.")
-        @click.option("--seeds", default=seeds, show_default=True, callback=_numbers, help="With commas.")
+        @click.option("--seeds", default=seeds, show_default=True, callback=numbers, help="With commas.")
         @click.option(
             "--jobs",
             type=click.IntRange(0),
@@ -114,10 +114,7 @@ def evidence(
         def run(
             quick: bool, seeds: Sequence[int], jobs: int, minutes: float, **options: Any
         ) -> Iterator[list[Figure]]:
-            chosen = options.pop("cases") or (quick_cases if quick else cases)
-            unknown = [case for case in chosen if case not in known]
-            if unknown:
-                raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
+            chosen = chosen_of(options.pop("cases") or (quick_cases if quick else cases), known)
             before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
             with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as work:
                 plan = Plan(
@@ -204,15 +201,6 @@ def _words(figure: Figure) -> str:
 
 def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
-
-
-def _numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: wanted whole numbers with commas between, such as 0,1,2"
-        ) from None
 
 
 def run_folder(plan: Plan, case: str, seed: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import attrs
 from rich.box import MARKDOWN
 from rich.table import Table
 
-from benchmarks.evidence import NAMES
+from benchmarks.evidence import CLOSED, NAMES
 from benchmarks.evidence.readings import (
     AFTER,
     BEFORE,
@@ -176,7 +177,7 @@ def rendered(text: str, results: Path) -> str:
         UserError: a command's markers are missing or in the wrong order, or a result cannot be read.
     """
     sections = {}
-    for name in NAMES:
+    for name in (*NAMES, *CLOSED):
         records = load_records(results / "evidence" / f"{name}.json")
         sections[name] = section(name, records, bool(records) and (PICTURES / picture_name(name)).is_file())
     return filled(PAGE.name, text, sections)
@@ -202,29 +203,30 @@ BELOW = {
     **dict.fromkeys(("difficulty", "cold_start"), TOKENS),
 }
 """What the curves of a command are over; the others' are over updates."""
+FOLLOWED = {
+    **dict.fromkeys(("samplers", "difficulty", "cold_start"), (AFTER,)),
+    **dict.fromkeys(("masters", "real_model", "real_samplers"), (REWARD,)),
+}
+"""The figures whose curves are drawn; of the other commands both."""
+PANELS = {  # the parts of a case's name that begin a panel's title, and those that label a line
+    "samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
+    "real_samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
+    "real_model": "(?P<panel>.+), (?P<label>.+)",
+    "masters": "(?P<rate>[^,]+), (?P<label>.+)",
+}
+_NAMES = {REWARD: "reward", AFTER: "exact match, %"}
 
 
 def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
     """Panel's title -> its lines: (case, figure with the curve, label)."""
     panels: dict[str, list[tuple[str, str, str]]] = {}
     for case in cases:
-        if name == "samplers":
-            layers, form, correction = case.split(", ")
-            panels.setdefault(f"{layers}, correction {correction}: exact match, %", []).append(
-                (case, AFTER, form)
-            )
-        elif name == "masters":
-            rate, master = case.split(", ", 1)
-            panels.setdefault(f"learning rate {rate}: reward", []).append((case, REWARD, master))
-        elif name == "real_model":
-            task, who = case.rsplit(", ", 1)
-            panels.setdefault(f"{task}: reward", []).append((case, REWARD, who))
-        elif name == "real_samplers":
-            task, form, correction = case.split(", ")
-            panels.setdefault(f"{task}, correction {correction}: reward", []).append((case, REWARD, form))
-        elif name in ("difficulty", "cold_start"):
-            panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
-        else:
-            panels.setdefault("reward", []).append((case, REWARD, case))
-            panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
+        found = re.fullmatch(PANELS.get(name, "(?P<label>.+)"), case)
+        assert found is not None, case
+        parts = found.groupdict()
+        label = parts.pop("label")
+        title = ", ".join(part if key == "panel" else f"{key} {part}" for key, part in parts.items())
+        for figure in FOLLOWED.get(name, (REWARD, AFTER)):
+            whole = f"{title}: {_NAMES[figure]}" if title else _NAMES[figure]
+            panels.setdefault(whole, []).append((case, figure, label))
     return panels

@@ -19,12 +19,33 @@ import numpy as np
 from benchmarks.evidence.against_trl import OURS, THEIRS, their_trial
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial, values
 from benchmarks.evidence.readings import HELD_OUT_AFTER, HELD_OUT_BEFORE, PEAK, REWARD, STEP
-from benchmarks.evidence.real_tasks import PROBLEMS, TASKS
 from benchmarks.harness.record import Curve, Figure
 from benchmarks.sides import side_settings
 from runners.config.loading import load_config
 
 CONFIG = Path(__file__).with_suffix(".toml")
+_RIGHT = ('reward.functions=["correctness_reward_func"]', "answer.form=last_number")
+TASKS: dict[str, tuple[str, ...]] = {
+    "JSON form": (
+        'data.system_prompt=You reply with one line of JSON only, such as {"answer": 12}',
+        'data.nudge={"',
+        f'reward.functions=["{Path(__file__).with_name("json_reward.py")}:one_line_json"]',
+        "answer.form=none",
+        "rollout.max_new_tokens=128",
+        "optim.max_steps=24",
+    ),
+    "sums": (
+        *_RIGHT,
+        'data.system_prompt=""',
+        "data.nudge=The answer is",
+        "rollout.max_new_tokens=8",
+        "optim.max_steps=60",
+    ),
+    "GSM8K": (*_RIGHT, "data.eval_split=test", "rollout.max_new_tokens=200", "optim.max_steps=40"),
+}
+"""Name -> overrides of real_model.toml; the data of `sums` and `GSM8K` are options of the command."""
+PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+"""Of reasoning-gym's chain_sum; a small model gets about 13 % of its completions right."""
 CASES = tuple(f"{task}, {who}" for task in TASKS for who in (OURS, THEIRS))
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16")
 GRID = 2.0  # seconds between two points of a curve over time

@@ -16,8 +16,7 @@ import click
 
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial, values
 from benchmarks.evidence.readings import HELD_OUT_AFTER, SYNC, sampler
-from benchmarks.evidence.real_model import CONFIG, over_time, sums_data
-from benchmarks.evidence.real_tasks import TASKS
+from benchmarks.evidence.real_model import CONFIG, TASKS, over_time, sums_data
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.harness.record import (
     table,
 )
 from benchmarks.harness.report import draw_chart, refresh
-from runners.errors import UserError
+from runners.errors import UserError, did_you_mean
 from runners.machine import startup
 
 OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own
@@ -55,7 +55,7 @@ class Kind:
     adds: bool = False  # figures that are not measured again stay
 
 
-BENCHMARK = Kind(home=RESULTS, other=OTHER_RESULTS, same_work=("repeats", "sweep"), draw=draw_chart)
+BENCHMARK = Kind(home=RESULTS, other=OTHER_RESULTS, same_work=("repeats",), draw=draw_chart)
 
 
 def benchmark(
@@ -150,3 +150,21 @@ def given(names: Sequence[str]) -> dict[str, str]:
         for name in names
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
+
+
+def chosen_of(chosen: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Those of `--case`, all if there are none. UserError where one is unknown."""
+    names = list(known)
+    for name in chosen:
+        if name not in names:
+            raise UserError(f"case {name!r}: wanted one of {', '.join(names)}{did_you_mean(name, names)}")
+    return list(chosen) or names
+
+
+def numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
+    """What an option such as `--seeds 0,1,2` has."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        example = "wanted whole numbers with commas between, such as 0,1,2"
+        raise click.BadParameter(f"{text!r}: {example}") from None

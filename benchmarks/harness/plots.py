@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import attrs
 from benchmarks.harness.record import Figure, Record
 
 COLOURS = ("#3b6ea8", "#d9822b", "#4f9d69", "#8c5fa8", "#b04a4a", "#7a7a7a")
+COLOURS += ("#c2a33c", "#3fa7a7", "#d36fa5", "#5b5b5b", "#8a5a2b")
 SPREAD = 30  # largest over smallest bar from which on an axis is logarithmic
 
 
@@ -29,7 +31,6 @@ class Chart:
 
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "quickstart": (Chart(r"(?P<row>seed \d+): exact match (?P<series>before|after)", "%", "exact match, %"),),
-    "step": (Chart(r"(?P<row>rollout|reward|learner|update|sync|rest)", "ms", "milliseconds"),),
     "rollout": (
         Chart(
             r"(?P<panel>[^:]+): (?P<row>ours|BatchGenerator, .+|finished .+|equal|ragged)",
@@ -48,14 +49,6 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "peers": (
         Chart(r"(?P<row>\w+: (step|rollout|the rest)), (?P<series>.+)", "s", "seconds"),
         Chart(r"(?P<row>\w+: peak of (rollouts|the rest)), (?P<series>.+)", "MB", "peak, MB"),
-    ),
-    "quant": (
-        Chart(
-            r"(?P<panel>[^:]+): (?P<row>[^:]+): tokens/s at (?P<series>batch \d+)",
-            "tokens/s",
-            "tokens a second",
-        ),
-        Chart(r"(?P<panel>[^:]+): (?P<row>[^:]+) dequantized: KL", "nats", "KL a token, nats"),
     ),
 }
 
@@ -98,36 +91,46 @@ def _panels(backend: str, record: Record) -> Iterator[Panel]:
 
 
 def draw(records: Mapping[str, Record], path: Path) -> bool:
-    """Writes the chart to `path` (its suffix says in which format); whether there was anything to draw.
+    """Writes the bars to `path` (its suffix says in which format); whether there was anything to draw.
 
     Raises:
         ImportError: matplotlib, of the extra `bench`, is not installed.
     """
     shown = panels(records)
-    if not shown:
-        return False
+    heights = [0.7 + 0.24 * len(panel.bars) + 0.12 * len(panel.rows) for panel in shown]
+    with picture(path, heights, columns=1, width=8) as axes:
+        for axis, panel in zip(axes, shown, strict=True):
+            _bars(axis, panel)
+    return bool(shown)
+
+
+@contextmanager
+def picture(path: Path, heights: Sequence[float], *, columns: int, width: float) -> Iterator[list[Any]]:
+    """Axes below and beside each other, a height in inches for each row; with none, no file is written.
+
+    Raises:
+        ImportError: matplotlib, of the extra `bench`, is not installed.
+    """
+    if not heights:
+        yield []
+        return
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    heights = [0.7 + 0.24 * sum(1 for _ in panel.bars) + 0.12 * len(panel.rows) for panel in shown]
     # The same result gives the same file; text stays text.
     style: Any = {"svg.hashsalt": "grpo_fn", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 10}
+    size = (width, sum(heights))
     with mpl.rc_context(style):
         figure, axes = plt.subplots(
-            len(shown),
-            1,
-            figsize=(8, sum(heights)),
-            height_ratios=heights,
-            squeeze=False,
-            layout="constrained",
+            len(heights), columns, figsize=size, height_ratios=heights, squeeze=False, layout="constrained"
         )
-        for axis, panel in zip(axes[:, 0], shown, strict=True):
-            _bars(axis, panel)
+        for axis in axes.flat:
+            axis.spines[["top", "right"]].set_visible(False)
+        yield list(axes.flat)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
-    return True
 
 
 def _bars(axis: Any, panel: Panel) -> None:
@@ -156,7 +159,6 @@ def _bars(axis: Any, panel: Panel) -> None:
     axis.set_yticks([at for at, _ in labels], [label for _, label in labels])
     axis.set_ylim(place - 0.4, -0.6)  # the first row on top
     axis.set_title(panel.title, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
     values = [figure.value for figure in panel.bars.values()]
     if min(values) > 0 and max(values) / min(values) > SPREAD:
         axis.set_xscale("log")

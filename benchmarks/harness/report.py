@@ -26,17 +26,14 @@ NAMES = (
     "first_update",
     "rollout",
     "serving",
-    "turns",
-    "quant",
     "real_quant",
     "learner",
-    "step",
     "peers",
     "memory",
     "ranks",
     "mechanisms",
 )
-GRIDS = ("quant", "real_quant", "mechanisms")  # one table for many rows
+GRIDS = ("real_quant", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:
@@ -88,7 +85,7 @@ def page(results: Path, name: str, records: dict[str, Record]) -> str:
 
 def listed(records: dict[str, dict[str, Record]]) -> str:
     """A row for each benchmark: what it measures, and how many of its targets are met."""
-    lines = ["| benchmark | measures | targets met | measured |", "|---|---|---|---|"]
+    lines = ["| benchmark | question | targets met | measured |", "|---|---|---|---|"]
     for name, found in records.items():
         met, days = [], []
         for backend, record in sorted(found.items()):

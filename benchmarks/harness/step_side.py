@@ -1,4 +1,4 @@
-"""One side of `benchmarks.mechanisms`, in a process of its own: the same step of a run, when told to.
+"""One side of `benchmarks.mechanisms`, in a process of its own: a step of a run, when told to.
 
     python -m benchmarks.harness.step_side SIDE.json
 
@@ -12,12 +12,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
+
+NO_CHANGE = "optim.learning_rate=1e-12"  # both sides sample from the same weights at every step
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +47,7 @@ def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list
 
 
 def main(path: str) -> None:
-    """Builds the run and takes its step until stdin ends."""
+    """Builds the run and takes steps until stdin ends."""
     side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
     # What MLX or a library prints must not come between the lines.
     out = os.dup(1)
@@ -53,19 +55,22 @@ def main(path: str) -> None:
     from runners.machine.startup import prepare
 
     platform = prepare()
-    from benchmarks.step import RepeatedStep
     from grpo_fn.backends import disabled
     from runners.config.loading import load_config
+    from runners.profiling import Stepping
+    from runners.telemetry.diary import Diary
+    from runners.telemetry.report import Report
+    from runners.training.setup import SetUp
 
-    config = load_config(side.config, side.overrides).check()
+    config = load_config(side.config, [*side.overrides, NO_CHANGE]).check()
     with disabled(*side.disable):
-        repeated = RepeatedStep(config, platform)
+        stepping = Stepping(SetUp(config, platform).build(), Diary(Report()))
 
         def step() -> dict[str, Any]:
-            repeated.prepare()
             mx.reset_peak_memory()
-            started, worked = time.perf_counter(), time.process_time()
-            done = repeated.take()
+            started = time.perf_counter()
+            worked = time.process_time()
+            done = stepping.step()
             return {
                 "seconds": time.perf_counter() - started,
                 "cpu": time.process_time() - worked,
@@ -73,15 +78,10 @@ def main(path: str) -> None:
                 "tokens": done["tokens"],
             }
 
-        serve(out, step)
-
-
-def serve(out: int, step: Callable[[], dict[str, Any]]) -> None:
-    """One step to trace and compile, and one for each line."""
-    step()
-    os.write(out, b'{"ready": true}\n')
-    while sys.stdin.readline():
-        os.write(out, (json.dumps(step()) + "\n").encode())
+        step()  # traces and compiles
+        os.write(out, b'{"ready": true}\n')
+        while sys.stdin.readline():
+            os.write(out, (json.dumps(step()) + "\n").encode())
 
 
 if __name__ == "__main__":

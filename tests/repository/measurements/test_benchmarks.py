@@ -92,7 +92,7 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
 
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
-    check_quick_run("turns", tmp_path)
+    check_quick_run("rollout", tmp_path)
 
 
 SENT = sorted((record.RESULTS / "metal").glob("*/*.json"))
