@@ -26,6 +26,22 @@ OUTSIDE = {  # file of the repository → page of the manual
 }
 INSTEAD = {"README.md#your-own-loop": "own-loop.md"}
 """What README.md has for those who read it on its own, and where the manual has it."""
+MOVED = {
+    "base-models": "own-data.html#base-models",
+    "curriculum": "cold-start.html#prompts-by-pass-rate",
+    "export": "conversion.html#grpo-export",
+    "faq": "troubleshooting.html",
+    "faults": "troubleshooting.html",
+    "first-reward": "own-data.html",
+    "from-mlx-lm-lora": "migrating.html#mlx-lm-lora",
+    "from-trl": "migrating.html#trl",
+    "from-verl": "migrating.html#verl",
+    "metal": "memory.html#on-a-mac",
+    "sft": "cold-start.html#supervised-updates",
+    "tasks": "your-task.html#tasks-with-their-own-rewards",
+    "teacher": "cold-start.html#a-teacher",
+}
+"""Former page → its current address."""
 
 _FENCE = re.compile(r"^\s*```")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -56,6 +72,13 @@ def on_files(files: Files, config: Any) -> Files:
         where = f"results/{picture.name}"
         files.append(File.generated(config, where, abs_src_path=str(picture)))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Former addresses redirect."""
+    for page, target in MOVED.items():
+        text = f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">{target}</a>\n'
+        (Path(config.site_dir) / f"{page}.html").write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
