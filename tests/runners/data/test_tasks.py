@@ -1,4 +1,4 @@
-"""The tasks of docs/your-task.md: each config trains, and each reward tells right completions from wrong ones."""
+"""The tasks of docs/your-task.md: each config trains, and each reward tells right from wrong completions."""
 
 import importlib
 import json
