@@ -24,7 +24,7 @@ eval/rewards/{name} | your reward's | mean of one reward function over the held-
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | number of problems that `em` and `eval/reward` were measured on | `eval.samples`, or all held-out problems | –
 
-eval/loss | nats per token | with [supervised updates](sft.md): cross-entropy of the tokens of the held-out reference completions | falls; rises again when the model overfits | a lower `sft.learning_rate`, fewer `sft.epochs`
+eval/loss | nats per token | with [supervised updates](cold-start.md#supervised-updates): cross-entropy of the tokens of the held-out reference completions | falls; rises again when the model overfits | a lower `sft.learning_rate`, fewer `sft.epochs`
 eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 
 # Rewards
@@ -43,7 +43,7 @@ completions/max_length | tokens | length of the longest completion | below `roll
 completions/clipped_ratio | share | completions that were cut off at `rollout.max_new_tokens` | below 0.1 | a larger limit, `rollout.stop`, or `loss.mask_truncated_completions = true`
 dynamic_sampling/resampled_groups | groups | groups that were replaced because all their rewards were equal | below the number of prompts in a batch step | many in every step: easier or harder prompts
 dynamic_sampling/tokens_per_used_token | ratio | sampled tokens per token that is used for training | 1 to 3 | higher: most samples are discarded; easier or harder prompts, or a lower `loss.max_resample`
-groups/taught | share | share of all sampled groups that have a gradient: their rewards differ | 0.3 to 0.9 | near 0: [curriculum](curriculum.md), [warm-up](cold-start.md), or easier prompts
+groups/taught | share | share of all sampled groups that have a gradient: their rewards differ | 0.3 to 0.9 | near 0: [curriculum](cold-start.md#prompts-by-pass-rate), [warm-up](cold-start.md), or easier prompts
 groups/tokens_per_taught | tokens | sampled tokens per group that has a gradient; absent if no group has one | a few times `rollout.num_generations` × `completions/mean_length` | rises: `data.curriculum = "adaptive"`, `rollout.first_stage`
 groups/pass_rate/new | share, 0 to 1 | with `data.curriculum`: pass rate of completions whose prompt had not been measured before | – | –
 groups/pass_rate/hard | share, 0 to 1 | pass rate of completions whose prompt had a first measured rate below 0.25 | rises over many updates | flat while `medium` rises: these prompts are too hard
@@ -67,13 +67,13 @@ eval/tool_calls | calls | mean number of tool calls per held-out episode | as in
 eval/failed_calls | calls | mean number of calls per held-out episode that raised an error or named an unknown tool | falls | read the conversations in the [report](report.md)
 
 # The learner
-loss | – | the value whose gradient is computed | near 0, positive or negative: with one update per rollout, positive and negative advantages cancel. It does not show progress. In [supervised updates](sft.md) it is the cross-entropy in nats per token, and falls | `null`: see `update_skipped`
+loss | – | the value whose gradient is computed | near 0, positive or negative: with one update per rollout, positive and negative advantages cancel. It does not show progress. In [supervised updates](cold-start.md#supervised-updates) it is the cross-entropy in nats per token, and falls | `null`: see `update_skipped`
 grad_norm | – | norm of the gradient before it is clipped to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group has a gradient | grows tenfold and does not come back: a lower `optim.learning_rate`
 learning_rate | – | learning rate of this update | follows `optim.schedule` | –
 entropy | nats per token | mean entropy of the model's next-token distribution over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become identical; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: training diverges; a lower learning rate
 kl | nats per token | estimate of the KL from the policy to the starting model; only with `loss.beta` above 0 | rises slowly from 0 | above 1: a lower `optim.learning_rate` or a higher `loss.beta`
 teacher/kl | nats per token | with [teacher]: KL from the student to its teacher on the student's completions, exact with `teacher.form = "loss"`, otherwise the mean of log π − log μ | falls | flat: a higher `optim.learning_rate` or `teacher.weight`. Below 0 for many updates: the sampler's weights differ from the learner's
-update_skipped | true | this update was skipped because of NaN or infinite values | absent | a lower `optim.learning_rate`; [faults](faults.md#numbers-that-are-not-finite)
+update_skipped | true | this update was skipped because of NaN or infinite values | absent | a lower `optim.learning_rate`; [faults](troubleshooting.md#training)
 bad_updates | count | number of skipped updates so far | absent | see `update_skipped`
 
 # Experts

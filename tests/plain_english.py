@@ -2,11 +2,15 @@
 
 Each phrase is listed with a plainer wording. Add a phrase once the tree is free of it. In pages, only prose
 is read: no code, and no tables that are made from the code, whose own strings are read.
+
+`--draw SEED` prints random sentences instead, 15 each from four sources, for readers to judge.
 """
 
 import ast
+import random
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +115,77 @@ def all_faults() -> list[str]:
     ]
 
 
+def _sentences(texts: Iterable[str]) -> list[str]:
+    """Their sentences with at least six words, each once, in a fixed order."""
+    plain = (" ".join(text.split()).replace("``", "`") for text in texts)
+    parts = (part for text in plain for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", text))
+    return sorted({part for part in parts if len(part.split()) >= 6})
+
+
+def _page_texts() -> Iterator[str]:
+    """The paragraphs and list items of README.md and docs/, without tables, headings and code blocks."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = re.sub(
+            r"^```.*?^```|^<!-- (.+?):begin -->.*?^<!-- \1:end -->|<!--.*?-->",
+            "",
+            page.read_text(),
+            flags=re.DOTALL | re.MULTILINE,
+        )
+        lines = "\n".join("" if line.startswith(("|", "#", "!")) else line for line in text.splitlines())
+        yield from re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", lines)
+
+
+def _code_texts(*packages: str) -> tuple[list[str], list[str]]:
+    """The messages and the docstrings of packages; what a message fills in is shown as an ellipsis."""
+    messages, docstrings = [], []
+    for path in (file for package in packages for file in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [node for node in ast.walk(tree) if isinstance(node, owners)]
+        docstrings += [ast.get_docstring(node) or "" for node in found]
+        if path.name not in ("sections.py", "metrics.py"):
+            messages += [_filled(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return messages, docstrings
+
+
+def _filled(call: ast.Call) -> str:
+    """The first text of a call, with its filled-in parts as an ellipsis."""
+    for node in [*call.args, *(keyword.value for keyword in call.keywords)]:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(
+                str(getattr(part, "value", "…")) if isinstance(part, ast.Constant) else "…"
+                for part in node.values
+            )
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+    return ""
+
+
+def draw(seed: int, count: int = 15) -> Iterator[str]:
+    """Random sentences of pages, of the meanings of keys and metrics, of messages, and of docstrings."""
+    from runners.config.loading import KEYS
+    from runners.metrics import METRICS
+
+    messages, docstrings = _code_texts("runners"), _code_texts("grpo_fn", "runners")
+    meanings = [field.metadata["meaning"] for field in KEYS.values()]
+    meanings += [text for row in METRICS.values() for text in (row.meaning, row.normal, row.otherwise)]
+    sources = {
+        "pages": _page_texts(),
+        "meanings": meanings,
+        "messages": messages[0],
+        "docstrings": docstrings[1],
+    }
+    rng = random.Random(seed)
+    yield f"seed {seed}"
+    for name, texts in sources.items():
+        yield f"\n{name}"
+        yield from (f"- {text}" for text in rng.sample(_sentences(texts), count))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--draw"]:
+        print(*draw(int(sys.argv[2])), sep="\n")
+        raise SystemExit
     found = all_faults()
     print("\n".join(found) or "no phrase of the list was found")
     raise SystemExit(bool(found))

@@ -46,6 +46,19 @@ def headlines(results: Path) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
+def ten(results: Path) -> str:
+    """The table of docs/evidence.md: the figures of README.md, and one or two of each comparison."""
+    lines = ["| figure | measured by |", "|---|---|"]
+    found = headlines(results).replace("\n  ", " ").splitlines()
+    lines += [re.sub(r"^- (.*) \((`[^`]*`)\)$", r"| \1 | \2 |", line) for line in found]
+    for name, backend, figure, words in EVIDENCE:
+        record = load_records(results / "evidence" / f"{name}.json").get(backend)
+        if record is not None:
+            value = f"{_value(record, f'all seeds: {figure}'):.3g}"
+            lines.append(f"| {words.format(value)} | `benchmarks/results/evidence/{name}.json` |")
+    return "\n".join(lines)
+
+
 def rendered(text: str, results: Path) -> str:
     """README.md's text with both places filled.
 
@@ -91,7 +104,7 @@ def _rollout(record: Record) -> str:
     shared = _value(record, "G 32: ours over shared prefill")
     return (
         f"32 completions of one prompt of 512 tokens, {_cores(record)}: {copied:.1f} × the speed of mlx-lm's "
-        f"`BatchGenerator` as one uses it, {shared:.1f} × that of one which is given the prompt's cache"
+        f"`BatchGenerator` with copied prompts, {shared:.1f} × its speed with a shared prefill"
     )
 
 
@@ -100,7 +113,7 @@ def _rollout_cuda(record: Record) -> str:
     d20 = _value(record, "16 × 8, d20: the batch")
     return (
         f"a rollout of 16 prompts × 8 completions × 256 tokens on {record.machine['device']}: {small:,.0f} "
-        f"tokens a second of Qwen2.5-0.5B's shape, {d20:,.0f} of nanochat-d20's"
+        f"tokens per second for Qwen2.5-0.5B's shape, {d20:,.0f} for nanochat-d20's"
     )
 
 
@@ -115,10 +128,10 @@ def _learner(record: Record) -> str:
 
 def _peers(record: Record) -> str:
     said = []
-    for tune, words in (("lora", "with LoRA"), ("full", "in full")):
+    for tune, words in (("lora", "with LoRA"), ("full", "with all weights")):
         trl = _value(record, f"{tune}: step, TRL / ours")
         other = _value(record, f"{tune}: step, mlx-lm-lora / ours")
-        said.append(f"{words} {trl:.2f} × as fast as TRL's and {other:.2f} × as mlx-lm-lora's")
+        said.append(f"{words} {trl:.2f} × as fast as TRL and {other:.2f} × as fast as mlx-lm-lora")
     return f"a whole step, {_cores(record)}: {'; '.join(said)}"
 
 
@@ -130,6 +143,41 @@ LINES: tuple[tuple[str, str, Line], ...] = (
     ("peers", "cpu", _peers),
 )
 """Benchmark, backend and what is said of its record."""
+
+
+EVIDENCE = (
+    (
+        "against_trl",
+        "cpu",
+        "from command to end: TRL / grpo_fn",
+        "the quickstart from command to end, with the same exact match as TRL: {} × as fast",
+    ),
+    (
+        "real_model",
+        "cuda",
+        "JSON form: seconds of training: TRL / grpo_fn",
+        "training SmolLM2-135M to answer in JSON, with the same reward as TRL: {} × as fast",
+    ),
+    (
+        "real_model",
+        "cuda",
+        "sums: seconds of training: TRL / grpo_fn",
+        "training SmolLM2-135M to add, with the same reward as TRL: {} × as fast",
+    ),
+    (
+        "real_samplers",
+        "cuda",
+        "sums, affine-4 calibrated, token_truncate: below full precision",
+        "training with a calibrated 4-bit sampler: {} points below full precision",
+    ),
+    (
+        "cold_start",
+        "cuda",
+        "SFT, then GRPO, adaptive, long: accuracy / before training",
+        "supervised updates, then GRPO, on GSM8K: {} × the accuracy before training",
+    ),
+)
+"""Command, backend, figure over all seeds, and what is said of it."""
 
 
 def _cores(record: Record) -> str:

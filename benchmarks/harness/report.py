@@ -1,4 +1,4 @@
-"""The pages that show benchmarks/results: the list in benchmarks/README.md, and docs/benchmarks/NAME.md."""
+"""The pages that show benchmarks/results: the list in benchmarks/README.md, and pages of the manual."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.harness.places import filled
 from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, table
 
 ROOT = Path(__file__).resolve().parents[2]
-README, PAGES = ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks"
+README = ROOT / "benchmarks" / "README.md"
 VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn")
 RATES = (  # key, words, scale, digits, unit
     ("matmul", "float32 matmul", 1e9, 0, "GFLOP/s"),
@@ -37,16 +37,26 @@ GRIDS = ("real_quant", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:
-    """Every page with results, as this folder of results has it.
+    """Every page of the repository with results, as this folder of results has it.
 
     Raises UserError where a place on a page is missing, or a result cannot be read.
     """
     records = {name: load_records(results / f"{name}.json") for name in NAMES}
-    pages = {PAGES / f"{name}.md": page(results, name, found) for name, found in records.items()}
-    pages[README] = filled(README.name, _read(README), {"list": listed(records), "missed": missed(records)})
-    pages[headlines.FRONT] = headlines.rendered(_read(headlines.FRONT), results)
-    pages[evidence.PAGE] = evidence.rendered(_read(evidence.PAGE), results)
-    return pages
+    parts = {"list": listed(records), "missed": missed(records)}
+    ten = {"headlines": headlines.ten(results)}
+    return {
+        README: filled(README.name, _read(README), parts),
+        headlines.FRONT: headlines.rendered(_read(headlines.FRONT), results),
+        evidence.PAGE: filled(evidence.PAGE.name, _read(evidence.PAGE), ten),
+    }
+
+
+def manual_pages(results: Path) -> dict[str, str]:
+    """The pages of the manual that are made when it is built: one for each benchmark, and the evidence."""
+    pages = {
+        f"benchmarks/{name}.md": page(results, name, load_records(results / f"{name}.json")) for name in NAMES
+    }
+    return {"evidence.md": evidence.rendered(_read(evidence.PAGE), results)} | pages
 
 
 def refresh(*, write: bool = True) -> list[Path]:
@@ -54,7 +64,6 @@ def refresh(*, write: bool = True) -> list[Path]:
     new = rendered(RESULTS)
     changed = [page for page, text in new.items() if _read(page) != text]
     for page in changed if write else ():
-        page.parent.mkdir(exist_ok=True)
         page.write_text(new[page], encoding="utf-8")
     return changed
 
@@ -73,7 +82,7 @@ def page(results: Path, name: str, records: dict[str, Record]) -> str:
     """One benchmark's page: what it is, then a table a backend, with what it was measured on."""
     parts = [f"# {name}", description(name), f"`python -m benchmarks.{name}`"]
     if (results / f"{name}.svg").is_file():
-        parts.append(f"![{name}](../../benchmarks/results/{name}.svg)")
+        parts.append(f"![{name}](../results/{name}.svg)")
     for backend, record in sorted(records.items()):
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
         older = ", ".join(sorted({figure.date for figure in record.figures if figure.date}))
@@ -94,7 +103,7 @@ def listed(records: dict[str, dict[str, Record]]) -> str:
             days.append(f"{backend}: {record.date}")
         first = description(name).partition("\n")[0].replace("|", "\\|")
         cells = [
-            f"[{name}](../docs/benchmarks/{name}.md)",
+            f"[{name}](results/{name}.json)",
             first,
             ", ".join(met) or "–",
             ", ".join(days) or "–",

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT))
 from drawings import shown  # noqa: E402 (beside this file: mkdocs puts its folder on the path)
 from parts import PARTS  # noqa: E402
 
+from benchmarks.harness.report import NAMES, RESULTS, manual_pages  # noqa: E402
+
 OUTSIDE = {  # file of the repository → page of the manual
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
@@ -26,6 +28,22 @@ OUTSIDE = {  # file of the repository → page of the manual
 }
 INSTEAD = {"README.md#your-own-loop": "own-loop.md"}
 """What README.md has for those who read it on its own, and where the manual has it."""
+MOVED = {
+    "base-models": "own-data.html#base-models",
+    "curriculum": "cold-start.html#prompts-by-pass-rate",
+    "export": "conversion.html#grpo-export",
+    "faq": "troubleshooting.html",
+    "faults": "troubleshooting.html",
+    "first-reward": "own-data.html",
+    "from-mlx-lm-lora": "migrating.html#mlx-lm-lora",
+    "from-trl": "migrating.html#trl",
+    "from-verl": "migrating.html#verl",
+    "metal": "memory.html#on-a-mac",
+    "sft": "cold-start.html#supervised-updates",
+    "tasks": "your-task.html#tasks-with-their-own-rewards",
+    "teacher": "cold-start.html#a-teacher",
+}
+"""Former page → its current address."""
 
 _FENCE = re.compile(r"^\s*```")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -35,10 +53,10 @@ _PART = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 
 def on_config(config: Any) -> Any:
     """Adds the benchmarks' pages to the navigation, and leaves out pages that may be missing, and are."""
-    docs = Path(config.docs_dir)
-    found = sorted(path.stem for path in (docs / "benchmarks").glob("*.md"))
-    config.nav.append({"Benchmarks": [{name: f"benchmarks/{name}.md"} for name in found]})
-    missing = {name for name in config.extra["later"] if not (docs / name).exists()}
+    config.nav.append({"Benchmarks": [{name: f"benchmarks/{name}.md"} for name in NAMES]})
+    missing = {
+        name for name in config.extra["later"] if not (Path(config.docs_dir) / name).exists()
+    }
     for section in config.nav:
         for title, pages in section.items():
             if isinstance(pages, list):
@@ -47,15 +65,26 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages from outside of docs/, and the pictures that they show."""
+    """Adds the pages from outside of docs/ and those with results, and the pictures that they show."""
     for source, page in OUTSIDE.items():
         if page != "index.md":  # the first page of the manual is its own
             text = (ROOT / source).read_text(encoding="utf-8")
             files.append(File.generated(config, page, content=text))
+    for page, text in manual_pages(RESULTS).items():
+        if (former := files.get_file_from_path(page)) is not None:
+            files.remove(former)
+        files.append(File.generated(config, page, content=text))
     for picture in sorted((ROOT / "benchmarks" / "results").glob("*.svg")):
         where = f"results/{picture.name}"
         files.append(File.generated(config, where, abs_src_path=str(picture)))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Former addresses redirect."""
+    for page, target in MOVED.items():
+        text = f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">{target}</a>\n'
+        (Path(config.site_dir) / f"{page}.html").write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -102,6 +131,8 @@ def _link(found: re.Match[str], source: str) -> str:
         page = OUTSIDE[path]
     elif path.startswith("docs/"):
         page = path.removeprefix("docs/")
+    elif re.fullmatch(r"benchmarks/results/(\w+)\.json", path):
+        page = f"benchmarks/{Path(path).stem}.md"
     elif path.startswith("benchmarks/results/"):
         page = path.removeprefix("benchmarks/")
     else:

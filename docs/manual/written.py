@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+MIGRATION = Path(__file__).with_name("migration.tsv")
 LOSS_KEYS = ROOT / "runners" / "config" / "loss_keys.json"
 _PART = re.compile(
     r"(?P<begin><!-- (?P<name>[^>]+):begin -->\n).*?(?P<end>\n<!-- (?P=name):end -->)", re.DOTALL
@@ -70,7 +71,29 @@ def flat_tables() -> dict[str, list[str]]:
         default = "–" if flat.default is None else f"`{spell(flat.default)}`"
         keys.append(f"| `{name}` | `{flat.target}`{flat.note}{only} | {default} |")
     fixed = [f"| `{target}` | `{spell(value)}` |" for target, value in FIXED.items()]
-    return {"keys": keys, "fixed": ["| here | value |", "|---|---|", *fixed]}
+    return {"keys": keys, "fixed": ["| here | value |", "|---|---|", *fixed]} | option_tables()
+
+
+def option_tables() -> dict[str, list[str]]:
+    """The lines of the Markdown table of each other trainer's options, from migration.tsv.
+
+    Its columns: trainer, option, key here, the option's default, what differs.
+    """
+    from runners.config.key_tables import cells
+    from runners.config.loading import KEYS
+
+    defaults = {".".join(path): cells(field)[1] for path, field in KEYS.items()}
+    found: dict[str, list[str]] = {}
+    for line in MIGRATION.read_text(encoding="utf-8").splitlines():
+        trainer, option, here, default, note, *_ = [*line.split("\t"), "", ""]
+        named = [defaults[code] for code in re.findall(r"`([^`]+)`", here) if code in defaults]
+        row = [option, here, default, ", ".join(named) or "–", note]
+        head = [trainer, "here", f"{trainer}'s default", "default here", "what differs"]
+        if trainer == "verl":  # its defaults are in several files
+            del row[2:4], head[2:4]
+        top = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        found.setdefault(trainer, top).append(f"| {' | '.join(row)} |")
+    return found
 
 
 PAGES = {"config.md": key_tables, "metrics.md": metric_tables, "migrating.md": flat_tables}

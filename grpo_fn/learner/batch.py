@@ -332,7 +332,7 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
             # Not padded without numbers: on CUDA NumPy, and saving, then end the process
-            # (docs/upstream.md).
+            # (benchmarks/architectures/upstream.md).
             found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size

@@ -87,13 +87,13 @@ class ModelConfig:
 class DataConfig:
     """[data]: questions, answers and the prompt format."""
 
-    source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), a Hub name, or `"reasoning-gym:TASK"` ([tasks](tasks.md#reasoning-gym)); an existing path takes precedence', "one line, not empty")
+    source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), a Hub name, or `"reasoning-gym:TASK"` ([tasks](your-task.md#reasoning-gym)); an existing path takes precedence', "one line, not empty")
     name: str = key("", "configuration of a Hub data set; empty means `main` for `openai/gsm8k`. For a reasoning-gym task: a JSON object with its settings")
     split: str = key("train", "training split; if the source is a folder: the file with this name, or its shards", "one line, not empty")
     eval_split: str = key("test", "evaluation split; if it equals `split`, or the source is a single file, the last tenth of the rows (1 to 1,000) is held out", "one line, not empty")
     question: str = key("question", "column with the question", "one line, not empty")
     answer: str = key("answer", "column with the reference answer: the text after its last `####`, or the whole text if it has none. If it is empty, or the column does not exist, the data has no reference answers, and your own [rewards](rewards.md#your-own) or an [environment](turns.md#an-environment) must score completions")
-    completion: str = key("", "column with the reference completion for [supervised updates](sft.md): a text, or a list of messages that ends with the assistant's (if `prompt` names the same column, the earlier messages are the prompt); empty: the full text of `answer`")
+    completion: str = key("", "column with the reference completion for [supervised updates](cold-start.md#supervised-updates): a text, or a list of messages that ends with the assistant's (if `prompt` names the same column, the earlier messages are the prompt); empty: the full text of `answer`")
     prompt: str = key("", "column with a complete prompt, a list of messages (or a text), used instead of `question`: see [turns](turns.md#messages); empty: none")
     image: str = key("", "column with images, as bytes or as paths relative to the data, for vision-language models: see [images](vision.md); empty: none")
     image_folder: str = key("", "folder that image paths are relative to and must stay inside; empty: the data's folder")
@@ -103,11 +103,11 @@ class DataConfig:
     thoughts: tuple[str, ...] = key(TAGS, "opening and closing tag of a model's reasoning. Answers, formats and tool calls inside the tags are ignored; a completion that is cut off inside them has no answer. `[]`: the whole completion is read: see [thoughts](your-task.md#thoughts)", "an opening and a closing tag, or nothing")
     chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "extra arguments for the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
     chat_template: str = key("", "file with the chat template to use, in the Jinja format of transformers; it is saved with the run's models. Empty: the model's own")
-    prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is plain text that the model continues, without chat template, roles or system prompt, for [base models](base-models.md)")
+    prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is plain text that the model continues, without chat template, roles or system prompt, for [base models](own-data.md#base-models)")
     max_samples: int = key(0, "number of rows to train on, from the start of the data; 0: all", ">= 0")
     max_prompt_length: int = key(512, "prompts with more tokens are skipped and counted", ">= 1")
     on_bad_row: Literal["raise", "skip"] = key("raise", "stop the run at a row without a question or an answer, or skip and count such rows")
-    curriculum: Literal["none", "static", "adaptive"] = key("none", "which prompts are sampled. `none`: all, shuffled. `static`: those with a medium pass rate in `data.difficulty`, from easy to hard. `adaptive`: by pass rates that are estimated during the run. See [curriculum](curriculum.md)")
+    curriculum: Literal["none", "static", "adaptive"] = key("none", "which prompts are sampled. `none`: all, shuffled. `static`: those with a medium pass rate in `data.difficulty`, from easy to hard. `adaptive`: by pass rates that are estimated during the run. See [curriculum](cold-start.md#prompts-by-pass-rate)")
     difficulty: str = key("", "file with pass rates, written by `grpo difficulty`; required for `static`, initial estimates for `adaptive`; empty: none")
     pass_rates: tuple[float, float] = key((0.05, 0.95), "with `static`: prompts without a measured pass rate, or with one outside this range, are skipped and counted", "0 <= low < high")
     target_rate: float = key(0.5, "with `adaptive`: prompts with a pass rate near this value are sampled most often", "0 < x < 1")
@@ -133,7 +133,7 @@ class RolloutConfig:
     """[rollout]: how completions are sampled."""
 
     num_generations: int = key(8, "completions per prompt, G", ">= 2")
-    first_stage: int = key(0, "sample this many completions of each prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](curriculum.md#two-stages)", "0 or >= 2")
+    first_stage: int = key(0, "sample this many completions of each prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](cold-start.md#two-stages)", "0 or >= 2")
     max_new_tokens: int = key(512, "maximum length of a completion, in tokens; L_max of the aggregation `constant`", ">= 1")
     temperature: float = key(1.0, "divisor of the logits, in the sampler and in the learner", "> 0")
     top_p: float = key(1.0, "applied second: keep the smallest set of tokens with this share of the probability left by `top_k`; 1: all", "0 < x <= 1")
@@ -165,7 +165,7 @@ class RewardConfig:
     aggregate: Aggregate = key("sum_then_normalize", "add the rewards, then compute advantages; or normalise each reward within its group first (GDPO)")
     timeout: float = key(60.0, "time limit for one call of a reward function, in seconds; 0: no limit, and the function runs in the run's own process", LONG)
     on_error: Literal["skip", "raise"] = key("skip", "skip and report a reward that fails, or stop the run")
-    stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: stop the run if a reward fails for every completion of a batch step; see [faults.md](faults.md#rewards)')
+    stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: stop the run if a reward fails for every completion of a batch step; see [faults.md](troubleshooting.md#rewards)')
 
 
 @attrs.frozen(kw_only=True)
@@ -199,7 +199,7 @@ class LossConfig(_LossKeys):
 
 @attrs.frozen(kw_only=True)
 class TeacherConfig:
-    """[teacher]: a model that scores each token of the student's completions: see [a teacher](teacher.md)."""
+    """[teacher]: a model that scores each token of the student's completions: see [a teacher](cold-start.md#a-teacher)."""
 
     path: str = key("", 'a model folder or Hub name with the student\'s vocabulary, quantized or not; `"self"`: the student as it is at the start of the run, with a `hint`; empty: none')
     form: Literal["reward", "loss"] = key("reward", "`reward`: the reverse KL is an advantage of each sampled token; `loss`: it is a term of each token's loss, exact over the whole vocabulary")
@@ -226,12 +226,12 @@ class OptimConfig:
     max_steps: int = key(0, "total number of batch steps; 0: `num_epochs` decides", ">= 0")
     num_iterations: int = key(1, "passes over each rollout", ">= 1")
     minibatches: int = key(1, "updates per pass: each rollout is split into this many parts; at most `batch_size` × `num_generations`", ">= 1")
-    max_bad_updates: int = key(10, "stop the run after this many consecutive updates with NaN or infinite values; 0: never; see [faults.md](faults.md)", ">= 0")
+    max_bad_updates: int = key(10, "stop the run after this many consecutive updates with NaN or infinite values; 0: never; see [faults.md](troubleshooting.md)", ">= 0")
 
 
 @attrs.frozen(kw_only=True)
 class SftConfig:
-    """[sft]: supervised updates on reference completions, before GRPO or without it: see [supervised updates](sft.md)."""
+    """[sft]: supervised updates on reference completions, before GRPO or without it: see [supervised updates](cold-start.md#supervised-updates)."""
 
     updates: int = key(0, "supervised updates before GRPO; 0: determined by `epochs`", ">= 0")
     epochs: int = key(0, "passes over the reference completions before GRPO; 0 with `updates` = 0: none", ">= 0")
@@ -325,7 +325,7 @@ class SystemConfig:
     compile: bool = key(True, "compile the learner's steps; `false` makes debugging easier; on CUDA, operations are not fused")
     grad_checkpoint: bool = key(False, "recompute each block in the backward pass: needs less memory, takes more time")
     memory_limit_gb: float = key(0.0, "MLX's memory limit, in 10⁹ bytes; 0: MLX's default", LONG)
-    swap_limit_gb: float = key(0.0, "save and stop the run once the system has swapped out this much more than at its start, in 10⁹ bytes; 0: never. A Mac that swaps becomes unusable: see [metal](metal.md)", LONG)
+    swap_limit_gb: float = key(0.0, "save and stop the run once the system has swapped out this much more than at its start, in 10⁹ bytes; 0: never. A Mac that swaps becomes unusable: see [metal](memory.md#on-a-mac)", LONG)
     micro_batch_tokens: int = key(0, "tokens per micro-batch of the learner; affects memory and speed, not the update. 0: automatic. CPU: sized for 75 MB of activations, but at least a prompt with three completions and 256 tokens; Metal: 8,192, less while an evaluation takes over 2 s; CUDA: 8,192 to 65,536, more for smaller models, while the gradient needs less than half of the memory; if 8,192 do not fit, halved until the gradient needs at most 85 %", ">= 0")
     share_prompts: Literal["auto", "always", "never"] = key("auto", "compute a group's prompt once in the learner, not once per completion; auto: on a CPU, if the model supports it (plain key-value caches, no `grad_checkpoint`); `always` is an error if it is not supported")
     collective_timeout: float = key(600.0, "seconds that ranks wait for each other before the run stops with a message that names the missing ranks; see [many devices](many-devices.md)", "0 < x <= 1e9")

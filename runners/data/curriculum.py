@@ -154,7 +154,7 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
 
 
 def read_difficulty(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; docs/curriculum.md lists their keys. UserError if it is no such file."""
+    """The lines of a file; docs/cold-start.md lists their keys. UserError if it is no such file."""
     bad: list[int] = []
     lines = list(read_lines(path, bad=bad))
     keys = ("prompt", "passes", "samples")

@@ -15,7 +15,7 @@ LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
 ADVICE = (
     "macOS ends work on the GPU that holds up the display: let the display sleep (or train over "
     "ssh), lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
-    "the screen less smooth; then continue with --resume. See docs/metal.md"
+    "the screen less smooth; then continue with --resume. See docs/memory.md"
 )
 _SIGNS = ("impacting interactivity", "gpu timeout", "gpu hang")
 _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'

@@ -27,7 +27,7 @@ def is_unpacked(x: mx.array, group_size: int) -> bool:
     """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
 
     Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there
-    for more than one row (docs/upstream.md), and such a weight is small.
+    for more than one row (benchmarks/architectures/upstream.md), and such a weight is small.
     """
     rows = x.size // x.shape[-1]
     return 0 < unpack_rows() <= rows or (x.shape[-1] == group_size and rows > 1)

@@ -1,4 +1,4 @@
-"""The commands of docs/conversion.md and docs/export.md, on tiny models and a Hub of this machine."""
+"""The commands of docs/conversion.md, on tiny models and a Hub of this machine."""
 
 import shlex
 import shutil
@@ -15,11 +15,11 @@ from tests.support.tiny_runs import train
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}  # packed in groups of 64
 
 
-def commands(page):
-    """The words of its lines, in their order."""
+def commands():
+    """The words of the page's lines, in their order."""
     return [
         shlex.split(line, comments=True)
-        for snippet in snippets(ROOT / f"docs/{page}.md")
+        for snippet in snippets(ROOT / "docs/conversion.md")
         if snippet.language == "sh"
         for line in snippet.text.splitlines()
         if line.startswith(("grpo ", "mlx_lm.")) and not line.startswith("mlx_lm.server")  # it does not end
@@ -51,10 +51,9 @@ def run(words, folder, start=python):
     start("-c", code, cwd=folder)
 
 
-@pytest.mark.parametrize("page", ["conversion", "export"])
-def test_the_commands_of_a_page_run(folder, page):
+def test_the_commands_of_the_page_run(folder):
     """In their order: later lines use what earlier ones made. A target that exists is replaced."""
-    for words in commands(page):
+    for words in commands():
         forced = [*words, "--force"] if words[0] == "grpo" else words
         if "--push" in words:
             with serving() as hub:

@@ -12,6 +12,7 @@ from tests.support.pages import ROOT
 from tests.support.processes.new_process import python
 
 PARTS = runpy.run_path(str(ROOT / "docs" / "manual" / "parts.py"))["PARTS"]
+HOOKS = ROOT / "docs" / "manual" / "hooks.py"
 HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None and importlib.util.find_spec("mkdocstrings")
 
 
@@ -50,3 +51,8 @@ def test_the_manual_is_built_without_a_warning(tmp_path):
     assert not re.search(r'<(script|img|iframe)[^>]+src="(https?:)?//|<link[^>]+stylesheet[^>]+//', whole)
     assert 'class="mermaid"' not in whole and 'src="manual/drawings/architecture.svg"' in whole
     assert (tmp_path / "manual" / "drawings" / "architecture.svg").is_file()
+    moved = re.findall(r'^    "([\w-]+)": "([\w-]+\.html)#?([\w-]*)",$', HOOKS.read_text(), re.MULTILINE)
+    for old, page, anchor in moved:
+        assert f"url={page}" in (tmp_path / f"{old}.html").read_text(encoding="utf-8")
+        assert f'id="{anchor}"' in (tmp_path / page).read_text(encoding="utf-8") or not anchor
+    assert len(moved) > 12

@@ -1,4 +1,4 @@
-"""docs/from-trl.md against TRL's own classes: every option is there, no other one, with TRL's default."""
+"""docs/migrating.md against TRL's own classes: every option is there, no other one, with TRL's default."""
 
 import ast
 import dataclasses
@@ -10,7 +10,7 @@ import pytest
 from tests.support.pages import ROOT, codes, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAGE = ROOT / "docs/from-trl.md"
+PAGE = ROOT / "docs/migrating.md"
 ROWS = [row for table in tables(PAGE) if table.header[:2] == ("TRL", "here") for row in table.rows]
 NO_DEFAULT = object()
 

@@ -14,7 +14,11 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 
 PAGE = (Path(__file__).parents[3] / "docs" / "your-task.md").read_text(encoding="utf-8")
-SECTIONS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")[1:] if "```toml" in text}
+SECTIONS = {
+    text.partition("\n")[0]: text
+    for text in PAGE.split("\n## ")[1:]
+    if "```json" in text and "\n### " not in text
+}
 FEW = (
     "optim.max_steps=1", "rollout.num_generations=2", "rollout.max_new_tokens=6", "eval.samples=2",
     "checkpoint.every=0", "data.max_prompt_length=2000", "log.report=false", "system.check_model=false",

@@ -1,4 +1,4 @@
-"""`grpo difficulty`: pass rates of the training prompts, gone on with where it ended; docs/curriculum.md."""
+"""`grpo difficulty`: pass rates of the training prompts, gone on with where it ended; docs/cold-start.md."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from tests.support.commands import grpo
 from tests.support.pages import ROOT, snippets
 from tests.support.resuming import config_in, lines_of
 
-PAGE = ROOT / "docs" / "curriculum.md"
+PAGE = ROOT / "docs" / "cold-start.md"
 FEW = ["data.max_samples=6", "rollout.max_new_tokens=4", "rollout.max_batch=6", "rollout.launch=eval"]
 SHORT = ["optim.max_steps=1", "eval.samples=1", "rollout.num_generations=6", "checkpoint.every=0"]
 
@@ -58,7 +58,8 @@ def test_the_page_as_it_stands(tmp_path):
     """Its command, then both configs on what was measured: keys of the file, metrics of the log."""
     found = list(snippets(PAGE))
     Path("train.toml").write_text('[model]\npath = "embedded"\n[data]\nsource = "embedded"\n')
-    (line,) = [line for s in found if s.language == "sh" for line in s.text.splitlines()]
+    lines = [line for s in found if s.language == "sh" for line in s.text.splitlines()]
+    (line,) = [line for line in lines if line.startswith("grpo difficulty")]
     grpo(*shlex.split(line)[1:], *keys(FEW))
     measured = lines_of(Path("outputs/grpo.difficulty.jsonl"))
     assert all(f"`{key}`" in PAGE.read_text() for key in measured[0])

@@ -1,4 +1,4 @@
-"""The tasks of docs/tasks.md: each config trains, and each reward tells right completions from wrong ones."""
+"""The tasks of docs/your-task.md: each config trains, and each reward tells right from wrong completions."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from runners.training.train import run_training
 from tests.support.pages import ROOT, snippets
 from tests.support.tiny_runs import Notes
 
-PAGE = [*snippets(ROOT / "docs" / "tasks.md")]
+PAGE = [*snippets(ROOT / "docs" / "your-task.md")]
 TASKS = {snippet.comments["task"]: snippet.text for snippet in PAGE if "task" in snippet.comments}
 # Of each page's first row: a right completion and its reward, and others from better to worse.
 SCORED = {
