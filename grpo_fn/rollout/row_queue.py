@@ -128,7 +128,7 @@ class RowQueue:
             )
         self._entries.append(entry)
         for row, key in entry.keyed_rows:
-            self.rows[row] = Row(entry, key, nothing_yet(entry))
+            self.rows[row] = Row(entry, key, nothing_yet(entry.sampling))
 
     def cancel(self, rows: Iterable[int]) -> None:
         """Rows that wait or decode leave, the latter at the next check.
@@ -262,9 +262,9 @@ class RowQueue:
         return cut, 0 if cut is None else shared
 
 
-def nothing_yet(entry: Entry) -> Ended:
-    """A row of this entry without tokens."""
-    return Ended(tokens=[], logp=[], entropy=[] if entry.sampling.with_entropy else None)
+def nothing_yet(sampling: Sampling) -> Ended:
+    """A row without tokens."""
+    return Ended(tokens=[], logp=[], entropy=[] if sampling.with_entropy else None)
 
 
 def check_entry(policy: Policy, entry: Entry) -> None:

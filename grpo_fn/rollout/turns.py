@@ -58,10 +58,8 @@ class Respond:
 
 @attrs.define(eq=False)
 class Conversation:
-    """One conversation so far, without its prompt."""
+    """Turns that were sampled, and between them tokens that were given; without its prompt."""
 
-    entry: Entry  # of its first turn
-    key: tuple[int, int]
     done: Ended
     sampled: list[bool] = attrs.field(factory=list)
 
@@ -73,6 +71,17 @@ class Conversation:
             self.done.entropy.extend(turn.entropy or ())
         self.sampled += [sampled] * len(turn.tokens)
         self.done = attrs.evolve(self.done, finished=turn.finished)
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
+        zeros = [0.0] * len(tokens)
+        self.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Talk(Conversation):
+    entry: Entry  # of its first turn
+    key: tuple[int, int]
 
 
 class Turns(RowQueue):
@@ -86,7 +95,7 @@ class Turns(RowQueue):
         there."""
         super().__init__(policy)
         self._replies, self._together = replies, together
-        self.talks: list[Conversation] = []
+        self.talks: list[_Talk] = []
         # rows whose reply is still to come, by their conversations
         self._asked: dict[int, int] = {}
 
@@ -98,7 +107,9 @@ class Turns(RowQueue):
     def add(self, entry: Entry) -> None:
         """Add the first turns of conversations, in the order of their rows."""
         super().add(entry)
-        self.talks += [Conversation(entry, key, nothing_yet(entry)) for key in entry.keys]
+        self.talks += [
+            _Talk(done=nothing_yet(entry.sampling), entry=entry, key=key) for key in entry.keys
+        ]
 
     def due(self, decoding: int, most: int) -> list[Start]:
         """As `RowQueue`; turns with new replies wait from now on.
@@ -152,8 +163,7 @@ class Turns(RowQueue):
             talk.done = attrs.evolve(talk.done, finished=False)
             return False
         check_token_ids([tokens], self._policy.vocabulary)
-        zeros = [0.0] * len(tokens)
-        talk.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
+        talk.give(tokens)
         super().add(
             attrs.evolve(
                 talk.entry,

@@ -12,8 +12,8 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.images import PromptImages
 from grpo_fn.prng import completion_keys
-from grpo_fn.rollout import Ended, Interrupted, Replies, rollout_of
-from grpo_fn.trees import on_host
+from grpo_fn.rollout import Conversation, Ended, Interrupted, Replies, nothing_yet, rollout_of
+from grpo_fn.trees import flat, on_host
 from runners.engines.engine import Engine, Request, Row, Seed, ShouldStop, Ticket, never
 from runners.errors import UserError
 
@@ -92,9 +92,14 @@ def generate(
         for ticket in left:
             engine.cancel(ticket)
         rows |= engine.collect(len(left)) if left else {}
-    whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
-    images = [request.images for request in requests]
-    rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
+    whole = flat(rows[ticket] for ticket in tickets)
+    rollout = _rollout(
+        [request.prompt for request in requests],
+        sampling,
+        [_ended(row, sampling) for row in whole],
+        [row.versions for row in whole],
+        images=[request.images for request in requests],
+    )
     if left:
         raise Cancelled(rollout)
     return rollout
@@ -103,70 +108,48 @@ def generate(
 def _rollout(
     prompts: Sequence[tuple[int, ...]],
     sampling: g.Sampling,
-    rows: Sequence[Row | _Conversation],
-    images: Sequence[PromptImages | None],
+    rows: Sequence[Ended],
+    versions: Sequence[Sequence[tuple[int, int]]],
+    *,
+    images: Sequence[PromptImages | None] = (),
+    sampled: Sequence[Sequence[bool]] | None = None,
 ) -> g.Rollout:
     """The rollout of these rows, with the versions of their weights."""
-    ended = [
-        Ended(
-            tokens=list(row.tokens),
-            logp=list(row.logp),
-            entropy=list(row.entropy or ()) if sampling.with_entropy else None,
-            finished=row.finish == "stop",
-        )
-        for row in rows
-    ]
-    versions = [min((version for version, _ in row.versions), default=0) for row in rows]
-    flags = [row.sampled for row in rows if isinstance(row, _Conversation)]
+    oldest = [min((version for version, _ in each), default=0) for each in versions]
+    known = [*prompts, *(row.tokens for row in rows if row.tokens)]
     return rollout_of(
         prompts,
         sampling.num_generations,
-        ended,
-        vocabulary=1
-        + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
+        rows,
+        vocabulary=1 + max(map(max, known), default=0),
         images=images if any(each is not None for each in images) else None,
-        sampled=flags if flags else None,
-        version_b=mx.array(versions, mx.int32),
+        sampled=sampled or None,
+        version_b=mx.array(oldest, mx.int32),
     )
 
 
-@attrs.define(eq=False)
-class _Conversation:
-    """One row: turns that were sampled, and between them tokens that were given."""
+def _ended(row: Row, sampling: g.Sampling) -> Ended:
+    """A completion as the core has it."""
+    return Ended(
+        tokens=list(row.tokens),
+        logp=list(row.logp),
+        entropy=list(row.entropy or ()) if sampling.with_entropy else None,
+        finished=row.finish == "stop",
+    )
 
+
+@attrs.define(eq=False, kw_only=True)
+class _Talk(Conversation):
     prompt: tuple[int, ...]
     seed: Seed
-    tokens: list[int] = attrs.field(factory=list)
-    sampled: list[bool] = attrs.field(factory=list)
-    logp: list[float] = attrs.field(factory=list)
-    entropy: list[float] = attrs.field(factory=list)
     versions: list[tuple[int, int]] = attrs.field(factory=list)
-    finish: str = "length"
 
-    def sample(self, row: Row) -> None:
-        """Append a turn."""
-        self.tokens += row.tokens
-        self.sampled += [True] * len(row.tokens)
-        self.logp += row.logp
-        self.entropy += row.entropy or ()
-        self.versions += row.versions
-        self.finish = row.finish
-
-    def give(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
-        self.tokens += tokens
-        self.sampled += [False] * len(tokens)
-        self.logp += [0.0] * len(tokens)
-        self.entropy += [0.0] * len(tokens)
-        self.finish = "length"
-
-    def after(self, head: Sequence[int]) -> _Conversation:
+    def after(self, head: Sequence[int], sampling: g.Sampling) -> _Talk:
         """The same row behind given tokens that are no longer part of its prompt."""
-        row = _Conversation(self.prompt, self.seed)
+        row = attrs.evolve(self, done=nothing_yet(sampling), sampled=[])
         row.give(head)
-        for name in ("tokens", "sampled", "logp", "entropy", "versions"):
-            getattr(row, name).extend(getattr(self, name))
-        row.finish = self.finish
+        row.add(self.done)
+        row.sampled[len(head) :] = self.sampled
         return row
 
 
@@ -194,7 +177,10 @@ def converse(
 
     Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
-    talks = [_Conversation(request.prompt, request.seeds[0]) for request in requests]
+    talks = [
+        _Talk(done=nothing_yet(sampling), prompt=request.prompt, seed=request.seeds[0])
+        for request in requests
+    ]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
     held: dict[
@@ -204,13 +190,13 @@ def converse(
     def take_turn(row: int) -> None:
         talk = talks[row]
         request = Request(
-            prompt=(*talk.prompt, *talk.tokens),
+            prompt=(*talk.prompt, *talk.done.tokens),
             seeds=(talk.seed,),
             drawn=sum(talk.sampled),
             keep=True,
             continues=held.get(row),
         )
-        room = sampling.max_new_tokens - len(talk.tokens)
+        room = sampling.max_new_tokens - len(talk.done.tokens)
         turn_sampling = attrs.evolve(sampling, num_generations=1, max_new_tokens=room)
         held[row] = engine.submit(request, turn_sampling)
         decoding[held[row]] = row
@@ -218,11 +204,15 @@ def converse(
     def end(row: int) -> None:
         engine.cancel(held.pop(row))
 
+    def sample(row: int, turn: Row) -> None:
+        talks[row].add(_ended(turn, sampling))
+        talks[row].versions += turn.versions
+
     def hear(ticket: Ticket, turn: Row) -> None:
         row = decoding.pop(ticket)
-        talk = talks[row]
-        talk.sample(turn)
-        goes_on = turn.finish == "stop" and len(talk.tokens) < sampling.max_new_tokens
+        sample(row, turn)
+        tokens = talks[row].done.tokens
+        goes_on = turn.finish == "stop" and len(tokens) < sampling.max_new_tokens
         if goes_on and turn.tokens and replies.begin(row, turn.tokens):
             waiting.add(row)
         else:
@@ -233,9 +223,9 @@ def converse(
         talk = talks[row]
         if tokens is None:
             end(row)
-        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:
+        elif len(talk.done.tokens) + len(tokens) >= sampling.max_new_tokens:
             # There is no room for an answer to it.
-            talk.finish = "length"
+            talk.done = attrs.evolve(talk.done, finished=False)
             end(row)
         else:
             talk.give(tokens)
@@ -262,7 +252,7 @@ def converse(
         for ticket in held.values():
             engine.cancel(ticket)
         for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
-            talks[decoding[ticket]].sample(turn)
+            sample(decoding[ticket], turn)
     rollout = _grouped(talks, sampling)
     if held:
         raise Cancelled(rollout)
@@ -278,17 +268,23 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
         )
 
 
-def _grouped(talks: Sequence[_Conversation], sampling: g.Sampling) -> g.Rollout:
+def _grouped(talks: Sequence[_Talk], sampling: g.Sampling) -> g.Rollout:
     """The rollout of groups of G rows, whose prompt is what theirs have in common."""
     size = sampling.num_generations
     prompts: list[tuple[int, ...]] = []
-    rows: list[_Conversation] = []
+    rows: list[_Talk] = []
     for start in range(0, len(talks), size):
         group = talks[start : start + size]
         shared = _shared_length([talk.prompt for talk in group])
         prompts.append(group[0].prompt[:shared])
-        rows += [talk.after(talk.prompt[shared:]) for talk in group]
-    return _rollout(prompts, sampling, rows, [None] * len(prompts))
+        rows += [talk.after(talk.prompt[shared:], sampling) for talk in group]
+    return _rollout(
+        prompts,
+        sampling,
+        [row.done for row in rows],
+        [row.versions for row in rows],
+        sampled=[row.sampled for row in rows],
+    )
 
 
 def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
