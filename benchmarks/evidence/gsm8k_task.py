@@ -1,4 +1,4 @@
-"""Reference completions and the lenient reward of `gsm8k`, alone: a process for rewards loads nothing else."""
+"""The solutions and a reward for `gsm8k`, alone in a file: a process for rewards loads nothing else."""
 
 from __future__ import annotations
 
