@@ -182,7 +182,7 @@ class Forecast:
         # A checkpointed block is computed again first. MLX is then one block ahead: two are in
         # memory.
         kept = saves = saved(shape)
-        flying = [BACKWARD]
+        flying: list[tuple[float, ...]] = [BACKWARD]
         if self.config.system.grad_checkpoint:
             kept = CHECKPOINTED
             flying += [saves, saves]
