@@ -34,6 +34,10 @@ from runners.config.loading import load_config
 
 NAME = "gsm8k"
 CONFIG = Path(__file__).with_suffix(".toml")
+PROMPTS = {
+    "gsm8k": "Solve the problem step by step. End with a line of #### and the final number.",
+    "boxed": r"Please reason step by step, and put your final answer within \boxed{}.",
+}
 LENIENT_REWARD = "last_number_reward"
 TASK = Path(__file__).with_name("gsm8k_task.py")
 REWARDS = ("correctness_reward_func", f"{TASK}:{LENIENT_REWARD}")
@@ -43,7 +47,7 @@ THEIR_ROWS = 16  # TRL's learner takes so many completions at a time: 256 need m
 QUICK = (
     "optim.batch_size=2",
     "rollout.num_generations=2",
-    "rollout.max_new_tokens=8",
+    "rollout.max_new_tokens=64",
     "eval.samples=4",
     "data.max_samples=64",
     "data.max_prompt_length=4096",
@@ -59,6 +63,8 @@ class Case:
     sampler: str = "none"
     rate: float
     limit: int = 300
+    supervised: int = 0  # updates on the data's solutions before GRPO
+    form: str = "gsm8k"
 
     @property
     def name(self) -> str:
@@ -68,6 +74,10 @@ class Case:
             words.append(self.sampler)
         if self.limit != 300:
             words.append(f"{self.limit} tokens")
+        if self.supervised:
+            words.append(f"{self.supervised} supervised")
+        if self.form != "gsm8k":
+            words.append(self.form)
         return ", ".join([*words, f"rate {self.rate:g}"])
 
     @property
@@ -76,7 +86,11 @@ class Case:
         corrected = ["loss.correction=token_truncate"] if self.sampler != "none" else []
         return [
             f"reward.functions={json.dumps(REWARDS)}",
-            f"data.transform={TASK}:with_example",
+            f"data.transform={TASK}:with_solution",
+            f"sft.updates={self.supervised}",
+            f"sft.learning_rate={1e-5 if self.tune == 'full' else 2e-4}",
+            f"answer.form={self.form}",
+            f"data.system_prompt={PROMPTS[self.form]}",
             f"model.tune={self.tune}",
             f"optim.learning_rate={self.rate}",
             f"rollout.max_new_tokens={self.limit}",
@@ -166,6 +180,8 @@ def run_command(
 @click.option("--sampler", default="none", show_default=True, help="Its format, such as affine-4.")
 @click.option("--rate", type=float, help=f"Learning rate {RATES}.")
 @click.option("--limit", default=300, show_default=True, help="Tokens of a completion.")
+@click.option("--form", type=click.Choice(list(PROMPTS)), default="gsm8k", show_default=True)
+@click.option("--supervised", default=0, show_default=True, help="Updates on the data's solutions before.")
 @click.option("--updates", default=160, show_default=True, help="The learning rate falls to 0 over these.")
 @click.option("--every", default=40, show_default=True, help="Updates between two evaluations.")
 @click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
@@ -186,6 +202,8 @@ def main(
     sampler: str,
     rate: float | None,
     limit: int,
+    form: str,
+    supervised: int,
     updates: int,
     every: int,
     minutes: float,
@@ -194,7 +212,15 @@ def main(
     quick: bool,
 ) -> None:
     """Train on GSM8K, and score all test problems before and after."""
-    case = Case(side=side, tune=tune, sampler=sampler, rate=rate or RATES[tune], limit=limit)
+    case = Case(
+        side=side,
+        tune=tune,
+        sampler=sampler,
+        rate=rate or RATES[tune],
+        limit=limit,
+        supervised=supervised,
+        form=form,
+    )
     folder = (
         work or out / "runs"
     ).resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"

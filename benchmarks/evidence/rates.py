@@ -23,6 +23,7 @@ from runners.commands.base import HELP, ends_with_a_line
 from runners.errors import UserError
 
 NAME = "rates"
+SUPERVISED = 10  # updates before, so that the model writes ####
 MINUTES_EACH = 2.5  # after which a run is ended; usually it takes one
 
 
@@ -45,7 +46,8 @@ class Point:
     @property
     def settings(self) -> list[str]:
         """Overrides of the config of `gsm8k`."""
-        case = Case(side="grpo_fn", tune="lora" if self.rank else "full", rate=self.rate)
+        tune = "lora" if self.rank else "full"
+        case = Case(side="grpo_fn", tune=tune, rate=self.rate, supervised=SUPERVISED)
         lora = [f"model.lora.rank={self.rank}", f"model.lora.scale={self.scale}"] if self.rank else []
         return [*case.settings, *lora, *self.more]
 

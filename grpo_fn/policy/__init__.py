@@ -21,7 +21,7 @@ from grpo_fn.policy.calibration import (
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.image_forward import takes_images, use_multimodal_rope
-from grpo_fn.policy.layers.learning_form import checkpoint_layers, checkpoint_mlps
+from grpo_fn.policy.layers.learning_form import checkpoint_layers, checkpoint_mlps, gated_mlps
 from grpo_fn.policy.layers.model_fixes import bound_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize

@@ -140,31 +140,38 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries for layers with these moments. Layers that share their inputs share theirs."""
-    parts: dict[int, list[Carry]] = {}
+    """The carries for layers with these moments. Layers that share their inputs share theirs.
+
+    Blocks of one width are factored side by side, at most `PART` numbers of them at a time.
+    """
+    alike: dict[int, list[mx.array]] = {}
     places: dict[int, tuple[int, int]] = {}
     for found in moments.values():
         if id(found) not in places:
-            carry = _carry_of(found)
-            width = carry.order_nw.shape[-1]
-            alike = parts.setdefault(width, [])
-            places[id(found)] = width, sum(part.order_nw.shape[0] for part in alike)
-            alike.append(carry)
-    stacks = {}
-    while parts:
-        width, alike = parts.popitem()
-        fields = zip(*(attrs.astuple(part, recurse=False) for part in alike), strict=True)
-        stacks[width] = Carry(*(mx.concatenate(list(arrays)) for arrays in fields))
-        materialize(stacks[width])
+            width = 2 * found.shape[1] if found.shape[1] != found.shape[2] else found.shape[1]
+            parts = alike.setdefault(width, [])
+            places[id(found)] = width, sum(part.shape[0] for part in parts)
+            parts.append(found)
+    stacks = {width: _stacked(parts, max(1, PART // width**2)) for width, parts in alike.items()}
     return {name: (stacks[places[id(m)][0]], places[id(m)][1]) for name, m in moments.items()}
 
 
+def _stacked(moments: Sequence[mx.array], step: int) -> Carry:
+    """The carry of the blocks of several layers, `step` blocks at a time."""
+    moments_nww = mx.concatenate(list(moments)) if len(moments) > 1 else moments[0]
+    carries = [_carry_of(moments_nww[at : at + step]) for at in range(0, len(moments_nww), step)]
+    fields = zip(*(attrs.astuple(carry, recurse=False) for carry in carries), strict=True)
+    stack = Carry(*(mx.concatenate(list(arrays)) for arrays in fields))
+    materialize(stack)
+    return stack
+
+
 def _carry_of(moments: mx.array) -> Carry:
-    """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its
+    """The carry for blocks with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its
     diagonal."""
     moments_nww = _whole(moments)
     diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
-    damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
+    damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean(axis=-1, keepdims=True) + 1e-12
     damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
     order_nw = mx.argsort(-diagonal_nw, axis=-1)
     ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)

@@ -181,10 +181,14 @@ class Forecast:
             ]
         # A checkpointed block is computed again first. MLX is then one block ahead: two are in
         # memory.
-        checkpointed = self.config.system.grad_checkpoint
-        saves = saved(shape)
-        flying = [BACKWARD, saves, saves] if checkpointed else [BACKWARD]
-        kept = CHECKPOINTED if checkpointed else saves
+        kept = saves = saved(shape)
+        flying: list[tuple[float, ...]] = [BACKWARD]
+        if self.config.system.grad_checkpoint:
+            kept = CHECKPOINTED
+            flying += [saves, saves]
+        elif sizes.recomputes_mlps:
+            kept = (saves[0], 0, *saves[2:])
+            flying.append((0, saves[1], 0, 0, 0, 0))
         nbytes = [
             [block_bytes(shape, counts, size, rows, length, attended) for counts in (kept, *flying)]
             for rows, length, attended in passes

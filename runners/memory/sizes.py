@@ -54,6 +54,7 @@ class ModelSizes:
 
     shape: ModelShape
     shares_prompts: bool  # whether a group's prompt is computed once in the learner
+    recomputes_mlps: bool  # in the backward pass
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
     trained: int  # number of trained parameters
     embedding: int  # of these, the embedding's
@@ -198,6 +199,7 @@ def model_sizes(
     return ModelSizes(
         shape=shape,
         shares_prompts=shares_prompts(config, platform, module),
+        recomputes_mlps=checkpoints_mlps(config) and len(policy.gated_mlps(module)) == shape.layers,
         shares_prefix=once and policy.shares_prefix(module),
         trained=count,
         embedding=max((tables[name] for name in tables if name in trained), default=0),

@@ -75,11 +75,16 @@ def checkpoint_layers(module: nn.Module) -> int:
 
 def checkpoint_mlps(module: nn.Module) -> int:
     """As `checkpoint_layers`, of each gated MLP alone, in learning alone; returns how many."""
-    gated = [part for part in module.modules() if set(part.children()) == _GATED]
+    gated = gated_mlps(module)
     for part in gated:
         if not hasattr(type(part), "recomputes"):
             part.__class__ = _checkpointed(type(part))
     return len(gated)
+
+
+def gated_mlps(module: nn.Module) -> list[nn.Module]:
+    """The MLPs that are made of a gate and two projections, not those of experts."""
+    return [part for part in module.modules() if set(part.children()) == _GATED]
 
 
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:

@@ -5,6 +5,8 @@ import json
 import mlx.core as mx
 import pytest
 
+from grpo_fn.backends import mechanisms
+from grpo_fn.policy import gated_mlps
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners.config.loading import load_config
@@ -13,7 +15,7 @@ from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.memory import plan
 from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch
-from runners.memory.sizes import model_shape, model_sizes
+from runners.memory.sizes import checkpoints_mlps, model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from runners.training.sampler import weights_of
@@ -163,6 +165,23 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
         assert found.phases["gradient"].activations < most.phases["gradient"].activations
     (tmp_path / "shop.py").write_text("class Shop: ...\n")
     assert more("cache", f'env.factory="{tmp_path}/shop.py:Shop"')[0] > 0
+
+
+def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
+    """On a GPU that does so: less in the gradient's phase alone, unless it is off or whole blocks are computed
+    again; and the learner's model does as the forecast says."""
+    checked = config("system.share_prompts=never")
+    plain = predict(checked).phases
+    monkeypatch.setitem(mechanisms.NUMBERS, "checkpoints_mlps", 1)
+    less = predict(checked).phases
+    assert less["gradient"].activations < plain["gradient"].activations
+    assert [less[name] == plain[name] for name in ("rollout", "evaluation", "update")] == [True] * 3
+    assert checkpoints_mlps(checked) and not checkpoints_mlps(config("system.grad_checkpoint=true"))
+    loaded = load_model(checked.model, CPU)
+    build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), CPU)
+    assert all(hasattr(type(part), "recomputes") for part in gated_mlps(loaded.module))
+    with mechanisms.disabled("checkpointed_mlps"):
+        assert predict(checked).phases == plain
 
 
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
