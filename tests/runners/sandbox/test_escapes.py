@@ -70,11 +70,11 @@ def test_a_program_starts_anew(outside):
 # with the next letters, so it does not find itself. A page that is not there is an error, not a crash.
 NEXT = bytes((n + 1) % 256 for n in range(256))
 SEARCHES = """
-import gc
 NEXT = bytes((n + 1) % 256 for n in range(256))
 CALL.sbrk.restype = ctypes.c_void_p
-arenas = {id(each) >> 20 for each in gc.get_objects()}
-pages = {arena << 20 | page << 12 for arena in arenas for page in range(256)}
+known = [each for module in list(sys.modules.values()) for pair in vars(module).items() for each in pair]
+known += [bytes(size) for size in range(1, 512) for _ in range(20)]
+pages = {id(each) + page * 4096 & ~4095 for each in known for page in range(-256, 256)}
 end = CALL.sbrk(ctypes.c_long(0))
 pages |= set(range(end - 32_000_000 & ~4095, end, 4096))
 found = read = 0
