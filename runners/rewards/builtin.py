@@ -26,7 +26,6 @@ from runners.answers.forms import (
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
 from runners.metrics import ENDED_PROGRAMS
-from runners.sandbox.code_tests import Verdict
 
 Completions = Sequence[Sequence[dict[str, str]]]
 Function = Callable[..., list[float | None]]
@@ -73,13 +72,13 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
-        found = [each for each, _ in asked]
-        golds = [gold for _, gold in asked]
-
-        def report(verdict: Verdict) -> None:
-            log_metric(ENDED_PROGRAMS, verdict.ended)
-
-        scores = iter(form.scores(found, golds, report=report))
+        scores = iter(
+            form.scores(
+                [found for found, _ in asked],
+                [gold for _, gold in asked],
+                report=lambda verdict: log_metric(ENDED_PROGRAMS, verdict.ended),
+            )
+        )
         return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:

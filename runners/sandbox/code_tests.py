@@ -171,10 +171,10 @@ def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits, *, whol
         passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(wanted)
         left = limits.processor_seconds - outcome.processor_seconds
         limits = attrs.evolve(limits, seconds=end - time.monotonic(), processor_seconds=left)
-        if whole and not passed[number]:
-            break
         if min(limits.seconds, left) <= 0:
             return Verdict(passed, ended=number + 1 < len(cases))
+        if whole and not passed[number]:
+            break
     return Verdict(passed)
 
 

@@ -14,7 +14,7 @@ from runners.errors import UserError
 from runners.machine.bounded_process import python_command
 from runners.sandbox import sandbox
 from runners.sandbox.sandbox import Limits, check_sandbox, run_program
-from tests.support.sandbox.attempts import ATTEMPTS
+from tests.support.sandbox.attempts import ATTEMPTS, MODULES
 from tests.support.sandbox.outside import Outside
 
 try:
@@ -64,6 +64,42 @@ def test_a_program_starts_anew(outside):
     assert run_program("import random; print(random.random())") != run_program(
         "import random; print(random.random())"
     )
+
+
+# Prints whether texts are in its memory: in Python's arenas and in the heap of the C library. It knows them
+# with the next letters, so it does not find itself. A page that is not there is an error, not a crash.
+NEXT = bytes((n + 1) % 256 for n in range(256))
+SEARCHES = """
+NEXT = bytes((n + 1) % 256 for n in range(256))
+CALL.sbrk.restype = ctypes.c_void_p
+known = [each for module in list(sys.modules.values()) for pair in vars(module).items() for each in pair]
+known += [bytes(size) for size in range(1, 512) for _ in range(20)]
+pages = {id(each) + page * 4096 & ~4095 for each in known for page in range(-256, 256)}
+end = CALL.sbrk(ctypes.c_long(0))
+pages |= set(range(end - 32_000_000 & ~4095, end, 4096))
+found = read = 0
+copy = os.open('copy', os.O_RDWR | os.O_CREAT)
+for page in sorted(pages):
+    if CALL.pwrite(copy, ctypes.c_void_p(page), ctypes.c_long(4096), ctypes.c_long(0)) == 4096:
+        held = os.pread(copy, 4096, 0)
+        read += 1
+        found += any(each in held.translate(NEXT) for each in NEEDLES)
+print(found > 0, read > 1000)"""
+
+
+@linux
+def test_the_memory_of_a_program_has_nothing_of_the_one_before():
+    """Neither its text nor what it printed, such as another completion of the same task."""
+    sandbox.end_programs()
+    texts = ["needle-in-the-text", "needle-in-the-output"]
+    first = f"text = {texts[0]!r}\nprint({texts[1][::-1]!r}[::-1] * 20)"
+    needles = [text.encode().translate(NEXT) for text in texts]
+    search = f"{MODULES}NEEDLES = {needles}\n{SEARCHES}"
+    limits = Limits(seconds=60.0, processor_seconds=20.0)
+    for _ in range(3):
+        assert texts[1].encode() in run_program(first).output
+    assert run_program(search, limits=limits).output.split() == [b"False", b"True"]
+    assert run_program(f"own = {texts[0]!r}\n{search}", limits=limits).output.split() == [b"True", b"True"]
 
 
 @linux
