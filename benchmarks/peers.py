@@ -1,11 +1,11 @@
 """How long does a whole GRPO step take here, in mlx-lm-lora, and in TRL's GRPOTrainer?
 
-Each side is whole runs of its own training loop, whose logs have the steps, with the same prompts and reward,
-as many tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on a GPU
-16 × 8 × 256 of Qwen2.5-0.5B's shape. On a CPU the sides run in turn, three times each. TRL has float32 weights,
-bfloat16 products on a GPU, and transformers' own generation, or its continuous batching; vLLM is not
-compared. mlx-lm-lora's `batch_size` is the number of prompts, and it gets OpenBLAS, which it would not load
-by itself. A ratio is always of sides of one run; our own time is that of the latest.
+Each side is whole runs of its own training loop, whose logs have the steps, with the same prompts and
+reward, as many tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on
+a GPU 16 × 8 × 256 of Qwen2.5-0.5B's shape. On a CPU the sides run in turn, three times each. TRL has float32
+weights, bfloat16 products on a GPU, and transformers' own generation, or its continuous batching; vLLM is
+not compared. mlx-lm-lora's `batch_size` is the number of prompts, and it gets OpenBLAS, which it would not
+load by itself. A ratio is always of sides of one run; our own time is that of the latest.
 
 **What limits it.** Half of our step is the learner, whose products are the same as theirs; the rest of the
 ratio comes from the rollout. mlx-lm-lora's keeps four rows in its batch. The ratios depend on what else the
