@@ -84,7 +84,7 @@ def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
             read_recorded(file)
         file.unlink()
         os.mkfifo(file)
-    with pytest.raises(UserError, match=r"cannot be read as JSON \(.*not a regular file"):
+    with pytest.raises(UserError, match=r"cannot be read as JSON: .*not a regular file"):
         read_json(file)  # as grpo_prompt.json, manifests and models' files are
 
 
