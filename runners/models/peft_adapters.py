@@ -11,18 +11,17 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import mlx.core as mx
 
 from runners.errors import UserError, show
 from runners.machine.bounded_process import BoundedFunction
-
-if TYPE_CHECKING:
-    import mlx.core as mx
+from runners.models import json_keys
 
 PEFT_ADAPTERS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
@@ -58,8 +57,6 @@ def from_peft(
     a layer's scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm
     does not have.
     """
-    import mlx.core as mx
-
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
         found = re.fullmatch(
@@ -162,7 +159,7 @@ def _scales(
     alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
     if patterns:  # regular expressions, which may take forever if they are a stranger's
         with closing(
-            BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)
+            BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, memory=256_000_000)
         ) as match:
             found = match([*patterns], [*ranks])
         if found is None:
@@ -177,21 +174,10 @@ def _scales(
     return {name: alphas[name] / rank**power for name, rank in ranks.items()}
 
 
-def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """In the child process: for each layer the first pattern that PEFT takes for it."""
-    return [_first(patterns, name) for name in names]
-
-
-def _first(patterns: Sequence[str], name: str) -> str | None:
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
-
-
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
     """Whether a head's adapters are those of the embedding that it is tied to
     (ensure_weight_tying).
     """
-    import mlx.core as mx
-
     pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
     return head is not None and all(
         mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from runners.config.recorded import read_recorded, run_of
+from runners.config.loading import read_recorded, run_of
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from tests.support.commands import grpo
