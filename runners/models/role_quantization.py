@@ -44,7 +44,7 @@ def make_quantized_role(
         return None
     group_size = config.rollout.group_size_of(name)
     head = config.rollout.quantize_head
-    with user_errors(f"{config.where(key)}", ValueError):
+    with user_errors(config.where(key), ValueError):
         role = quantized_role(policy, name, storage, group_size=group_size, head=head)
     count = len(role.unfit)
     if count:
