@@ -4,8 +4,7 @@
 - *ours*: `make_grad_step` on the batch as a run cuts it, with the entropy and all diagnostics
 
 Rates count useful operations only: 6 per weight and token and those of attention, the head at completions, a
-shared prompt once. Peaks are beyond the weights; one figure includes them. *Held back* is under MLX's memory
-limit at nine tenths of the target.
+shared prompt once. Peaks are beyond the weights; one figure includes them.
 
 **What limits it.** Time: elementwise passes over logits and activations on a CPU, products on a GPU. Memory:
 the layers' activations; the naive way's logits and softmax take 3.2 GB.
@@ -48,7 +47,6 @@ class Case:
     time_at_most: float | None = None  # of the naive way's
     peak_at_most: float | None = None
     share_at_least: float | None = None  # of the matmul rate
-    held_at_most: float | None = None  # bytes in use at the peak, weights included, in "ours, held back"
 
     @property
     def rows(self) -> int:
@@ -78,7 +76,6 @@ GPU_CASES = {
         generations=8,
         repeats=5,
         share_at_least=0.6,
-        held_at_most=28.6e9 / 2,
     ),
     "32 × (128 + 256), d20": Case(model="nanochat-d20", prompt=128, new=256, prompts=4, generations=8),
 }
@@ -170,17 +167,25 @@ class Useful:
         return self.flops / speed.matmul_here + (self.exps / speed.exp if backend() == "cpu" else 0)
 
 
-def figures_of(title: str, name: str, timing: Timing, peak: int, useful: Useful, quick: bool) -> list[Figure]:
-    """Time, rate and peak of one way."""
+def figures_of(
+    title: str,
+    name: str,
+    timing: Timing,
+    peak: int,
+    useful: Useful,
+    quick: bool,
+    least: float | None = None,
+) -> list[Figure]:
+    """Time, rate and peak of one way; `least` is the target of the rate."""
     reached = useful.flops / timing.median / rates(quick).matmul_here
     return [
         time_figure(f"{title}: time, {name}", timing, predicted=useful.seconds(quick)),
-        Figure(name=f"{title}: FLOP/s over a matmul's, {name}", value=reached, unit="x"),
+        Figure(name=f"{title}: FLOP/s over a matmul's, {name}", value=reached, unit="x", at_least=least),
         Figure(name=f"{title}: peak, {name}", value=peak / 1e6, unit="MB"),
     ]
 
 
-def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figure]:
+def measure(title: str, case: Case, quick: bool) -> list[Figure]:
     """All ways of one case: naive and ours in turn, then ours with its options."""
     module = make_module(case.model, **case.changes)
     vocabulary = vocabulary_of(module)
@@ -202,31 +207,31 @@ def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figur
         # Ours: log-prob and entropy forward, the softmax again backward.
         return Useful.of(work, head, vocabulary, case, shared=shared, logits=logits)
 
-    figures = [agreement(title, case, policy, plain, state, vocabulary)] if with_naive else []
-    calls = {"naive": naive(plain, state, batch)} if with_naive else {}
-    calls["ours"] = ours(policy, state, batch, share_prompts=shared)
+    figures = [agreement(title, case, policy, plain, state, vocabulary)]
+    calls = {
+        "naive": naive(plain, state, batch),
+        "ours": ours(policy, state, batch, share_prompts=shared),
+    }
     least = {"naive": useful(shared=False, logits=2), "ours": useful(shared=shared)}
     say(f"learner: {title}, {' and '.join(calls)}")
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     times = interleaved(calls, repeats=case.repeats, warmup=0)  # the peaks have warmed them up
     for name in calls:
-        figures += figures_of(title, name, times[name], peaks[name], least[name], quick)
+        target = case.share_at_least if name == "ours" else None
+        figures += figures_of(title, name, times[name], peaks[name], least[name], quick, target)
     held = (peaks["ours"] + nbytes(state.params)) / 1e6
     figures.append(Figure(name=f"{title}: peak with the float32 weights, ours", value=held, unit="MB"))
-    if case.held_at_most:
-        figures += held_back(title, case, calls["ours"], least["ours"], nbytes(state.params), quick)
-    if with_naive:
-        figures += [
-            ratio_figure(
-                f"{title}: time, ours / naive", times["ours"] / times["naive"], at_most=case.time_at_most
-            ),
-            Figure(
-                name=f"{title}: peak, ours / naive",
-                value=peaks["ours"] / peaks["naive"],
-                unit="x",
-                at_most=case.peak_at_most,
-            ),
-        ]
+    figures += [
+        ratio_figure(
+            f"{title}: time, ours / naive", times["ours"] / times["naive"], at_most=case.time_at_most
+        ),
+        Figure(
+            name=f"{title}: peak, ours / naive",
+            value=peaks["ours"] / peaks["naive"],
+            unit="x",
+            at_most=case.peak_at_most,
+        ),
+    ]
     del calls
 
     quarter = ((case.prompts if shared else case.rows) * case.prompt + case.rows * case.new) // 4
@@ -248,44 +253,6 @@ def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figur
     return figures
 
 
-def held_back(
-    title: str, case: Case, call: Callable[[], Any], useful: Useful, weights: int, quick: bool
-) -> list[Figure]:
-    """The same with MLX's memory limit at nine tenths of the target, as `system.memory_limit_gb` sets it.
-
-    A GPU's operations are handed out long before they run, and what they write is held from then on; past the
-    limit MLX waits for the oldest first.
-    """
-    most_held = case.held_at_most or 0.0
-
-    def limited() -> Any:
-        before = mx.set_memory_limit(int(0.9 * most_held))
-        try:
-            result = call()
-            g.materialize(result)
-            mx.synchronize()
-            return result
-        finally:
-            mx.set_memory_limit(before)
-
-    say(f"learner: {title}, held back")
-    peak = peak_bytes(limited)
-    timing = interleaved({"held back": limited}, repeats=case.repeats, warmup=0)["held back"]
-    seconds, share, most = figures_of(title, "ours, held back", timing, peak, useful, quick)
-    held = (peak + weights) / 1e6
-    return [
-        seconds,
-        attrs.evolve(share, at_least=case.share_at_least),
-        most,
-        Figure(
-            name=f"{title}: peak with the float32 weights, ours, held back",
-            value=held,
-            unit="MB",
-            at_most=most_held / 1e6,
-        ),
-    ]
-
-
 def agreement(
     title: str, case: Case, policy: g.Policy, plain: g.Policy, state: g.TrainState, vocabulary: int
 ) -> Figure:
@@ -305,14 +272,13 @@ def agreement(
 @benchmark("learner", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
-@click.option("--naive/--no-naive", "with_naive", default=True, help="The naive way may not fit the memory.")
-def main(quick: bool, chosen: Sequence[str], repeats: int, with_naive: bool) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str], repeats: int) -> Sequence[Figure]:
     """The learner's gradient: time, FLOP/s and peak memory of the naive way, of ours, and of its options."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     figures: list[Figure] = []
     for name in chosen_of(chosen, cases):
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
-        figures += measure(name, case, quick, with_naive)
+        figures += measure(name, case, quick)
     return figures
 
 

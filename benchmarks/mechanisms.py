@@ -31,13 +31,12 @@ from pathlib import Path
 import attrs
 import click
 
-from benchmarks.harness import step_side
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Ratio, Timing
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import write_folder
-from benchmarks.harness.stepping import ROOT, SteppingProcess
+from benchmarks.harness.stepping import ROOT, Side, SteppingProcess
 from benchmarks.peers import write_data
 from runners.errors import UserError, did_you_mean
 
@@ -48,7 +47,14 @@ TWO = (FULL, QUICKSTART)
 HALF, HALF_SMALL, HALF_LORA, D20 = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20"
 REAL, REAL_LORA = "real", "real, LoRA"
 GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, REAL, REAL_LORA)
-GPU_MODELS = {**dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"), D20: "nanochat-d20"}
+ADAPTED = (LORA, PACKED, HALF_LORA, REAL_LORA)
+MODELS = {
+    **dict.fromkeys((FULL, LORA, PACKED), "qwen2-6x256"),
+    LARGE: "qwen2-8x768",
+    **dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"),
+    D20: "nanochat-d20",
+}
+SMALL = ["optim.batch_size=2", "rollout.num_generations=2", "rollout.max_new_tokens=8"]
 STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
 
@@ -91,46 +97,29 @@ MECHANISMS = (
 TITLES = tuple(mechanism.title for mechanism in MECHANISMS)
 
 
-def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
+def shape_side(shape: str, work: Path, quick: bool) -> Side:
     """The side that has everything on; what it reads is written into the folder."""
-    small = ["optim.batch_size=2", "rollout.num_generations=2", "rollout.max_new_tokens=8"]
-    common = ["system.check_model=false", f"run.output_dir={work}", *(small if quick else [])]
+    settings = ["system.check_model=false", f"run.output_dir={work}"]
+    settings += SMALL if quick or shape == LARGE else []
     if shape == QUICKSTART:
-        more = ["data.max_samples=16", "eval.samples=8"] if quick else []
-        return step_side.Side(config=QUICKSTART, overrides=[*common, *more], disable=[])
+        settings += ["data.max_samples=16", "eval.samples=8"] if quick else []
+        return Side(config=QUICKSTART, overrides=settings, disable=[])
     _write_config(work)
-    if shape in GPU_MODELS:
-        folder = work / GPU_MODELS[shape]
+    if shape in (REAL, REAL_LORA):
+        folder = Path(os.environ["GRPO_REAL_MODEL"])
+        settings += ["data.source=embedded", "data.max_samples=64"]
+    else:
+        folder = work / MODELS[shape]
         if not folder.exists():
-            write_folder(folder, "tiny" if quick else GPU_MODELS[shape])
-        long = [] if quick else ["rollout.max_new_tokens=256", "rollout.stop=[]"]
-        adapters = ["model.tune=lora"] if shape == HALF_LORA else []
+            write_folder(folder, "tiny" if quick else MODELS[shape])
+    if shape == PACKED:
+        folder = _packed(folder)
+    if shape in GPU_SHAPES and not quick:
         # Sides that start together would see different amounts of free memory, and choose by it.
         tokens = 1024 if shape == HALF_SMALL else 12288
-        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *adapters]
-        return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
-    if shape in (REAL, REAL_LORA):
-        adapters = ["model.tune=lora"] if shape == REAL_LORA else []
-        real = [f"model.path={os.environ['GRPO_REAL_MODEL']}", "rollout.stop=[]"]
-        real += ["data.source=embedded", "data.max_samples=64"]
-        long = [] if quick else ["rollout.max_new_tokens=256", "system.micro_batch_tokens=12288"]
-        return step_side.Side(
-            config=str(work / "train.toml"), overrides=[*common, *real, *long, *adapters], disable=[]
-        )
-    if not (work / "model").exists():
-        write_folder(work / "model", "tiny" if quick else "qwen2-6x256")
-    if shape == LARGE:
-        write_folder(work / "large", "tiny" if quick else "qwen2-8x768")
-        return step_side.Side(
-            config=str(work / "train.toml"),
-            overrides=[*common, *small, f"model.path={work / 'large'}"],
-            disable=[],
-        )
-    tune = [] if shape == FULL else ["model.tune=lora"]
-    if shape == PACKED:
-        _pack(work / "model", work / "packed")
-        tune.append(f"model.path={work / 'packed'}")
-    return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *tune], disable=[])
+        settings += ["rollout.max_new_tokens=256", "rollout.stop=[]", f"system.micro_batch_tokens={tokens}"]
+    settings += ["model.tune=lora"] if shape in ADAPTED else []
+    return Side(config=str(work / "train.toml"), overrides=[*settings, f"model.path={folder}"], disable=[])
 
 
 def _write_config(work: Path) -> None:
@@ -141,7 +130,7 @@ def _write_config(work: Path) -> None:
     (work / "train.toml").write_text(
         f"""
         [model]
-        path = "{work / "model"}"
+        path = "model"
         lora = {{rank = 8, scale = 10.0}}
         [data]
         source = "{work}"
@@ -152,7 +141,7 @@ def _write_config(work: Path) -> None:
         max_new_tokens = 32
         stop = ["za", "zi"]
         [reward]
-        functions = ["benchmarks.harness.step_side:graded"]
+        functions = ["benchmarks.harness.stepping:graded"]
         [optim]
         batch_size = 16
         max_steps = 100
@@ -161,8 +150,9 @@ def _write_config(work: Path) -> None:
     )
 
 
-def _pack(source: Path, target: Path) -> None:
+def _packed(source: Path) -> Path:
     """A copy of a model folder with weights of four bits."""
+    target = source.with_name("packed")
     if not target.exists():
         command = ["runners.cli", "convert", str(source), "--out", str(target), "--bits", "4"]
         done = subprocess.run(
@@ -170,6 +160,7 @@ def _pack(source: Path, target: Path) -> None:
         )
         if done.returncode:
             raise UserError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    return target
 
 
 def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, adds: bool) -> dict[str, Ratio]:
@@ -210,7 +201,7 @@ def measure(
 def _figures(
     mechanisms: Sequence[Mechanism],
     shape: str,
-    base: step_side.Side,
+    base: Side,
     with_all: SteppingProcess,
     pairs: int,
     work: Path,
@@ -238,16 +229,14 @@ def _figures(
 
 
 def _processes(
-    sides: Sequence[tuple[str, step_side.Side, Mapping[str, str]]], work: Path, ending: contextlib.ExitStack
+    sides: Sequence[tuple[str, Side, Mapping[str, str]]], work: Path, ending: contextlib.ExitStack
 ) -> list[SteppingProcess]:
     """The sides' processes, started together; each has taken its first step, and ends with the stack."""
 
-    def start(side: tuple[str, step_side.Side, Mapping[str, str]]) -> SteppingProcess:
+    def start(side: tuple[str, Side, Mapping[str, str]]) -> SteppingProcess:
         name, settings, environment = side
         environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment}
-        process = SteppingProcess(
-            name, ["benchmarks.harness.step_side"], attrs.asdict(settings), work, environment
-        )
+        process = SteppingProcess(name, settings, work, environment)
         ending.callback(process.end)
         return process
 

@@ -1,11 +1,11 @@
 """How long does a whole GRPO step take here, in mlx-lm-lora, and in TRL's GRPOTrainer?
 
-Each side runs its own training loop in a process of its own, with the same prompts and reward, as many
-tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on a GPU 16 × 8 ×
-256 of Qwen2.5-0.5B's shape. On a CPU steps are taken in turn; on a GPU one side runs after the other. TRL has
-float32 weights, bfloat16 products on a GPU, and transformers' own generation, or its continuous batching;
-vLLM is not compared. mlx-lm-lora's `batch_size` is the number of prompts, and it gets OpenBLAS, which it
-would not load by itself. A ratio is always of sides of one run; our own time is that of the latest.
+Each side is whole runs of its own training loop, whose logs have the steps, with the same prompts and
+reward, as many tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on
+a GPU 16 × 8 × 256 of Qwen2.5-0.5B's shape. On a CPU the sides run in turn, three times each. TRL has float32
+weights, bfloat16 products on a GPU, and transformers' own generation, or its continuous batching; vLLM is
+not compared. mlx-lm-lora's `batch_size` is the number of prompts, and it gets OpenBLAS, which it would not
+load by itself. A ratio is always of sides of one run; our own time is that of the latest.
 
 **What limits it.** Half of our step is the learner, whose products are the same as theirs; the rest of the
 ratio comes from the rollout. mlx-lm-lora's keeps four rows in its batch. The ratios depend on what else the
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
+import math
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +26,13 @@ from typing import Any
 import attrs
 import click
 
+from benchmarks.evidence.pool import Job, side_by_side
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Timing
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.shapes import write_folder
-from benchmarks.harness.stepping import SteppingProcess
+from benchmarks.quickstart import command_line
 from benchmarks.sides import side_settings
 from runners.config.loading import load_config
 from runners.errors import UserError
@@ -45,7 +47,7 @@ class Peer:
     """Another trainer, with its settings, and the targets."""
 
     title: str
-    side: str  # of `benchmarks.sides`
+    side: str  # "ours", "trl" or "mlx-lm-lora"
     more: dict[str, Any] = attrs.field(factory=dict)  # of its GRPOConfig
     overrides: tuple[str, ...] = ()  # of our config, where the side is ours
     times: float | None = None  # as fast
@@ -76,68 +78,77 @@ PEERS = {
     "quickstart": (Peer("TRL", "trl", times=3.0, peak=1.0),),
 }
 QUICKSTART = "quickstart"  # on a CPU: the packaged config as it is
+PARTS = {"step": "step_time", "rollout": "time/rollout", "the rest": "rest"}  # title -> key of a step
+WARM = 2  # first steps of a run, which do not count
 
 
-class Side(SteppingProcess):
-    """A process of `benchmarks.sides`, and the steps that it has taken."""
+class Side:
+    """A trainer with its settings, and the steps of its runs."""
 
     def __init__(self, peer: Peer, settings: Mapping[str, Any]) -> None:
         self.peer = peer
+        self.name = peer.title
         self.steps: list[dict[str, Any]] = []
-        super().__init__(
-            peer.title,
-            ["benchmarks.sides", peer.side],
-            settings,
-            Path(settings["work"]),
-            {"CUDA_VISIBLE_DEVICES": "0", **os.environ},  # TRL would take all that it sees
-        )
+        self.resident = 0.0  # bytes
+        told = {**settings["trl"], **peer.more}
+        self._settings = {**settings, "trl": told}
 
-    def timing(self, *, without_rollout: bool = False, rollout: bool = False) -> Timing:
-        """Of whole steps, or of one part of them."""
-        seconds = [
-            step["rollout"] if rollout else step["seconds"] - (step["rollout"] if without_rollout else 0)
-            for step in self.steps
-        ]
-        return Timing(tuple(seconds))
+    def run(self, number: int) -> None:
+        """One whole run, of which all steps but the first ones count.
 
-    def most(self, key: str) -> float:
-        """The largest value over all steps."""
-        return max(step[key] for step in self.steps)
+        Raises:
+            UserError: it did not end well.
+        """
+        settings, work = self._settings, Path(self._settings["work"])
+        folder = work / f"{self.peer.side}-{len(list(work.glob('*.txt')))}"
+        job = Job(name=self.name, command=self._command(folder, number), printed=folder.with_suffix(".txt"))
+        ((_, usage),) = side_by_side([job], 1, until=math.inf)
+        if isinstance(usage, UserError):
+            raise usage
+        text = (folder / "training_log.jsonl").read_text(encoding="utf-8")
+        steps = [line for line in map(json.loads, text.splitlines()) if "step_time" in line]
+        for step, before in zip(steps[1:], steps, strict=False):
+            step["rest"] = step["step_time"] - step["time/rollout"]
+            if self.peer.side == "ours":
+                step["tokens"] = step["num_tokens"] - before["num_tokens"]
+        self.steps += steps[WARM : WARM + settings["repeats"]]
+        self.resident = max(self.resident, usage.resident)
+        say(f"{self.name}: {self.timing('step').median:.2f} s")
+
+    def _command(self, folder: Path, number: int) -> list[str]:
+        settings = self._settings
+        if self.peer.side == "ours":
+            place = (f"run.name={folder.name}", f"run.output_dir={folder.parent}", f"run.seed={number}")
+            words = [*settings["overrides"], *self.peer.overrides, *place]
+            sets = [word for each in words for word in ("--set", each)]
+            return [*command_line(), settings["config"], *sets]
+        file = folder.with_suffix(".json")
+        file.write_text(json.dumps(settings), encoding="utf-8")
+        side = "train" if self.peer.side == "trl" else self.peer.side
+        return [sys.executable, "-m", "benchmarks.sides", side, str(file), str(folder), str(number)]
+
+    def timing(self, part: str) -> Timing:
+        """Of one of PARTS."""
+        return Timing(tuple(step[PARTS[part]] for step in self.steps))
+
+    @property
+    def peak(self) -> float:
+        """The most bytes of its arrays; 0 where PyTorch does not tell, on a CPU."""
+        return 1e9 * max(step.get("memory/peak_gb", 0.0) for step in self.steps)
 
 
 def compare(
-    settings: Mapping[str, Any], peers: Sequence[Peer], *, repeats: int, judged: bool
+    settings: Mapping[str, Any], peers: Sequence[Peer], *, rounds: int, judged: bool
 ) -> Iterator[list[Figure]]:
-    """All sides' steps, after two of each to warm up: in turn on a CPU; on a GPU one side after another, as
-    one that waits holds memory and a part of the device. Each side's figures as soon as it has ended."""
-    sizes = (
-        settings["batch_size"],
-        settings["trl"]["num_generations"],
-        settings["trl"]["max_completion_length"],
-    )
-    say(f"peers: {settings['case']}, {' × '.join(map(str, sizes))} tokens")
-    in_turn = backend() == "cpu"
-    sides: list[Side] = []
-    try:
-        for peer in (Peer("ours", "ours"), *peers):
-            own = {
-                **settings,
-                "trl": {**settings["trl"], **peer.more},
-                "overrides": [*settings["overrides"], *peer.overrides],
-            }
-            sides.append(Side(peer, own))
-            if not in_turn:
-                _steps(sides[-1:], repeats)
-                sides[-1].end()
-                say(f"{peer.title}: {sides[-1].timing().median:.2f} s")
-                yield _found(settings, sides, judged)
-        if in_turn:
-            _steps(sides, repeats)
-            for number in range(len(sides)):
-                yield _found(settings, sides[: number + 1], judged)
-    finally:
-        for side in sides:
-            side.end()
+    """All sides' runs, one after the other; in several rounds their order alternates. Each side's figures
+    as soon as its last run has ended."""
+    sides = [Side(peer, settings) for peer in (Peer("ours", "ours"), *peers)]
+    for number in range(rounds):
+        last = number == rounds - 1
+        for place, side in enumerate(sides):
+            (side if last or number % 2 == 0 else sides[-1 - place]).run(number)
+            if last:
+                yield _found(settings, sides[: place + 1], judged)
 
 
 def _found(settings: Mapping[str, Any], sides: Sequence[Side], judged: bool) -> list[Figure]:
@@ -148,33 +159,17 @@ def _found(settings: Mapping[str, Any], sides: Sequence[Side], judged: bool) -> 
         pairs.append((last, by_title[_SAVING.title], attrs.evolve(_SAVING, peak=1.2)))
     figures = _figures(settings, last)
     for mine, other, peer in pairs:
-        figures += _ratios(
-            settings, mine, other, peer if judged else attrs.evolve(peer, times=None, peak=None)
-        )
+        targets = peer if judged else attrs.evolve(peer, times=None, peak=None)
+        figures += _ratios(settings["case"], mine, other, targets)
     return figures
 
 
-def _steps(sides: list[Side], repeats: int) -> None:
-    for round_ in range(repeats + 2):
-        for side in sides if round_ % 2 else sides[::-1]:
-            side.steps.append(side.step())
-            if backend() != "cpu":  # of what a time limit ends, this is left
-                say(f"{side.name}: step {round_ + 1} of {repeats + 2}: {side.steps[-1]['seconds']:.2f} s")
-        if round_ == 1:
-            for side in sides:
-                side.steps.clear()
-
-
 def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
-    case, title = settings["case"], side.name
-    told = settings["trl"]
+    case, title, told = settings["case"], side.name, settings["trl"]
     wanted = settings["batch_size"] * told["num_generations"] * told["max_completion_length"]
     tokens = [step["tokens"] for step in side.steps]
-    parts = (("peak", "its arrays"), ("rollout_peak", "rollouts"), ("rest_peak", "the rest"))
-    return [
-        time_figure(f"{case}: step, {title}", side.timing()),
-        time_figure(f"{case}: rollout, {title}", side.timing(rollout=True)),
-        time_figure(f"{case}: the rest, {title}", side.timing(without_rollout=True)),
+    figures = [
+        *(time_figure(f"{case}: {part}, {title}", side.timing(part)) for part in PARTS),
         Figure(
             name=f"{case}: tokens a step, {title}",
             value=sum(tokens) / len(tokens),
@@ -182,34 +177,26 @@ def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
             # A sampled end of text costs less, once in hundreds of thousands; the shipped model ends answers.
             at_least=None if case == QUICKSTART else 0.99 * wanted,
         ),
-        *(
-            Figure(name=f"{case}: peak of {part}, {title}", value=side.most(key) / 1e6, unit="MB")
-            for key, part in parts
-            if side.most(key)  # PyTorch does not tell on a CPU
-        ),
-        Figure(name=f"{case}: resident memory, {title}", value=side.most("resident") / 1e6, unit="MB"),
+        Figure(name=f"{case}: resident memory, {title}", value=side.resident / 1e6, unit="MB"),
     ]
+    if side.peak:
+        figures.append(Figure(name=f"{case}: peak of its arrays, {title}", value=side.peak / 1e6, unit="MB"))
+    return figures
 
 
-def _ratios(settings: Mapping[str, Any], mine: Side, other: Side, peer: Peer) -> list[Figure]:
-    case, title, us = settings["case"], other.name, mine.name
-    key = "peak" if other.most("peak") else "resident"
-
-    def ratio(part: str, at_least: float | None = None, **of: bool) -> Figure:
-        return ratio_figure(
-            f"{case}: {part}, {title} / {us}", other.timing(**of) / mine.timing(**of), at_least=at_least
-        )
-
+def _ratios(case: str, mine: Side, other: Side, peer: Peer) -> list[Figure]:
+    ends = f"{other.name} / {mine.name}"
+    title = f"{case}: {'peak' if other.peak else 'resident memory'}, {mine.name} / {other.name}"
+    memory = mine.peak / other.peak if other.peak else mine.resident / other.resident
+    times = {"step": peer.times}
     return [
-        ratio("step", peer.times),
-        ratio("rollout", rollout=True),
-        ratio("the rest", without_rollout=True),
-        Figure(
-            name=f"{case}: {'peak' if key == 'peak' else 'resident memory'}, {us} / {title}",
-            value=mine.most(key) / other.most(key),
-            unit="x",
-            at_most=peer.peak,
+        *(
+            ratio_figure(
+                f"{case}: {part}, {ends}", other.timing(part) / mine.timing(part), at_least=times.get(part)
+            )
+            for part in PARTS
         ),
+        Figure(name=title, value=memory, unit="x", at_most=peer.peak),
     ]
 
 
@@ -247,6 +234,9 @@ batch_size = {prompts}
 max_steps = 1000000
 [eval]
 at_start = false
+samples = 1
+[log]
+report = false
 [checkpoint]
 every = 0
 """
@@ -271,7 +261,7 @@ def side_of(work: Path, case: str, config: str, overrides: Sequence[str]) -> dic
 @click.option("--model", default="", help="Shape of the model [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
 @click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on all sides.")
 @click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, for our config.")
-@click.option("--repeats", default=0, help="Steps that are timed [7 on a CPU, 3 on a GPU].")
+@click.option("--repeats", default=0, help="Steps of a run that are timed [3; of the quickstart 5].")
 def main(
     quick: bool,
     tunes: Sequence[str],
@@ -296,17 +286,20 @@ def main(
         write_data(folder, prompts)
         config = folder / "train.toml"
         config.write_text(CONFIG.format(work=name, prompts=prompts, generations=generations, new=new))
+        rounds = 3 if on_cpu and not quick else 1
         wanted = tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])])
         for case, peers in _compared(wanted, names).items():
+            steps = repeats or (1 if quick else 5 if case == QUICKSTART else 3)
+            own = [f"optim.max_steps={WARM + steps}", *overrides]
             if case == QUICKSTART:  # as it is; TRL takes the whole batch at once
-                own = (f"run.output_dir={name}", "run.overwrite=true", "eval.at_start=false")
-                settings, usual = side_of(folder, case, QUICKSTART, (*own, *overrides)), 15
+                own += ["run.overwrite=true", "eval.at_start=false", "eval.samples=1", "log.report=false"]
+                settings = side_of(folder, case, QUICKSTART, own)
             else:
-                own = (f"model.tune={case}", f"loss.beta={beta}")
-                settings = {**side_of(folder, case, str(config), (*own, *overrides)), "together": 8}
-                usual = 7 if on_cpu else 3
-            steps = repeats or (1 if quick else usual)
-            yield from compare(settings, peers, repeats=steps, judged=not quick and beta == 0)
+                own += [f"model.tune={case}", f"loss.beta={beta}"]
+                settings = {**side_of(folder, case, str(config), own), "together": 8}
+            settings["repeats"] = steps
+            say(f"peers: {case}, {rounds} × {steps} steps of each side")
+            yield from compare(settings, peers, rounds=rounds, judged=not quick and beta == 0)
 
 
 def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer]]:

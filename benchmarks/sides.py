@@ -1,23 +1,17 @@
-"""Both sides of the comparisons with other trainers, each in a process of its own.
+"""The other side of the comparisons with other trainers, in a process of its own.
 
-    python -m benchmarks.sides ours|trl|mlx-lm-lora SETTINGS.json
-    python -m benchmarks.sides train SETTINGS.json FOLDER SEED
+    python -m benchmarks.sides train|mlx-lm-lora SETTINGS.json FOLDER SEED
     python -m benchmarks.sides logits SETTINGS.json OUT.json
 
-The first three hold a trainer's own loop before each step until told to go. Each line on stdin lets one step
-happen; after it, a line of JSON on stdout says what it took. The first line on stdout, before any step, says
-that all is loaded. `train` lets TRL train, for at most `seconds` of the settings if they are there, and
-writes a log like that of a run of ours into FOLDER; seconds are from its start. `logits` compares the logits
-that transformers and mlx-lm compute from the model folder. What the trainers print goes to stderr.
+`train` lets TRL train, for at most `seconds` of the settings if they are there, `mlx-lm-lora` that trainer;
+both write a log like that of a run of ours into FOLDER, with seconds from their start. `logits` compares the
+logits that transformers and mlx-lm compute from the model folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +19,10 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-import attrs
 import mlx.core as mx
 
 from runners.answers.forms import answer_form
-from runners.config.loading import Config, load_config
+from runners.config.loading import Config
 from runners.config.user_functions import resolve_function
 from runners.quickstart import MODEL_DIR
 from runners.rewards.builtin import built_in
@@ -90,67 +83,33 @@ def side_settings(config: Config) -> dict[str, Any]:
     }
 
 
-class Done(Exception):
-    """There will be no further step."""
+class Rollouts:
+    """Watches a trainer's own function for rollouts: its seconds, and the tokens that it has sampled."""
 
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0
 
-@attrs.frozen
-class Memory:
-    """How a side tells the most memory that its arrays have taken on the device since the last reset."""
-
-    peak: Callable[[], int] = mx.get_peak_memory  # bytes
-    reset: Callable[[], None] = mx.reset_peak_memory
-
-
-class Gate:
-    """Stands between two steps: reports the one that has ended, and waits for the word to begin the next."""
-
-    def __init__(self, out: int, memory: Memory | None = None) -> None:
-        self._out, self._message, self._memory = out, {"ready": True}, memory or Memory()
-        self._started = self.rollout = 0.0  # seconds
-        self.rollout_peak = 0  # bytes
-        self.tokens = self.rows = 0  # of the step's completions
-
-    def turn(self) -> None:
-        """To be called by a trainer's loop whenever it asks for prompts.
-
-        Raises:
-            Done: stdin has ended.
-        """
-        if self._started:
-            usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self._message = {
-                "seconds": time.perf_counter() - self._started,
-                "rollout": self.rollout,
-                "tokens": self.tokens,
-                "rows": self.rows,
-                "peak": max(self.rollout_peak, self._memory.peak()),
-                "rollout_peak": self.rollout_peak,
-                "rest_peak": self._memory.peak(),
-                "resident": usage * (1 if sys.platform == "darwin" else 1024),
-            }
-        os.write(self._out, (json.dumps(self._message) + "\n").encode())
-        if not sys.stdin.readline():
-            raise Done
-        self._memory.reset()
-        self.rollout, self.tokens, self.rows, self.rollout_peak = 0.0, 0, 0, 0
-        self._started = time.perf_counter()
-
-    def timed(self, generate: Callable[..., Any], lengths: Callable[[Any], list[int]]) -> Callable[..., Any]:
-        """The trainer's own function for rollouts, watched."""
+    def watched(
+        self, generate: Callable[..., Any], lengths: Callable[[Any], list[int]]
+    ) -> Callable[..., Any]:
+        """The function; `lengths` reads the completions' lengths off what it returns."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = generate(*args, **kwargs)
-            self.rollout += time.perf_counter() - started
-            self.rollout_peak = max(self.rollout_peak, self._memory.peak())
-            self._memory.reset()
-            found = lengths(result)
-            self.tokens += sum(found)
-            self.rows += len(found)
+            self._tokens += sum(lengths(result))
+            self._seconds += time.perf_counter() - started
             return result
 
         return run
+
+    def take(self) -> dict[str, float]:
+        """What has been sampled since the last time, as a log has it."""
+        found = {"time/rollout": self._seconds, "tokens": self._tokens}
+        self._seconds = 0.0
+        self._tokens = 0
+        return found
 
 
 def letters(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -216,32 +175,8 @@ def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str
     return found if form is None else {**found, "em": right / len(problems)}
 
 
-def ours(settings: dict[str, Any], out: int) -> None:
-    """`grpo-run` with a config, its prompts behind the gate."""
-    from runners.training import rollout, train
-    from runners.training.setup import SetUp
-
-    build = SetUp.build
-
-    def gated(self: SetUp) -> Any:
-        run = build(self)
-        gate = Gate(out)
-        rollout.generate = gate.timed(rollout.generate, lambda rollout: rollout.lengths_b.tolist())
-        propose = train.propose
-
-        def at_the_gate(plan: Any, state: Any) -> Any:
-            gate.turn()
-            return propose(plan, state)
-
-        train.propose = at_the_gate
-        return run
-
-    SetUp.build = gated
-    train.run_training(load_config(settings["config"], settings["overrides"]))
-
-
-def mlx_lm_lora(settings: dict[str, Any], out: int) -> None:
-    """mlx-lm-lora's `train_grpo` on a model as its command line loads it, its batches behind the gate."""
+def mlx_lm_lora(settings: dict[str, Any], folder: Path, seed: int) -> None:
+    """mlx-lm-lora's `train_grpo` on a model as its command line loads it; each step is logged."""
     import mlx.optimizers as optim
     from mlx_lm_lora.trainer import grpo_trainer  # pyright: ignore
     from mlx_lm_lora.utils import from_pretrained  # pyright: ignore
@@ -253,16 +188,24 @@ def mlx_lm_lora(settings: dict[str, Any], out: int) -> None:
     reference = None
     if told["beta"]:  # without it the loss has no use for one, though the command line loads it all the same
         reference = from_pretrained(settings["model"])[0].freeze()
-    gate = Gate(out)
+    folder.mkdir(parents=True)
+    mx.random.seed(seed)
+    rollouts = Rollouts()
+    log = folder / "training_log.jsonl"
     # The answer is only for rewards that look at it.
     rows = [(each["tokens"], each["tokens"][:1], "prompt", "answer") for each in settings["train"]]
 
     def batches(**kwargs: Any) -> Iterator[Any]:
-        for batch in grpo_trainer.iterate_grpo_batches(**kwargs):
-            gate.turn()
-            yield batch
+        for update, batch in enumerate(grpo_trainer.iterate_grpo_batches(**kwargs), 1):
+            mx.reset_peak_memory()
+            started = time.perf_counter()
+            yield batch  # the step is over when the next batch is asked for
+            line: dict[str, Any] = {"update": update, "step_time": time.perf_counter() - started}
+            line |= {"memory/peak_gb": mx.get_peak_memory() / 1e9, **rollouts.take()}
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
-    grpo_trainer.generate_grpo = gate.timed(
+    grpo_trainer.generate_grpo = rollouts.watched(
         grpo_trainer.generate_grpo, lambda result: [completion.size for completion in result[0]]
     )
     never = 1_000_000
@@ -275,11 +218,11 @@ def mlx_lm_lora(settings: dict[str, Any], out: int) -> None:
         reward_funcs=[letters],  # pyright: ignore
         args=grpo_trainer.GRPOTrainingArgs(
             batch_size=settings["batch_size"],
-            iters=never,
+            iters=told["max_steps"] + 1,
             steps_per_report=never,
             steps_per_eval=never,
             steps_per_save=never,
-            adapter_file=str(Path(settings["work"]) / "adapters.safetensors"),
+            adapter_file=str(folder / "adapters.safetensors"),
             group_size=told["num_generations"],
             max_completion_length=told["max_completion_length"],
             beta=told["beta"],
@@ -351,39 +294,19 @@ def trl_trainer(settings: dict[str, Any], folder: Path, callback: Any, **options
     )
 
 
-def trl(settings: dict[str, Any], out: int) -> None:
-    """TRL's trainer behind the gate."""
+def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
+    """TRL's GRPOTrainer: one update a rollout; each is logged. On a GPU products are in bfloat16."""
     import torch  # pyright: ignore
     from transformers import TrainerCallback
-
-    on_gpu = torch.cuda.is_available()
-    memory = Memory(torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats) if on_gpu else None
-    gate = Gate(out, memory or Memory(lambda: 0, lambda: None))
-
-    class Held(TrainerCallback):
-        """Waits at the gate before each step."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            gate.turn()
-
-    trainer = trl_trainer(settings, Path(settings["work"]), Held(), logging_strategy="no")
+    from trl import GRPOTrainer  # pyright: ignore
 
     def lengths(result: Any) -> list[int]:
         if on_gpu:
             torch.cuda.synchronize()
         return [len(completion) for completion in result[0]]
 
-    trainer._generate_single_turn = gate.timed(trainer._generate_single_turn, lengths)
-    trainer.train()
-
-
-def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
-    """TRL's GRPOTrainer: one update a rollout; each is logged. On a GPU products are in bfloat16."""
-    import torch  # pyright: ignore
-    from transformers import TrainerCallback
-
+    rollouts = Rollouts()
+    GRPOTrainer._generate_single_turn = rollouts.watched(GRPOTrainer._generate_single_turn, lengths)
     folder.mkdir(parents=True)
     last = settings["trl"]["max_steps"]
     on_gpu = torch.cuda.is_available()
@@ -417,7 +340,9 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
                 if "reward" not in logs:  # the summary at the end
                     return
                 seconds = time.perf_counter() - self.started
-                taken = {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {}
+                taken = rollouts.take()
+                if on_gpu:
+                    taken["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
                 write(
                     update=state.global_step,
                     reward=logs["reward"],
@@ -454,22 +379,14 @@ def compare_logits(settings: dict[str, Any], out: Path) -> None:
     out.write_text(json.dumps({"difference": difference, "low": low, "high": high, "tokens": tokens}))
 
 
-SIDES = {"ours": ours, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
-
-
 def main() -> None:
     """Does what the command line says."""
-    what, path, *rest = sys.argv[1:]
+    what, path, place, *seed = sys.argv[1:]
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    if what == "train":
-        train(settings, Path(rest[0]), int(rest[1]))
-    elif what == "logits":
-        compare_logits(settings, Path(rest[0]))
+    if what == "logits":
+        compare_logits(settings, Path(place))
     else:
-        out = os.dup(1)
-        os.dup2(2, 1)  # stdout is for the reports alone
-        with contextlib.suppress(Done):
-            SIDES[what](settings, out)
+        {"train": train, "mlx-lm-lora": mlx_lm_lora}[what](settings, Path(place), int(seed[0]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 import attrs
@@ -188,9 +189,9 @@ def first_line(error: BaseException) -> str:
     return (text_of(error).splitlines() or [type(error).__name__])[0]
 
 
-def first_lines(message: str) -> str:
-    """The first three lines of a foreign error's message as one."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+def first_lines(message: object) -> str:
+    """The first three lines of a foreign error, or of its message, as one."""
+    lines = [line.strip() for line in text_of(message).splitlines() if line.strip()]
     return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
 
 
@@ -202,6 +203,19 @@ def error_line(error: BaseException, path: object = None) -> str:
     where = f"line {lines[-1]}: " if lines else ""
     text = one_line(" ".join(text_of(error).split()), os.environ)
     return f"{where}{type(error).__name__}: {text[:_QUOTED]}"
+
+
+@contextmanager
+def user_errors(
+    what: str,
+    *kinds: type[BaseException],
+    why: Callable[[BaseException], str] = text_of,
+) -> Iterator[None]:
+    """Turns errors of these kinds inside the block into a UserError: `what`, and why."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what}: {why(error)}") from error
 
 
 def gigabytes(size: float) -> str:

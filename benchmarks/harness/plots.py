@@ -48,7 +48,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     ),
     "peers": (
         Chart(r"(?P<row>\w+: (step|rollout|the rest)), (?P<series>.+)", "s", "seconds"),
-        Chart(r"(?P<row>\w+: peak of (rollouts|the rest)), (?P<series>.+)", "MB", "peak, MB"),
+        Chart(r"(?P<row>\w+: peak of its arrays), (?P<series>.+)", "MB", "peak, MB"),
     ),
 }
 

@@ -1,44 +1,53 @@
-"""A process that takes one step of a training whenever it is told to, and says what the step took.
+"""A process that takes a step of a run whenever it is told to, and says what the step took.
 
-Its program writes a line of JSON to stdout once it is ready. Then it reads a line from stdin for each step,
-and answers with a line of JSON.
+    python -m benchmarks.harness.stepping SIDE.json
+
+A line of JSON on stdout says that all is loaded and compiled. Each line on stdin then lets one step happen;
+after it, a line of JSON on stdout says what it took.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import attrs
+import mlx.core as mx
 
 from runners.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_TO_END = 10  # what MLX has compiled for a GPU is kept at a process's end
+NO_CHANGE = "optim.learning_rate=1e-12"  # both sides sample from the same weights at every step
+
+
+@attrs.frozen(kw_only=True)
+class Side:
+    """What the process does."""
+
+    config: str  # a file, or a preset's name
+    overrides: list[str]  # SECTION.KEY=VALUE
+    disable: list[str]  # mechanisms, as `grpo_fn.backends.disable` takes them
 
 
 class SteppingProcess:
-    """`python -m MODULE ARGUMENTS… FILE`; the file holds the process's settings as JSON."""
+    """A side in a process of its own."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        settings: Mapping[str, Any],
-        work: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, name: str, side: Side, work: Path, environment: Mapping[str, str]) -> None:
         """Start it, and wait until it is ready.
 
         Args:
             name: in messages.
-            command: module and arguments.
-            settings: of its file.
-            work: folder for that file, and for what it writes to stderr.
+            side: what it does.
+            work: folder for its settings, and for what it writes to stderr.
             environment: all of it.
 
         Raises:
@@ -47,9 +56,9 @@ class SteppingProcess:
         self.name = name
         self._log = tempfile.TemporaryFile("w+", dir=work)  # noqa: SIM115
         with tempfile.NamedTemporaryFile("w", suffix=".json", dir=work, delete=False) as file:
-            json.dump(settings, file)
+            json.dump(attrs.asdict(side), file)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command, file.name],
+            [sys.executable, "-m", __spec__.name, file.name],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -91,3 +100,60 @@ class SteppingProcess:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
+    """0 or 1 by a completion's letters; all are right that answer questions which begin with an easy word.
+
+    Those are a quarter of 16 questions of `benchmarks.peers.write_data`, and none of other data.
+    """
+    from benchmarks.peers import WORDS
+
+    scores = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        found = [word for word in WORDS if word in str(prompt)]
+        easy = bool(found) and min(found, key=str(prompt).index) in WORDS[:2]
+        scores.append(1.0 if easy else float(sum(map(ord, str(completion))) % 2))
+    return scores
+
+
+def main(path: str) -> None:
+    """Builds the run and takes steps until stdin ends."""
+    side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
+    # What MLX or a library prints must not come between the lines.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    from runners.machine.startup import prepare
+
+    platform = prepare()
+    from grpo_fn.backends import disabled
+    from runners.config.loading import load_config
+    from runners.profiling import Stepping
+    from runners.telemetry.diary import Diary
+    from runners.telemetry.report import Report
+    from runners.training.setup import SetUp
+
+    config = load_config(side.config, [*side.overrides, NO_CHANGE]).check()
+    with disabled(*side.disable):
+        stepping = Stepping(SetUp(config, platform).build(), Diary(Report()))
+
+        def step() -> dict[str, Any]:
+            mx.reset_peak_memory()
+            started = time.perf_counter()
+            worked = time.process_time()
+            done = stepping.step()
+            return {
+                "seconds": time.perf_counter() - started,
+                "cpu": time.process_time() - worked,
+                "peak": mx.get_peak_memory(),
+                "tokens": done["tokens"],
+            }
+
+        step()  # traces and compiles
+        os.write(out, b'{"ready": true}\n')
+        while sys.stdin.readline():
+            os.write(out, (json.dumps(step()) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

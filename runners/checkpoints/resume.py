@@ -15,9 +15,8 @@ from runners.checkpoints.checkpoint import TrainerState, read_trainer_state
 from runners.checkpoints.manifest import check_manifest, newest_whole
 from runners.checkpoints.run_folder import checkpoint_folders, interrupted
 from runners.checkpoints.run_inputs import HELD_OUT, START
-from runners.config.loading import Config
+from runners.config.loading import Config, recorded_in
 from runners.config.names import EMBEDDED
-from runners.config.recorded import recorded_in
 from runners.config.sections import ModelConfig
 from runners.errors import UserError, show
 from runners.files.run_files import COMPLETIONS, METRICS

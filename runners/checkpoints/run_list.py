@@ -9,7 +9,7 @@ import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.checkpoints.run_folder import interrupted
-from runners.config.recorded import recorded_in
+from runners.config.loading import recorded_in
 from runners.errors import UserError
 from runners.files.json_files import whole_number
 from runners.files.run_files import METRICS, RESOLVED

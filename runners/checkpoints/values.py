@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from runners.config import rules
-from runners.errors import UserError, show
+from runners.errors import UserError, show, user_errors
 
 _Kind = TypeVar("_Kind")
 
@@ -63,10 +63,8 @@ def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
         if field.name not in tree:
             raise UserError(f"{path} is missing")
         values[field.name] = _as(tree[field.name], field.type, path)
-    try:
+    with user_errors(where, rules.Mismatch):
         return kind(**values)
-    except rules.Mismatch as error:
-        raise UserError(f"{where}: {error}") from error
 
 
 def _as(tree: Any, kind: Any, where: str) -> Any:

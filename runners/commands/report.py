@@ -1,10 +1,11 @@
 """`grpo report`: an HTML page for one run, or for several in the same plots; `grpo watch`: the
-live page.
+live page; `grpo runs`: the runs in a folder, and how to resume each.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 
 from runners.commands.base import command, flag, option
 from runners.errors import gigabytes
-from runners.machine.terminal import echo
+from runners.machine.terminal import aligned, echo, echo_output
 
 
 @command(
@@ -86,3 +87,51 @@ def watch_command(run: str, port: int, show: bool) -> None:
         os.nice(10)  # a run on this machine comes first
         with suppress(KeyboardInterrupt):  # how a person ends it
             server.serve_forever()
+
+
+@command(
+    "runs",
+    click.argument("folder", default="outputs"),
+    flag("--json as as_json", "Print one JSON object per line."),
+    notes="""\
+\b
+States: running; finished (there is a final model); interrupted (there is a checkpoint to resume
+from); stopped (before the first checkpoint).
+""",
+)
+def runs_command(folder: str, as_json: bool) -> None:
+    """List the runs in a folder [outputs].
+
+    For each run, shows its state, number of updates, exact match at its last evaluation (or the reward,
+    if the data has no reference answers), last reward, and the command that resumes it. The most recent
+    run is listed first. Nothing is changed.
+    """
+    import attrs
+
+    from runners.machine import startup
+
+    startup.load_blas()  # before MLX is imported
+    from runners.checkpoints.run_list import find_runs
+    from runners.files.json_files import to_json
+
+    runs = find_runs(Path(folder).expanduser())
+    if as_json:
+        for run in runs:
+            echo_output(to_json(attrs.asdict(run)), nl=True)
+        return
+    if not runs:
+        echo(f"{folder} contains no runs")
+        return
+    from runners.telemetry.report import number_text, percent_text
+
+    rows = [("run", "state", "updates", "evaluation", "reward", "last change")]
+    for run in runs:
+        measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
+        rows.append(
+            (run.folder, run.state, str(run.update), measured, number_text(run.reward), when)
+        )
+    for line, go_on in zip(aligned(rows), ["", *(run.go_on for run in runs)], strict=True):
+        echo(line)
+        if go_on:
+            echo(f"  {go_on}")

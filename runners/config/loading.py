@@ -16,9 +16,17 @@ import attrs
 
 from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
-from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
-from runners.errors import ConfigError, show
+from runners.config.reading import (
+    KeyPath,
+    Settings,
+    apply_override,
+    key_hint,
+    parse,
+    read_settings,
+)
+from runners.errors import ConfigError, UserError, show
 from runners.files.durable import save_text
+from runners.files.json_files import open_file
 from runners.files.run_files import RESOLVED
 from runners.files.toml_files import toml_text
 
@@ -284,3 +292,38 @@ KEYS: dict[KeyPath, attrs.Attribute] = dict(
     chain.from_iterable(_leaves(cls, (name,)).items() for name, cls in SECTIONS.items())
 )
 """The field of every key, by its path."""
+
+
+def run_of(model: str) -> Path | None:
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is
+    no run.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    files = (place / RESOLVED for place in (folder, folder.resolve().parent))
+    return next(filter(Path.is_file, files), None)
+
+
+def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
+    """The values in a run's config.resolved.json, by section and key, in JSON's types.
+
+    The file is untrusted, like the folder: only the config's own keys with possible values are
+    taken, as values. Anything else in it does nothing. Raises UserError if it cannot be read as a
+    JSON object, and for a link or anything else but a file.
+    """
+    found = Settings(label=str(file), folder=Path())
+    tables = parse(file, str(file), open_file)
+    return {
+        name: known_values((name,), table, found)
+        for name, table in tables.items()
+        if name in SECTIONS
+    }
+
+
+def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of the run in a folder; none if they cannot be read."""
+    try:
+        return read_recorded(folder / RESOLVED)
+    except UserError:  # damaged, being replaced, or from before such files
+        return {}

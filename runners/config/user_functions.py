@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from runners.answers.values import value_text
-from runners.errors import UserError, did_you_mean, error_line, show
+from runners.errors import UserError, did_you_mean, error_line, show, user_errors
 
 FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
@@ -59,14 +59,12 @@ def resolve_function(
         is_class = inspect.isclass(function)
         found = f"the class {attribute}" if is_class else type(function).__name__
         raise UserError(f"{what}: expected {expected}, found {found}")
-    try:
+    with user_errors(
+        f"{what}: expected {attribute}({', '.join(takes or ())})", TypeError, ValueError
+    ):
         signature = inspect.signature(function)
         if takes is not None:
             signature.bind(*takes)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{what}: expected {attribute}({', '.join(takes or ())}): {error}"
-        ) from error
     return function
 
 

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from runners.checkpoints.manifest import model_of_run
+from runners.config.loading import recorded_in
 from runners.config.names import HUB_NAME
-from runners.config.recorded import recorded_in
 from runners.conversion.convert import check_apart, write_weights
 from runners.conversion.gguf.writing import write_gguf
 from runners.conversion.model_card import RunFacts, model_card, run_facts

@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 
 import grpo_fn
+from runners.config.loading import read_recorded
 from runners.config.names import HUB_NAME, SHIPPED
-from runners.config.recorded import read_recorded
 from runners.errors import printable, spell
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from runners.errors import UserError, error_line, first_line, listed, show
+from runners.errors import UserError, error_line, first_line, listed, show, user_errors
 from runners.files.json_files import read_json, write_json
 from runners.machine.versions import install_hint
 from runners.tokenization.tiktoken_encoding import write_tokenizer
@@ -148,13 +148,12 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
-    try:
+    # errors of pickle, zip and torch have no common class
+    with user_errors(
+        f"{file}: cannot be read as a checkpoint of tensors", Exception, why=first_line
+    ):
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
-    except Exception as error:  # errors of pickle, zip and torch have no common class
-        raise UserError(
-            f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})"
-        ) from error
 
 
 def find_pickle(folder: Path) -> Path | None:

@@ -18,7 +18,7 @@ from grpo_fn.policy import Moments, QuantMode, added, carries_of, input_moments,
 from grpo_fn.trees import named_leaves
 from runners.data.messages import read_prompts
 from runners.data.rendering import render
-from runners.errors import UserError
+from runners.errors import UserError, user_errors
 from runners.models.model_reader import cast_floating
 
 GROUP = 64  # of affine quantization by default, here and in mlx-lm
@@ -134,25 +134,24 @@ def repack(
     group_size = quantization.group_size
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
-        try:
+        with user_errors(f"--recipe {quantization.recipe}", ValueError):
             predicate = mixed_quant_predicate_builder(
                 quantization.recipe, module, group_size or GROUP
             )
-        except ValueError as error:
-            raise UserError(f"--recipe {quantization.recipe}: {error}") from error
     before = _packed(module)
     moments = collect(module, group_size or GROUP) if collect else {}
     weights = {
         name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments
     }
     # stdout is for what a command has to say, and mlx-lm reports its progress there.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            module, config = quantize_model(
-                module, config, group_size, quantization.bits, mode=mode, quant_predicate=predicate
-            )
-        except ValueError as error:  # bits or a group that the mode does not have
-            raise UserError(f"the weights cannot be quantized: {error}") from error
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        # bits or a group that the mode does not have
+        user_errors("the weights cannot be quantized", ValueError),
+    ):
+        module, config = quantize_model(
+            module, config, group_size, quantization.bits, mode=mode, quant_predicate=predicate
+        )
     if _packed(module) == before:
         why = (
             "the weights are quantized already"

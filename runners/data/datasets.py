@@ -29,7 +29,7 @@ from runners.data.row_files import (
     table_rows,
     transformed,
 )
-from runners.errors import UserError, did_you_mean, error_line, listed, show
+from runners.errors import UserError, did_you_mean, error_line, listed, show, user_errors
 from runners.images.image_files import image_files
 from runners.machine.versions import install_hint
 from runners.quickstart import DATA
@@ -100,15 +100,13 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
         return attrs.evolve(config, data=data, answer=answer)
     for row in rows:
         value = row.get(name)
-        try:
+        with user_errors(f"{row.place}: {name}", ValueError):
             if form == "code":
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
                 raise ValueError(
                     'expected a text or a number; the tests of a program need form = "code"'
                 )
-        except ValueError as error:
-            raise UserError(f"{row.place}: {name}: {error}") from error
     read = [gold_answer(row.get(name)) for row in rows[:_LOOKED_AT]]
     golds = [gold for gold in read if gold is not None]
     prompt = config.data.system_prompt
@@ -293,16 +291,15 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
         raise UserError(
             f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}"
         )
-    try:
+    # no JSON, or settings that the task refuses, most often by assertions
+    with user_errors(
+        f"data.source = {show(config.source)}, data.name = {show(config.name)}",
+        Exception,
+        why=error_line,
+    ):
         settings = json.loads(config.name or "{}")
         for number, entry in enumerate(create_dataset(task, **settings, seed=seed, size=size), 1):
             values: dict[str, Any] = {name: entry[name] for name in ("question", "answer")}
             yield Row(
                 {**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}"
             )
-    # no JSON, or settings that the task refuses, most often by assertions
-    except Exception as error:
-        raise UserError(
-            f"data.source = {show(config.source)}, data.name = {show(config.name)}: "
-            f"{error_line(error)}"
-        ) from error

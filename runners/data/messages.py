@@ -9,7 +9,7 @@ from typing import Any
 
 from runners.config.sections import DataConfig
 from runners.data.row_files import SUFFIXES, Row, read_file
-from runners.errors import UserError, did_you_mean, listed, show
+from runners.errors import UserError, did_you_mean, listed, show, user_errors
 
 Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
 ROLES = ("system", "user", "assistant", "tool")
@@ -106,10 +106,8 @@ def read_prompts(
     if name != "-" and path.suffix.lower() in SUFFIXES:
         rows = read_file(path)
     else:
-        try:
+        with user_errors(f"{option} {name}: cannot be read as text", OSError, UnicodeDecodeError):
             text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{option} {name}: cannot be read as text ({error})") from error
         rows = [Row({column: line.strip()}, name) for line in text.split("\n") if line.strip()]
     found = []
     for row in rows:

@@ -13,7 +13,7 @@ from typing import Any
 
 from runners.config.sections import DataConfig
 from runners.data.messages import Message
-from runners.errors import UserError, error_line, show
+from runners.errors import UserError, error_line, show, user_errors
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
 from runners.tokenization.text import encode
@@ -96,10 +96,10 @@ def use_template(tokenizer: Any, file: str) -> str:
     """
     if not file:
         return ""
-    try:
+    with user_errors(
+        f"data.chat_template {file}: cannot be read as text", OSError, UnicodeDecodeError
+    ):
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template {file}: cannot be read as text ({error})") from error
     tokenizer.chat_template = text
     tokenizer.has_chat_template = True
     tokenizer._chat_template = None
@@ -232,13 +232,11 @@ def _conversation(
     template_kwargs: Mapping[str, Any],
 ) -> str:
     def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
-        try:
+        # a template may raise anything, most often jinja2's TemplateError
+        with user_errors("the tokenizer's chat template fails", Exception, why=error_line):
             return apply_template(
                 tokenizer, conversation, tools=tools, template_kwargs=template_kwargs
             )
-        # a template may raise anything, most often jinja2's TemplateError
-        except Exception as error:
-            raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
     system, *rest = messages
     if system["role"] != "system":

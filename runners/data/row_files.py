@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from runners.errors import UserError, did_you_mean, error_line, show
+from runners.errors import UserError, did_you_mean, error_line, show, user_errors
+from runners.files.durable import disk_errors
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -86,12 +87,8 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     there twice, in two formats or as a whole beside its shards; and if a shard is missing.
     """
     found: dict[str, list[Path]] = {}
-    try:
+    with disk_errors(f"data.source {folder} cannot be read"):
         entries = sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(
-            f"data.source {folder} cannot be read: {error.strerror or error}"
-        ) from error
     for path in entries:
         if path.is_file() and path.suffix.lower() in SUFFIXES:
             found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
@@ -149,10 +146,8 @@ def read_file(path: Path) -> list[Row]:
     if suffix == ".csv":
         return list(_csv_rows(path, text))
     if suffix == ".json" and text.lstrip()[:1] == "[":
-        try:
+        with user_errors(f"{path} is not JSON", ValueError, RecursionError):
             values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not JSON: {error}") from error
         return [_as_row(f"{path}, row {number}", value) for number, value in enumerate(values, 1)]
     # Not splitlines: JSON strings may contain U+2028.
     lines = enumerate(text.split("\n"), 1)

@@ -12,8 +12,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.prng import EVALUATION, fold_in
 from runners.checkpoints.manifest import digest
-from runners.config.loading import Config, load_config
-from runners.config.recorded import run_of
+from runners.config.loading import Config, load_config, run_of
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
 from runners.engines.settings import sampling_of
@@ -22,7 +21,7 @@ from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult, pass_at_k
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import held_out
-from runners.files.cache_folder import remembers
+from runners.files.own_folder import remembers
 from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import InferenceModel, load_inference
 from runners.machine.startup import Platform

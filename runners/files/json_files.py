@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runners.errors import ESCAPED, UserError
+from runners.errors import ESCAPED, UserError, user_errors
 from runners.files.durable import disk_errors
 
 
@@ -49,11 +49,11 @@ def open_own(path: Path, flags: int) -> int:
 
 def read_json(file: Path) -> dict:
     """The JSON object in a regular file. Raises UserError if there is none."""
-    try:
-        with open_file(file, follow=True) as stream:
-            content = json.loads(stream.read().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+    with (
+        user_errors(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError),
+        open_file(file, follow=True) as stream,
+    ):
+        content = json.loads(stream.read().decode("utf-8"))
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from runners.errors import UserError, first_line, show
+from runners.errors import UserError, first_line, show, user_errors
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -36,11 +36,11 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     import mlx.core as mx
 
     check_header(file)
-    try:
+    with user_errors(
+        f"{file}: cannot be read as safetensors", OSError, RuntimeError, why=first_line
+    ):
         arrays, metadata = cast(Any, mx.load(str(file), format="safetensors", return_metadata=True))
         mx.eval(arrays)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{file}: cannot be read as safetensors ({first_line(error)})") from error
     return arrays, metadata
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runners.errors import UserError, first_line, show
+from runners.errors import UserError, first_line, show, user_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,11 +59,10 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
             f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
         )
     path = folder / Path(value).expanduser()
-    try:
+    # too long, a zero byte, circular links
+    with user_errors(f"names {show(value)}", OSError, ValueError, RuntimeError, why=first_line):
         inside = path.resolve().is_relative_to(folder.resolve())
         there = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
-        raise UserError(f"names {show(value)}: {first_line(error)}") from error
     if not inside:
         outside = "where nothing is read; data.image_folder names another folder"
         raise UserError(f"names {show(value)}, which leads out of {folder}, {outside}")

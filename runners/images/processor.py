@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from runners.errors import UserError, first_line, first_lines, show
+from runners.errors import UserError, first_line, first_lines, show, user_errors
 from runners.images.image_files import ImageFile, image_size, read_image
 from runners.machine.versions import install_hint
 
@@ -163,14 +163,11 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):
         raise UserError(f"{path}/config.json: image_token_id: expected a token id, found none")
-    try:
+    # mlx-vlm and transformers may fail in any way on untrusted files
+    with user_errors(f"{path}: the image processor cannot be loaded", Exception, why=first_lines):
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
         processor = found.image_processor
         template = found.chat_template
-    except Exception as error:  # mlx-vlm and transformers may fail in any way on untrusted files
-        raise UserError(
-            f"{path}: the image processor cannot be loaded: {first_lines(str(error))}"
-        ) from error
     options = {"max_pixels": max_pixels} if max_pixels else {}
     return ImageProcessor(
         processor, image_token, options, template if isinstance(template, str) else None

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from grpo_fn.images import PromptImages, multimodal_positions
 from grpo_fn.policy import use_multimodal_rope
 from grpo_fn.trees import named_leaves
-from runners.errors import UserError, first_lines
+from runners.errors import UserError, first_lines, user_errors
 from runners.files.json_files import read_json
 from runners.files.tensor_files import weight_files
 from runners.images.image_files import ImageFile
@@ -115,11 +115,9 @@ def prepare_vision(
         options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
         nn.quantize(tower, **options, class_predicate=lambda name, layer: name in packed)
     known = named_leaves(tower.parameters())
-    try:
+    with user_errors(f"{path}: its images cannot be used", ValueError, why=first_lines):
         use_multimodal_rope(module, mrope_sections(config, path))
         tower.load_weights([(name, leaf) for name, leaf in weights.items() if name in known])
-    except ValueError as error:
-        raise UserError(f"{path}: its images cannot be used: {first_lines(str(error))}") from error
     tower.freeze()
     tower.set_dtype(dtype)
     mx.eval(tower.parameters())

@@ -22,7 +22,7 @@ from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
 from runners.config.names import SELF, SHIPPED
-from runners.errors import UserError, first_lines
+from runners.errors import UserError, first_lines, user_errors
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.models.adapters import add_adapters
@@ -270,10 +270,9 @@ def _unloaded(
             except (HTTPError, OSError, ValueError):
                 pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
-    try:
+    # mlx-lm's module may fail in any way for an untrusted config
+    with user_errors(f"{path}: the model cannot be built", Exception, why=first_lines):
         return _from_config(stated), stated
-    except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
-        raise UserError(f"{path}: the model cannot be built: {first_lines(str(error))}") from error
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:

@@ -14,7 +14,7 @@ import numpy as np
 from grpo_fn import prng
 from grpo_fn.trees import named_leaves, on_host
 from runners.config.sections import LoraConfig, ModelConfig
-from runners.errors import UserError, did_you_mean, first_lines, show
+from runners.errors import UserError, did_you_mean, first_lines, show, user_errors
 from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header, load_arrays
 from runners.models import json_keys
@@ -74,10 +74,8 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
         high, low = on_host(prng.fold_in(mx.random.key(seed), prng.ADAPTERS))
     mx.random.seed(high << 32 | low)
     module.freeze()
-    try:
+    with user_errors(f'model.tune = "{tune}"', ValueError):
         linear_to_lora_layers(module, lora.layers, parameters, use_dora=tune == "dora")
-    except ValueError as error:
-        raise UserError(f'model.tune = "{tune}": {error}') from error
     return {"num_layers": lora.layers, "lora_parameters": parameters}
 
 
@@ -161,10 +159,9 @@ def read_adapters(
     # The learner has no dropout.
     count = stated["num_layers"]
     parameters = {**stated["lora_parameters"], "dropout": 0.0}
-    try:
+    # mlx-lm may fail in any way for an untrusted config
+    with user_errors(where, Exception, why=first_lines):
         linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
-    except Exception as error:  # mlx-lm may fail in any way for an untrusted config
-        raise UserError(f"{where}: {first_lines(str(error))}") from error
     wanted = {}
     for name, part in module.named_modules():
         leaves = ("lora_a", "lora_b", "m") if "lora_a" in part else ()

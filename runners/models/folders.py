@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from runners.config.names import HUB_NAME, other_name
-from runners.errors import UserError, first_line, show
+from runners.errors import UserError, first_line, show, user_errors
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
@@ -123,10 +123,8 @@ def read_config(folder: Path) -> dict:
     file = folder / "config.json"
     stated = read_json(file)
     check_keys(stated, file, MODEL)
-    try:
+    with user_errors(str(file), UserError):
         return with_rope_keys(stated)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,12 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
         _ONLY_PEFT, (lambda value: not value, "none, as mlx-lm's adapters have no such thing")
     ),
 }
+
+
+def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
+    """In a process with limits: for each layer the first pattern of a PEFT config that it takes."""
+    return [_first(patterns, name) for name in names]
+
+
+def _first(patterns: Sequence[str], name: str) -> str | None:
+    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)

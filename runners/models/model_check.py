@@ -19,7 +19,7 @@ from grpo_fn.policy_check import DECODING_PATHS, CheckedPolicy, offers_path
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.errors import UserError
-from runners.files.cache_folder import remember, remembers
+from runners.files.own_folder import remember, remembers
 from runners.machine.startup import Platform
 
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import materialize_in_parts, named_leaves
 from runners.config.user_functions import resolve_function
-from runners.errors import UserError, error_line, first_lines, is_out_of_memory
+from runners.errors import UserError, error_line, first_lines, is_out_of_memory, user_errors
 from runners.files.json_files import read_json
 from runners.files.tensor_files import weight_files
 from runners.models.folders import read_config
@@ -118,12 +118,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
     family = str(read_json(config).get("model_type")) if config.exists() else ""
     if not any(name in family for name in _MISTRALS):
         settings["fix_mistral_regex"] = False  # else it may warn of a fault that only these have
-    try:
+    # tokenizers raises plain Exception for a malformed tokenizer.json
+    with user_errors(f"{path}: the tokenizer cannot be loaded", Exception, why=first_lines):
         return utils.load_tokenizer(path, settings, eos_token_ids=end_ids(path))
-    except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
-        raise UserError(
-            f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}"
-        ) from error
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:

@@ -11,17 +11,16 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import mlx.core as mx
 
 from runners.errors import UserError, show
 from runners.machine.bounded_process import BoundedFunction
-
-if TYPE_CHECKING:
-    import mlx.core as mx
+from runners.models import json_keys
 
 PEFT_ADAPTERS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
@@ -57,8 +56,6 @@ def from_peft(
     a layer's scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm
     does not have.
     """
-    import mlx.core as mx
-
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
         found = re.fullmatch(
@@ -173,24 +170,13 @@ def _scales(
     return {name: alphas[name] / rank**power for name, rank in ranks.items()}
 
 
-def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """In the child process: for each layer the first pattern that PEFT takes for it."""
-    return [_first(patterns, name) for name in names]
-
-
-_match = BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)
-
-
-def _first(patterns: Sequence[str], name: str) -> str | None:
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+_match = BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, memory=256_000_000)
 
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
     """Whether a head's adapters are those of the embedding that it is tied to
     (ensure_weight_tying).
     """
-    import mlx.core as mx
-
     pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
     return head is not None and all(
         mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs

@@ -22,7 +22,7 @@ from grpo_fn.policy import (
 )
 from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
-from runners.errors import UserError
+from runners.errors import user_errors
 
 CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
 SLICE_TOKENS = 4096  # tokens of a pass for the moments
@@ -44,10 +44,8 @@ def make_quantized_role(
         return None
     group_size = config.rollout.group_size_of(name)
     head = config.rollout.quantize_head
-    try:
+    with user_errors(config.where(key), ValueError):
         role = quantized_role(policy, name, storage, group_size=group_size, head=head)
-    except ValueError as error:
-        raise UserError(f"{config.where(key)}: {error}") from error
     count = len(role.unfit)
     if count:
         notices.append(

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from runners.errors import UserError, error_line, show
+from runners.errors import UserError, error_line, show, user_errors
 
 # The types that mlx-lm's `initialize_rope` computes like transformers. Modules without it compute
 # "default".
@@ -92,14 +92,18 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     if reader is None:
         return config
     part = config["text_config"] if nested else config
-    try:
+    with user_errors(
+        "rope_parameters: not as transformers writes them",
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        why=error_line,
+    ):
         keys = _other_names(part, reader) | (
             _keys(part, reader) if part.get("rope_parameters") else {}
         )
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise UserError(
-            f"rope_parameters: not as transformers writes them: {error_line(error)}"
-        ) from error
     if not keys:
         return config
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from runners.errors import UserError, error_line
+from runners.errors import error_line, user_errors
 
 
 @attrs.frozen
@@ -32,10 +32,15 @@ def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
 
     Raises UserError if the launcher's variables cannot be read.
     """
-    try:
+    with user_errors(
+        "the launcher's variables give no rank",
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        why=error_line,
+    ):
         place = _place(os.environ if environ is None else environ)
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"the launcher's variables give no rank: {error_line(error)}") from error
     return place if place and place.size > 1 else None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.errors import UserError
+from runners.errors import user_errors
 from runners.files.json_files import read_lines, whole_number
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
@@ -118,10 +118,10 @@ def completion_parts(
 
 def packed(value: Any) -> bytes:
     """A value as JSON, deflated. UserError for numbers that are not finite, which no run writes."""
-    try:
+    with user_errors(
+        "a value in the run's files has no place in a page", ValueError, RecursionError
+    ):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"a value in the run's files has no place in a page: {error}") from error
     # a lone surrogate: its escape
     return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
 

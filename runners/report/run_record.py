@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import load_config
-from runners.config.recorded import recorded_in
+from runners.config.loading import load_config, recorded_in
 from runners.errors import UserError
 from runners.files.durable import disk_errors
 from runners.files.json_files import finite_number, open_file, read_lines

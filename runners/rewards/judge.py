@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import httpx2
+
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
 from runners.errors import Failure, UserError, error_line, one_line, show
@@ -111,8 +113,6 @@ def judge_reward(
         return one_line(text.replace(key(), f"${api_key_env}") if key() else text, {})
 
     async def ask(client: Any, question: str) -> Verdict:
-        import httpx2
-
         body = {"messages": [{"role": "user", "content": question}], **extra}
         failure = Failure("was not asked")
         for number in range(retries + 1):
@@ -141,8 +141,6 @@ def judge_reward(
         thought_tags: Sequence[str] = TAGS,
         **columns: Sequence[Any],
     ) -> list[Verdict]:
-        import httpx2
-
         questions = []
         for row, (completion, messages) in enumerate(zip(completions, prompts, strict=True)):
             cells = {name: _text(values[row]) for name, values in columns.items()}
@@ -165,8 +163,6 @@ def judge_reward(
     def check_ready() -> None:
         """Called before a run loads its model. UserError if the server does not answer or refuses
         the key."""
-        import httpx2
-
         if api_key_env and not key():
             raise UserError(
                 f"the judge at {base}: the environment variable {api_key_env} is not set"

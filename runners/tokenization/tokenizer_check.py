@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.files.cache_folder import remember, remembers
+from runners.files.own_folder import remember, remembers
 from runners.machine.bounded_process import BoundedFunction
 from runners.quickstart import MODEL_DIR
 

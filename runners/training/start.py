@@ -32,7 +32,7 @@ from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
-from runners.files.cache_folder import remember
+from runners.files.own_folder import remember
 from runners.files.run_files import OWN_RUNS
 from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform

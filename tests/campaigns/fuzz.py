@@ -39,7 +39,7 @@ _WRITING = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlin
 _RUNNING = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"}
 _RUNNING |= {"socket.connect", "socket.getaddrinfo"}
 # What processes with limits are started for: a tokenizer's first use, regular expressions of a file.
-_BOUNDED = ("first_use:first_use", "peft_adapters:first_patterns")
+_BOUNDED = ("first_use:first_use", "json_keys:first_patterns")
 
 
 class Watchdog:

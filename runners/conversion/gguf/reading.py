@@ -12,7 +12,7 @@ import numpy as np
 from runners.conversion.gguf.families import FAMILIES, ROPE_FACTORS, config_of, swap_pairs
 from runners.conversion.gguf.header import GGUF, Tensor, gguf_package, read_header
 from runners.conversion.gguf.tokenizers import write_tokenizer
-from runners.errors import UserError, first_line, show
+from runners.errors import UserError, first_line, show, user_errors
 from runners.files.json_files import write_json
 
 _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
@@ -27,11 +27,9 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     unless `dequantize`. All others are unpacked by the `gguf` package. Raises UserError for a file
     that is broken or of an unknown kind.
     """
-    try:
-        _convert(read_header(file), folder, dequantize)
     # a shape, or a type that gguf only names
-    except (UserError, ValueError, NotImplementedError) as error:
-        raise UserError(f"{file}: {first_line(error)}") from error
+    with user_errors(str(file), UserError, ValueError, NotImplementedError, why=first_line):
+        _convert(read_header(file), folder, dequantize)
 
 
 def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:

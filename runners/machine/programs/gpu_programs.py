@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from runners.errors import UserError
-from runners.files.cache_folder import kept_folder
+from runners.files.own_folder import kept_folder
 from runners.files.tensor_files import stated_dtype
 from runners.machine.bounded_process import python_command
 

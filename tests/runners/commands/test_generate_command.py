@@ -66,7 +66,7 @@ import sys, time
 import runners.machine.startup
 runners.machine.startup.load_blas()
 from runners.cli import main
-from runners.commands import chat
+from runners.commands import generate
 from runners.engines.engine import Token
 from runners.engines.local import LocalEngine
 def tokens(self, ticket, *, should_stop=lambda: False):
@@ -75,10 +75,10 @@ def tokens(self, ticket, *, should_stop=lambda: False):
         yield Token(50, 0.0, 1)
         if should_stop():
             return
-def reading(read=chat._read):
+def reading(read=generate._read):
     print("reading", file=sys.stderr, flush=True)
     return read()
-LocalEngine.tokens, chat._read = tokens, reading
+LocalEngine.tokens, generate._read = tokens, reading
 main()
 """
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from runners.config.recorded import read_recorded, run_of
+from runners.config.loading import read_recorded, run_of
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from tests.support.commands import grpo
@@ -84,7 +84,7 @@ def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
             read_recorded(file)
         file.unlink()
         os.mkfifo(file)
-    with pytest.raises(UserError, match=r"cannot be read as JSON \(.*not a regular file"):
+    with pytest.raises(UserError, match=r"cannot be read as JSON: .*not a regular file"):
         read_json(file)  # as grpo_prompt.json, manifests and models' files are
 
 

@@ -26,7 +26,7 @@ from runners.evaluation.comparison import (
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import evaluate, held_out
 from runners.evaluation.measurement import choose_problems, measure
-from runners.files.cache_folder import remember
+from runners.files.own_folder import remember
 from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform

@@ -9,10 +9,9 @@ import pytest
 
 from runners.checkpoints.run_folder import locked
 from runners.errors import UserError
-from runners.files.cache_folder import remember, remembers
 from runners.files.durable import PREFIX, sweep
 from runners.files.json_files import JsonLines
-from runners.files.own_folder import foreign, own_folder
+from runners.files.own_folder import foreign, own_folder, remember, remembers
 from runners.machine.programs import gpu_programs
 from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.startup import separate_programs
