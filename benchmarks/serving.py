@@ -194,13 +194,13 @@ class Case:
 @click.option(
     "--requests", "counts", type=int, multiple=True, default=REQUESTS, show_default=True, help="How many."
 )
-@click.option("--new", default=0, help="Tokens of a completion [128; on a CPU 16].")
+@click.option("--new", default=0, help="Tokens of a completion [128; on a CPU 64].")
 @click.option("--repeats", default=3, help="Rounds of each comparison.")
 def main(
     quick: bool, models: Sequence[str], counts: Sequence[int], new: int, repeats: int
 ) -> Iterator[Sequence[Figure]]:
     """Requests that arrive one by one, and the same rows submitted at once."""
-    case = Case(new=new or (16 if backend() == "cpu" else 128), repeats=repeats)
+    case = Case(new=new or (64 if backend() == "cpu" else 128), repeats=repeats)
     if quick:
         case = attrs.evolve(case, prompt=8, new=4, repeats=1)
     for model in models:

@@ -162,10 +162,6 @@ class RowQueue:
         done = self._ended.get(row) or self.rows[row].done
         return [*done.tokens], [*done.logp]
 
-    def forget(self) -> None:
-        """Free all kept caches: the weights have changed."""
-        self._kept.clear()
-
     def widest(self, most: int) -> int:
         """The most rows of which a round consists, by what waits now; `most` as in `due`."""
         rounds = [*self._rounds, *_rounds(self._entries, most)]

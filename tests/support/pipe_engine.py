@@ -121,22 +121,14 @@ class Server:
         """What has ended within a moment; whether there may be more; the rows that are decoded together."""
         end = time.monotonic() + 0.02
         rows = self.engine.collect(should_stop=lambda: time.monotonic() > end)
-        groups = [(ticket, [attrs.astuple(row) for row in group]) for ticket, group in rows.items()]
-        return groups, bool(rows) or time.monotonic() > end, self.engine.rows
+        return list(rows.items()), bool(rows) or time.monotonic() > end, self.engine.rows
 
     def next(self, ticket):
         stream = self.streams.setdefault(ticket, self.engine.tokens(ticket))
-        token = next(stream, None)
-        return None if token is None else attrs.astuple(token)
-
-    def peek(self, ticket, start):
-        return [attrs.astuple(token) for token in self.engine.peek(ticket, start)]
+        return next(stream, None)
 
     def close(self, ticket):
         self.streams.pop(ticket).close()
-
-    def cancel(self, ticket):
-        self.engine.cancel(ticket)
 
     def is_free(self):
         return not (self.streams or self.engine._jobs or self.engine._kept)
@@ -151,7 +143,8 @@ def serve(pipe: Connection, model: str) -> None:
         except EOFError:
             return
         try:
-            answer = [None, getattr(server, name)(*arguments)]
+            method = getattr(server, name, None) or getattr(server.engine, name)
+            answer = [None, method(*arguments)]
         except Exception as error:
             answer = [type(error).__name__, str(error)]
-        pipe.send_bytes(json.dumps(answer).encode())
+        pipe.send_bytes(json.dumps(answer, default=attrs.astuple).encode())

@@ -234,7 +234,7 @@ def test_a_branch_reuses_the_longest_common_beginning(name, trims):
 
     add(10, 0)
     drive(policy, queue, [(2, lambda: add(20, 1, keep=True)), (3, lambda: add(11, 1))], check_every=1)
-    queue.forget()
+    queue.cancel([2])
     add(12, 2)
     drive(policy, queue)
     done = queue.take()
