@@ -168,7 +168,7 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
 
 
 def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
-    """On a GPU that does so: less in the gradient's phase alone, unless it is off or whole blocks are computed
+    """On such a GPU: less in the gradient's phase alone, unless it is off or whole blocks are computed
     again; and the learner's model does as the forecast says."""
     checked = config("system.share_prompts=never")
     plain = predict(checked).phases
