@@ -20,6 +20,7 @@ from benchmarks.evidence.readings import sampler as sampler_figures
 from benchmarks.evidence.watched import (
     Lines,
     WatchedRun,
+    over_minutes,
     share_figure,
     step_figures,
     time_limit,
@@ -118,7 +119,8 @@ def scores(lines: Lines) -> list[Figure]:
         if not evaluations[0]["update"]:
             figures.append(share_figure(f"{name} before", values[0], problems))
         if evaluations[-1]["update"]:
-            curve = [(minute, 100 * value) for minute, value in zip(minutes, values, strict=True)]
+            percent = [100 * value for value in values]
+            curve = over_minutes(list(zip(minutes, percent, strict=True)))
             figures.append(share_figure(f"{name} after", values[-1], problems, curve=curve))
     return figures
 

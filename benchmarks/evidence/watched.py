@@ -7,9 +7,11 @@ are known so far go into OUT/NAME.json: the scores before training first, then c
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from benchmarks.evidence.pool import ROOT
-from benchmarks.evidence.readings import PEAK, SECONDS, STEP, TOKENS, thinned
+from benchmarks.evidence.readings import PEAK, REWARD, SECONDS, STEP, TOKENS
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import backend, machine
-from benchmarks.harness.record import Figure, make_record, save_record
+from benchmarks.harness.record import Curve, Figure, make_record, save_record
 from runners.errors import UserError
 from runners.evaluation.comparison import wilson
 
@@ -152,7 +155,7 @@ def step_figures(lines: Lines) -> list[Figure]:
     mean = sum(reward for _, reward in last) / len(last)
     figures = [
         Figure(name="updates", value=steps[-1]["update"]),
-        Figure(name="reward, last tenth", value=mean, curve=thinned(rewards, 60)),
+        Figure(name=REWARD, value=mean, curve=over_minutes(rewards, 9)),
         _median(STEP, steps, "step_time", "s"),
         Figure(name=TOKENS, value=steps[-1].get("num_tokens", 0)),
     ]
@@ -163,6 +166,20 @@ def step_figures(lines: Lines) -> list[Figure]:
         peak = max(line["memory/peak_gb"] for line in steps)
         figures.append(Figure(name=PEAK, value=peak, unit="GB"))
     return figures
+
+
+def over_minutes(points: Sequence[tuple[float, float]], width: int = 1) -> Curve:
+    """(minute, value) at every tenth of a minute, so that the curves of several runs can be joined.
+
+    Each value is the mean of `width` neighbours.
+    """
+    minutes, values = zip(*points, strict=True)
+    half = width // 2
+    places = range(len(values))
+    means = [statistics.fmean(values[max(place - half, 0) : place + half + 1]) for place in places]
+    ticks = range(math.ceil(10 * minutes[0]), math.floor(10 * minutes[-1]) + 1)
+    grid = [tick / 10 for tick in ticks]
+    return tuple(zip(grid, np.interp(grid, minutes, means).round(4).tolist(), strict=True))
 
 
 def _median(name: str, steps: Lines, key: str, unit: str) -> Figure:
