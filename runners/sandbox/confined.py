@@ -214,7 +214,7 @@ class Sandbox:
 
 
 def answer(sandbox, connection):
-    """One task: runs its program within its limits, and answers. False: it could not begin."""
+    """One task: runs its program within its limits, and answers. False: it did not begin."""
     limits = json.loads(connection.recv_bytes())
     output = new_file()
     lives, leash = os.pipe()
@@ -225,7 +225,8 @@ def answer(sandbox, connection):
         finally:
             os._exit(1)
     os.close(leash)
-    began = os.read(lives, 1)  # it has read its task
+    if not os.read(lives, 1):  # it ended before it had read its task
+        return False
     # Of the connection: nobody waits for the answer any more.
     select.select([lives, 0], [], [], limits["seconds"])
     os.kill(program, signal.SIGKILL)  # one that has ended keeps its exit code
@@ -238,7 +239,7 @@ def answer(sandbox, connection):
         sent += os.sendfile(0, output, sent, size - sent)
     os.close(lives)
     os.close(output)
-    return bool(began)
+    return True
 
 
 def begin(sandbox, connection, limits, output, leash):

@@ -1,12 +1,15 @@
 """PEFT's alpha_pattern where several patterns fit a layer."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from runners.errors import UserError
+from runners.models import peft_adapters
 from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
@@ -36,3 +39,23 @@ def test_the_first_pattern_that_fits_decides(tmp_path, monkeypatch, first):
     fused: Any = mx.load("fused/model.safetensors")
     for layer, weight in want.items():
         np.testing.assert_allclose(np.array(fused[f"{layer}.weight"]), np.array(weight), atol=1e-4)
+
+
+def test_one_process_matches_all_patterns_until_one_takes_too_long():
+    """Then it is another one."""
+
+    def scale(pattern):
+        settings = {"lora_alpha": 2, "alpha_pattern": {pattern: 8.0}}
+        return peft_adapters._scales(settings, {"a" * 60 + ".q_proj": 4}, Path("adapters"))[
+            "a" * 60 + ".q_proj"
+        ]
+
+    def process():
+        return peft_adapters._match.start()[0].pid
+
+    assert (scale("q_proj"), scale("k_proj")) == (2.0, 0.5)
+    first = process()
+    assert scale("[a-z]_proj") == 2.0 and process() == first
+    with pytest.raises(UserError, match="alpha_pattern: expected regular expressions that match"):
+        scale("(a+)+!")
+    assert scale("q_proj") == 2.0 and process() != first

@@ -202,6 +202,13 @@ def test_a_program_cannot_take_more(program, wanted, outside):
     assert "out\n" not in printed
 
 
+@linux
+def test_a_program_that_cannot_begin_costs_no_other():
+    """Its folder cannot be made: the process is not asked again."""
+    assert run_program("print(1)", limits=Limits(disk=-1)).ended
+    assert run_program("print(1)").output == b"1\n"
+
+
 def test_standard_error_is_not_the_output_and_half_a_character_is_no_fault():
     assert run_program("import sys; print('note', file=sys.stderr); print(1)").output == b"1\n"
     assert run_program("print('\ud800')").code == 1
