@@ -1,11 +1,11 @@
-"""Whether a policy decodes what it learns: its numbers are compared on a few tokens, before
-anything trains.
+"""Whether a policy computes the same log-probs for sampling and learning: compared on a few tokens
+before training.
 
     rollout of a few tokens,                       forward pass of each row alone;
-    as later                                       the learner's batches
+    later the learner's batches
            log-probs  ──── the same, or a slower path ────  log-probs
 
-The structure of a model decides which fast paths are offered. Here its numbers decide.
+The structure of a model determines which fast paths are offered. Here its numbers decide.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -47,7 +47,7 @@ PATHS = (*DECODING_PATHS, "share_prompts", "compile")
 
 @attrs.frozen(eq=False)
 class CheckedPolicy:
-    """A policy whose sampler and learner agree, and what that took."""
+    """A policy whose sampler and learner agree, and the paths that were given up."""
 
     policy: Policy  # without the paths that were given up
     given_up: tuple[str, ...] = ()  # of PATHS
@@ -66,13 +66,13 @@ def check_policy(
     """The policy with the fastest path on which its sampler and its learner have the same
     log-probs.
 
-    It takes a few tokens of two of the prompts: some seconds for a large model.
+    It uses a few tokens of two of the prompts, which takes some seconds for a large model.
 
     Args:
         policy: the model.
         params: its parameters.
         prompts: token ids, at least one prompt.
-        learns: whether it trains, so that the learner's log-probs and gradient are checked as well,
+        learns: whether it trains, so that the learner's log-probs and gradient are checked too,
             with checkpointed blocks against plain ones; False for a sampler with its own weights.
         share_prompts: whether `split_batch` will share prompts.
         compile: whether the learner's steps will be compiled.
@@ -115,14 +115,14 @@ def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
 
 
 def offers_path(policy: Policy, path: str) -> bool:
-    """Whether the policy takes one of `DECODING_PATHS`."""
+    """Whether the policy uses one of `DECODING_PATHS`."""
     return not policy.split.over_caches if path == "plain_forward" else bool(getattr(policy, path))
 
 
 def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) -> list[list[int]]:
-    """The beginnings of the longest and of the shortest prompt, of different lengths if possible.
+    """The beginnings of the longest and the shortest prompt, with different lengths if possible.
 
-    `positions`: of the model's prompts and completions, at most; None: any number.
+    `positions`: the most that the model's prompts and completions can have; None for no limit.
     """
     longest, shortest = max(prompts, key=len), min(prompts, key=len)
     most = LONG if positions is None else max(min(LONG, positions - SAMPLING.max_new_tokens), 1)

@@ -1,7 +1,7 @@
-"""Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
+"""Batch: the learner's input, made from a rollout. Rows can be dropped, or split into minibatches.
 
 A row is prompt + completion + padding. So in every architecture, without a mask, positions are
-right and causal attention never sees the padding.
+right and causal attention never sees padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,9 @@ from grpo_fn.trees import on_host
 class Batch:
     """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
 
-    In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L]
-    and has only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    In a batch with shared prompts (`prompt_index_b`), each prompt occurs once: `tokens_bl` is [P,L]
+    and contains only prompts, `prompt_lengths_b` is [P], and row i continues prompt
+    `prompt_index_b[i]`.
     """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
@@ -85,13 +86,13 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count
-    nowhere.
+    """All rows of a rollout as one batch. Tokens that an environment gave are context: they are
+    masked.
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G], or of each token [P,G,T]; of each turn: see `spread_over_turns`.
-        mask_truncated: completions that hit the length limit count no token (they stay in the
+        adv_pg: advantages [P,G], or of each token [P,G,T]; for turns, see `spread_over_turns`.
+        mask_truncated: completions that reach the length limit count no token (they stay in the
             number of sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy
             term (arXiv 2506.01939). Needs the rollout's entropies. 1.0: all.
@@ -158,14 +159,13 @@ def batch_of(
 ) -> Batch:
     """A batch of any rows, with an advantage and a weight for each token of a completion.
 
-    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts
-    nowhere.
+    A token's loss is multiplied by its weight; a token with weight 0 is masked.
 
     Args:
-        rows: (prompt, completion): token ids, none of them empty.
-        advantages: of each completion's tokens; for `SFT` 1.
+        rows: (prompt, completion) as token ids, none of them empty.
+        advantages: of each completion's tokens; 1 for `SFT`.
         weights: of the same tokens, at least 0; None: 1 each.
-        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of
+        logp: log-probs of the same tokens under the policy that sampled them, nats: μ, and π_old of
             the ratio; None: π_old is π_θ.
 
     Raises:
@@ -198,10 +198,11 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch with the rows that the teacher reads: its own prompts, if they have hints.
+    """The batch with the rows for the teacher, which include its own prompts if there are hints.
 
-    `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows
-    of padding: one of their ids, which only an untrained model draws, is the teacher's last one.
+    `vocabulary`: rows of the teacher's embedding; None if unknown. The student's embedding may have
+    more rows of padding: their ids, which only an untrained model samples, become the teacher's
+    last id.
     """
     tokens_bl = batch.tokens_bl if batch.hinted_tokens_bm is None else batch.hinted_tokens_bm
     rows = {"tokens_bl": tokens_bl, "targets_bt": batch.targets_bt}
@@ -220,8 +221,8 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:
-    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that
-    need more positions than it has learned. Only with learned positions it waits for the device."""
+    """Raises ValueError if a batch has token ids outside of the policy's embedding, or rows that
+    need more positions than it has learned. Waits for the device only if positions are learned."""
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
@@ -238,10 +239,10 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Leave out the rows without a gradient; they still count in the denominators.
+    """Drops the rows without a gradient; they still count in the denominators.
 
-    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows
-    with A = 0 (all of a group whose rewards are equal). It reads the advantages, and so waits for
+    These are rows without a counted token and, without a KL term and an entropy bonus, rows with A
+    = 0 (all rows of a group whose rewards are equal). This reads the advantages, so it waits for
     the device.
     """
     if not enabled("inactive_rows"):
@@ -255,8 +256,8 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update
-    each.
+    """Splits a batch into `number` parts of consecutive rows, each with its own counts, for one
+    update each.
 
     Raises:
         ValueError: there are fewer rows than parts.
@@ -271,7 +272,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with the counts of its own rows and tokens alone."""
+    """The batch with only the counts of its own rows and tokens."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -280,9 +281,10 @@ def counted_alone(batch: Batch) -> Batch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the denominators' counts stay those of the whole.
+    """The given rows, in that order; the denominators' counts stay those of the whole batch.
 
-    Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
+    Only for batches in which each row has its own prompt, that is, before `split_batch` shares
+    them.
     """
     return take_part(batch, rows, rows)
 
@@ -293,13 +295,13 @@ def take_part(
     prompts: Sequence[int] | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
-    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
-    whole's.
+    """The only function that selects and pads parts of a batch: every field by its `AXES`; counts
+    do not change.
 
     Args:
         rows: of `targets_bt`.
-        prompts: of `tokens_bl`; None: all.
-        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
+        prompts: rows of `tokens_bl`; None for all.
+        sizes: new sizes of the axes b, t, p and l; None keeps them. A row of padding has an empty
             mask and prompt length 1.
 
     Raises:
