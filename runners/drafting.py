@@ -1,6 +1,4 @@
-"""`grpo init`: what a model and a data set are, and the config that a person would write
-for them.
-"""
+"""`grpo init`: inspects a model and a data set, and writes a suitable config for them."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else a
 
 @attrs.frozen
 class DataSurvey:
-    """A data set as `data` and `answer.form` of a config describe it."""
+    """A data set in terms of a config's `data` and `answer.form`."""
 
     eval_split: str  # "train": a part is held out
     question: str  # the column of texts; empty: `prompt` is used
@@ -86,10 +84,10 @@ class DataSurvey:
 
 def survey_model(name: str) -> tuple[str, int, bool]:
     """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the
-    bytes that training all weights takes (0: they are packed); whether it has a chat template,
-    which a base model lacks.
+    bytes that training all weights needs (0 if they are packed); and whether it has a chat
+    template, which a base model lacks.
 
-    Of weights only shapes are read. Raises UserError as a run does for a model that cannot be used.
+    Only the shapes of the weights are read. Raises UserError for a model that a run cannot use.
     """
     folder = resolve_model(name, "MODEL")
     packed = read_config(folder).get("quantization")
@@ -111,11 +109,11 @@ def survey_model(name: str) -> tuple[str, int, bool]:
 
 
 def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey:
-    """Looks at the first rows of a file, a folder, a data set of the Hub, or a shipped one.
+    """Inspects the first rows of a file, a folder, a data set of the Hub, or a shipped one.
 
-    `question` and `answer` name the columns; empty: they are found by their names and values.
-    Raises UserError if there are no rows, and for a column that is missing or does not hold
-    questions or answers.
+    `question` and `answer` name the columns; if empty, they are found by their names and values.
+    Raises UserError if there are no rows, and for a column that is missing or contains no questions
+    or answers.
     """
     eval_split, train = _rows(source)
     rows = [row for row in train[:LOOKED] if not row.fault]
@@ -237,9 +235,9 @@ def draft(
     reward: str,
     memory: int,
 ) -> str:
-    """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the
-    defaults, and why. `reward` is the file of the user's reward, where no answer is compared;
-    `memory` bytes for a run.
+    """The config as TOML, from the results of `survey_model` and `survey_data`: the keys that
+    differ from the defaults, and why. `reward` is the file of the user's reward, if answers cannot
+    be compared; `memory` is the bytes available to a run.
     """
     words, needed, templated = about
     form = found.form

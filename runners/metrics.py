@@ -1,4 +1,4 @@
-"""Every metric that a run logs: the table that docs/metrics.md, `stop.when` and the report read.
+"""Every metric that a run logs: the table for docs/metrics.md, `stop.when` and the report.
 
 To add a metric, add a line here and the line of code that puts it into an update's dict. The columns are the
 name in training_log.jsonl, the unit, the meaning, normal values, and what to do about others. Headings start
@@ -133,7 +133,7 @@ _NO_NUMBERS = ("text", "true", "names")  # units of what a condition cannot comp
 
 @attrs.frozen
 class Metric:
-    """A line of the table."""
+    """A row of the table."""
 
     section: str  # the heading above it
     name: str  # {name}: a reward's

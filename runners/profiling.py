@@ -1,4 +1,4 @@
-"""`grpo bench`: runs some steps of a config and measures their time by part."""
+"""`grpo bench`: runs some steps of a config and measures the time of each part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 
 
 class Stepping:
-    """A built run that takes its steps without anything being written."""
+    """A run that takes its steps without writing anything."""
 
     def __init__(self, run: Run, shown: Diary) -> None:
         self.state = first_state(run)
@@ -50,7 +50,7 @@ class Stepping:
         self.plan.engine.load(self.plan.weights(self.state))
 
     def step(self) -> dict[str, float]:
-        """The rollouts of an update and all updates that use them: seconds by part, and counts."""
+        """The rollouts of an update and all updates that use them: seconds per part, and counts."""
         plan = self.plan
         tokens = learned = columns = 0.0
         while not plan.update_due(self.state):
@@ -76,9 +76,9 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
     A step is the rollouts of an update and all updates that use them. `report` shows the progress.
-    Returns medians and what follows from them, as JSON has them: seconds, bytes and counts.
+    Returns medians and values derived from them, in JSON's types: seconds, bytes and counts.
 
-    Raises UserError as a run does.
+    Raises the errors of a run.
     """
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine = startup.prepare(config.system.memory_limit_gb, config)

@@ -1,9 +1,9 @@
 """The forms of an answer, `answer.form`: how each is read from a completion and asked for in the
 prompt.
 
-Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this
-table alone. Built-in forms take time linear in the text; patterns and functions of the user run in
-a process with limits.
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers only with
+this table. Built-in forms take linear time; the user's patterns and functions run in a process with
+limits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AnswerForm:
     thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
 
     def read(self, text: str) -> str | None:
-        """The answer in a completion, the nudge in front; None: there is none."""
+        """The answer in a completion (including the nudge); None if there is none."""
         said = split_thoughts(text, self.thoughts)[1]
         if said is None:
             return None
@@ -89,15 +89,15 @@ class AnswerForm:
         return (self.read(text) if has_form else None) or text
 
     def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
-        """1 for each answer that agrees with its gold one, else 0;
-        of a program the share of its tests."""
+        """1 for each answer that agrees with its reference answer, else 0; for a program, the share
+        of its tests."""
         if self.shares is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
         shares = self.shares([each or "" for each in found], golds)
         return [share * (each is not None) for each, share in zip(found, shares, strict=True)]
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
-        """A line if programs may pass tests that they do not solve."""
+        """A message if programs may pass tests that they do not solve."""
         if self.forges is None:
             return []
         forging = list(filter(None, map(self.forges, texts)))
@@ -110,16 +110,16 @@ class AnswerForm:
         ]
 
     def is_right(self, text: str, gold: str) -> bool:
-        """Whether a completion has the gold answer."""
+        """Whether a completion has the reference answer."""
         return self.agree(self.read(text), gold)
 
 
 def extract_answer(text: str) -> str | None:
     """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
-    A pair is an opening tag and the first closing tag after it, with no other opening tag between:
-    an unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is
-    no answer.
+    A pair is an opening tag and the first closing tag after it, without another opening tag between
+        them: an unclosed ``<answer>`` is ignored, and of nested ones the innermost is used. An
+        empty pair is no answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -294,13 +294,13 @@ def answer_form(
     thoughts: tuple[str, ...] = TAGS,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". ValueError, with what is expected,
-    for any other.
+    """The form for `answer.form`; None for "none". Raises ValueError, with what is expected, for
+    any other.
 
     Args:
-        given: the nudge, in front of each completion that is read.
-        thoughts: the opening and the closing tag of thoughts; empty: there are none.
-        partial_sandbox: programs run also where protections of the sandbox are missing.
+        given: the nudge, which precedes each completion that is read.
+        thoughts: the opening and the closing tag of thoughts; empty if there are none.
+        partial_sandbox: programs also run if protections of the sandbox are missing.
     """
     if spec == NONE:
         return None
@@ -341,9 +341,11 @@ def answer_form(
 def fitting_form(
     texts: Sequence[str], golds: Sequence[str], thoughts: tuple[str, ...] = TAGS
 ) -> tuple[str, int, int] | None:
-    """The form that most completions have, with how many have it and how many are right in it.
+    """The form that fits most completions, with the number of completions that it fits, and how
+    many are right.
 
-    None if none has half of them. Of several the one with most right answers, then the narrowest.
+    None if no form fits half of them. Among equals, the form with the most right answers is used,
+    then the narrowest.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
     fields = Counter[str]()

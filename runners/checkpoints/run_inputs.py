@@ -1,6 +1,6 @@
-"""Digests of a run's inputs besides its config; a resumed run compares them.
+"""Digests of a run's inputs other than its config, which a resumed run compares.
 
-Digests are SHA-256. Files and columns are read whole; for the weights under adapters see
+Digests are SHA-256. Files and columns are read completely; for the weights under adapters, see
 `base_digest`.
 """
 

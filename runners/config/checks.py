@@ -1,4 +1,4 @@
-"""Checks beyond a single key: that files exist, and that keys fit each other. Nothing is loaded."""
+"""Checks beyond a single key: files must exist, and keys must be consistent. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _ONLY_IF = {
 
 
 def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
-    """The sections with their paths resolved. A section that is None had faults and is left alone.
+    """The sections with their paths resolved. A section that is None had errors and is skipped.
 
-    Faults go to `found.problems`, one line each.
+    Errors are added to `found.problems`, one line each.
     """
     result = dict(built)
     paths = _Paths(found)

@@ -1,4 +1,4 @@
-"""Names that a config may use in place of files and functions: of models, data and rewards."""
+"""Names that a config can use instead of files and functions: of models, data and rewards."""
 
 import re
 
@@ -69,7 +69,7 @@ _OTHER_NAMES = {
 
 
 def other_name(text: str) -> str:
-    """What a text is that names no folder and nothing on the Hub, and what is expected; "": nothing
+    """An explanation for a text that is neither a folder nor a name on the Hub; "" if nothing is
     known.
     """
     for pattern, meaning in _OTHER_NAMES.items():

@@ -1,5 +1,6 @@
-"""The config's keys: each class is a table of the TOML file, and each line is a key with its default, its
-meaning in Markdown, and its range. docs/config.md and `grpo-run --explain` are made from them."""
+"""The config's keys: each class is a table of the TOML file, and each line is a key with its
+default, its meaning in Markdown, and its range. docs/config.md and `grpo-run --explain` are
+generated from them."""
 
 import json
 from pathlib import Path
@@ -151,7 +152,8 @@ class RolloutConfig:
     max_batch: int = key(0, "maximum number of completions that are decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:
-        """The group size for a format: `group_size` if the format leaves the choice, else 0 for the format's own."""
+        """The group size for a format: `group_size` if the format leaves the choice, otherwise 0
+        for the format's own."""
         return self.group_size if quantization.startswith("affine") else 0
 
 
@@ -248,7 +250,8 @@ class SftConfig:
 
 @attrs.frozen(kw_only=True)
 class EnvConfig:
-    """[env]: what replies to the model's turns; without factory and tools, completions have one turn."""
+    """[env]: tools and environments that reply to the model's turns; without factory and tools,
+    completions have one turn."""
 
     factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are the tools; empty: none")
     tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; a file name alone: all of its public functions", "no empty string")

@@ -1,6 +1,6 @@
 """The README.md of an exported model: its origin, its training and its results.
 
-It shows a run's config and results, and nothing of the machine: no folder, no host, no user.
+It contains a run's config and results, and nothing about the machine: no folder, host or user.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class RunFacts:
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run, or
-    to one that does not tell what was trained on what.
+    """The facts about the run of a folder `final` or `checkpoint-N`; None if it belongs to no run,
+    or to one without information about model and data.
 
-    For a checkpoint only events up to its step count. Raises UserError for files that cannot be
+    For a checkpoint, only events up to its step count. Raises UserError for files that cannot be
     read.
     """
     run = model.resolve().parent
@@ -68,7 +68,7 @@ def run_facts(model: Path) -> RunFacts | None:
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A resolved config without keys about the machine, and with names in place of paths."""
+    """A resolved config without keys about the machine, and with names instead of paths."""
 
     def shared(key: str, value: Any) -> Any:
         if key not in _PATHS or not value:
@@ -109,11 +109,11 @@ def model_card(
 
     Args:
         title: the model's name.
-        facts: of its run; None: no run.
-        prompt: how the model was asked in training; None: not known.
-        quantized: how the weights are packed, in words; "" if they are not.
+        facts: about its run; None without a run.
+        prompt: the prompt format of training; None if unknown.
+        quantized: a description of how the weights are packed; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
-        licence: license, license_name and license_link of the base model's card, as far as they are
+        licence: license, license_name and license_link of the base model's card, if they are
             known.
     """
     from huggingface_hub import ModelCardData

@@ -1,11 +1,10 @@
-"""nanochat's files, of which nothing runs what a pickle could: checkpoints of PyTorch,
-tokenizer.pkl.
+"""nanochat's files (PyTorch checkpoints and tokenizer.pkl), read without running code from their
+pickles.
 
 model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm
-uses nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled
-with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the
-opcodes that hold texts, bytes, numbers and tables, and one name, that of Encoding, in whose place
-it makes an empty object.
+uses nanochat's. This needs PyTorch (extra `torch`). The file is memory-mapped and unpickled with
+`weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts only the opcodes
+for texts, bytes, numbers and tables, and one name, Encoding, for which it makes an empty object.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ _FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path] | None:
-    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one;
-    None if it has no checkpoints.
+    """model_*.pt, meta_*.json and tokenizer.pkl of the last or the given step in a folder; None if
+    it has no checkpoints.
 
     nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and
-    BASE/tokenizer/tokenizer.pkl, but the tokenizer may lie in the folder. Raises UserError if that
-    step or the tokenizer is missing.
+    BASE/tokenizer/tokenizer.pkl, but the tokenizer may be in the same folder. Raises UserError if
+    that step or the tokenizer is missing.
     """
     files = folder.iterdir() if folder.is_dir() else ()
     matches = [(_MODEL.fullmatch(file.name), file) for file in files]
@@ -90,9 +89,9 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
 def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
-    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises
-    UserError without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is
-    seen by loading it.
+    Padding rows of the embedding and the head are removed, because nanochat ignores them. Raises
+    UserError without PyTorch, and for files that cannot be read. Loading the result shows whether
+    mlx-lm supports all tensors.
     """
     sizes = _sizes(meta)
     config = {
@@ -158,9 +157,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout);
-    or None.
-    """
+    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next((place for place in places if place.is_file()), None)
 
@@ -168,8 +165,8 @@ def find_pickle(folder: Path) -> Path | None:
 def read_encoding(file: Path) -> tiktoken.Encoding:
     """The encoding in a pickle of protocol 4 or 5.
 
-    Raises UserError if the file cannot be read, if it names something else than tiktoken's
-    Encoding, which is neither imported nor called, or if its content is not a vocabulary.
+    Raises UserError if the file cannot be read, if it refers to anything else than tiktoken's
+    Encoding (which is neither imported nor called), or if its content is not a vocabulary.
     """
     import tiktoken
 

@@ -1,5 +1,5 @@
-"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by
-row."""
+"""Questions and reference answers from the Hub, a local file or folder, or the package, checked row
+by row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,18 +46,18 @@ _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed 
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
-    """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
+    """The rows to train on (the first `max_samples`) and those to evaluate on.
 
     A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
     "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth
     of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained
-    on. `data.transform` (found in `folders`, as in `resolve_function`) gets each row first; it
-    returns the row to use, or None.
+    on. `data.transform` (found in `folders`, see `resolve_function`) is applied to each row first;
+    it returns the row to use, or None.
 
-    A row without a question and, unless `data.answer` is empty, an answer is a bad row:
-    `on_bad_row` "raise" raises an error with its place, "skip" leaves it out and notes it in
-    `Rows.faults`. Raises UserError for a missing source, split or field (with those found), a bad
-    row, and a split without a usable row.
+    A row without a question or (unless `data.answer` is empty) an answer is invalid: with
+    `on_bad_row` "raise" it raises an error with its place; with "skip" it is skipped and recorded
+    in `Rows.faults`. Raises UserError for a missing source, split or field (with those found), an
+    invalid row, and a split without usable rows.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
@@ -83,11 +83,12 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`; a
-    default system prompt that asks for a number asks for an answer if most gold ones are none.
+    """The config for these rows: without reference answers if no row has the column `data.answer`;
+    a default system prompt that asks for a number asks for an answer instead if most reference
+    answers are not numbers.
 
-    Raises UserError where programs have no sandbox, for tests that no program can pass, and for
-    lists that answer another form than "code".
+    Raises UserError if programs have no sandbox, for tests that no program can pass, and for lists
+    with another form than "code".
     """
     form = config.answer.form
     name = config.data.answer
@@ -123,10 +124,9 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
 def load_split(
     config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
 ) -> Rows:
-    """All usable rows of one split, or of a single file whatever the split's name; nothing is held
-    out.
+    """All usable rows of one split, or of a single file for any split name; nothing is held out.
 
-    `key` is the config's for the split. Raises UserError as `load_rows` does.
+    `key` is the config key of the split. Raises the errors of `load_rows`.
     """
     name = config.transform
     transform = (
@@ -145,8 +145,7 @@ def load_split(
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its n examples: an int64 permutation, pure in its
-    arguments."""
+    """The order of the n examples in an epoch: an int64 permutation, pure in its arguments."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
@@ -241,7 +240,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
-    """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
+    """The rows of a split. Raises UserError, with the split's `key`, if the Hub does not return
+    it."""
     other = other_name(config.source)
     if other:
         raise UserError(f"data.source = {show(config.source)} is {other}")
@@ -262,7 +262,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 
 
 def task_rows(config: DataConfig, split: str) -> list[Row]:
-    """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
+    """The problems of a split: question, answer, and the `entry` for the task's scoring.
 
     `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its
     questions is trained on. The same config gives the same problems. Raises UserError if

@@ -1,4 +1,4 @@
-"""Gold completions, for supervised updates: of a data set's rows, or of those that a run left."""
+"""Reference completions for supervised updates, from a data set's rows or a run's completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class GoldReader:
-    """Turns examples into those with a gold completion."""
+    """Adds reference completions to examples."""
 
     config: Config
     tokenizer: Any  # mlx-lm's wrapper
@@ -32,9 +32,10 @@ class GoldReader:
     def of_rows(
         self, examples: Sequence[Example], rows: Rows, split: str
     ) -> tuple[list[Example], list[str]]:
-        """Of a data set's rows; and lines on those that are left out.
+        """Reference completions from a data set's rows, and messages about skipped rows.
 
-        Raises UserError for a row without a gold completion, unless `data.on_bad_row` is "skip".
+        Raises UserError for a row without a reference completion, unless `data.on_bad_row` is
+        "skip".
         """
         data = self.config.data
         column = data.completion or data.answer
@@ -48,9 +49,10 @@ class GoldReader:
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:
-        """Of `sft.completions`: each finished completion with at least `sft.min_reward` once.
+        """From `sft.completions`: each finished completion with at least `sft.min_reward`, without
+        duplicates.
 
-        Raises UserError if the file has none.
+        Raises UserError if the file contains none.
         """
         sft = self.config.sft
         found = dict[str, Row]()
@@ -148,8 +150,7 @@ class GoldReader:
 
 
 def gold_text(value: Any) -> str | None:
-    """The gold completion in a column: a text, a number, or the assistant's turn that ends
-    messages."""
+    """The reference completion in a column: a text, a number, or the assistant's last message."""
     if isinstance(value, list | tuple | None):
         return gold_turn(value)
     return None if isinstance(value, Mapping) else value_text(value)

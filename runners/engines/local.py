@@ -1,4 +1,4 @@
-"""`LocalEngine`: it decodes in this process, over one queue of rows."""
+"""`LocalEngine` decodes in this process, with one queue of rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Job:
 
 @attrs.define(eq=False)
 class LocalEngine:
-    """An engine without weights: `load` comes first."""
+    """An engine without weights: call `load` first."""
 
     decoder: TextDecoder | None = None  # finds stop strings; None: no request has any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)

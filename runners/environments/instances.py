@@ -1,7 +1,6 @@
-"""Environments and tools where they run, in the process of user code: made, reset and called by
-number.
+"""Environments and tools in the process of user code: created, reset and called by number.
 
-These are operations of `runners.user_code`. What comes back is plain: texts, names and schemas.
+These are operations of `runners.user_code`. Results are plain: texts, names and schemas.
 """
 
 from __future__ import annotations
@@ -52,10 +51,11 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two
-    methods for rewards those that it has, each with the reward's name.
+    """The tools of [env] (name, schema, whether it is a coroutine function), and the reward methods
+    of its class, each with the reward's name.
 
-    Raises UserError for tools that cannot be described to a model, and for what is no environment.
+    Raises UserError for tools that cannot be described to a model, and for objects that are not
+    environments.
     """
     methods: Functions = {}
     rewards: dict[str, str] = {}
@@ -89,8 +89,8 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
-    """Raises UserError if the environment's `reset` does not take these columns, which it gets by
-    name."""
+    """Raises UserError if the environment's `reset` does not accept these columns, which are passed
+    by name."""
     signature = inspect.signature(_made(store, number).reset)
     try:
         signature.bind(**dict.fromkeys(columns))
@@ -102,8 +102,8 @@ def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -
 
 
 def get_rewards(environments: Sequence[Any]) -> Any:
-    """What each environment's `get_reward` returns; None for one without. Awaitable if one is a
-    coroutine."""
+    """The results of each environment's `get_reward`; None for an environment without one.
+    Awaitable if one is a coroutine."""
     methods = [getattr(environment, GET_REWARD, None) for environment in environments]
     found = [method() if callable(method) else None for method in methods]
 
@@ -116,8 +116,8 @@ def get_rewards(environments: Sequence[Any]) -> Any:
 def get_turn_rewards(
     environments: Sequence[Any], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """The sum of what each environment's `get_turn_rewards` returns: a number or None for each
-    turn. These are logged as a column."""
+    """The sum of each environment's `get_turn_rewards`: a number or None for each turn. These are
+    logged as a column."""
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     found = [method if method is None else method() for method in methods]
     for method, values in zip(methods, found, strict=True):
@@ -135,7 +135,7 @@ def _as_number(value: Any) -> float | None:
 
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
-    """Begins an episode in environment `number`, which is made if it is missing; what it says, as a
+    """Starts an episode in environment `number`, which is created if necessary; returns its
     text."""
     found = _made(store, number).reset(**columns)
 
@@ -148,10 +148,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """A turn's calls, one after another; awaitable if one is a coroutine's. A text is cut to
-    `characters`.
+    """Makes a turn's calls, one after another; awaitable if one is a coroutine. Texts are truncated
+    to `characters`.
 
-    Each is a name and its arguments, or a name and, as a text, why it cannot be made.
+    Each is a name and its arguments, or a name and the reason why it cannot be called.
     """
     environment = store.get("environments", {}).get(number)
     functions = {**store["tools"], **({} if environment is None else _methods(environment))}

@@ -1,8 +1,8 @@
 """Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
-No weights are loaded. The rewards score the data's gold answers in the required form, and bad
-answers. If a reward cannot distinguish them, nothing can be learned from it. Without gold answers,
-or where no right completion is known, they score neutral texts, which shows whether they run.
+No weights are loaded. The rewards score the data's reference answers in the required form, and bad
+answers. If a reward cannot distinguish them, it gives no useful gradient. Without reference
+answers, or if no right completion is known, they score neutral texts, which shows whether they run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RewardCheck:
 def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
-    Raises UserError for every fault that would end the run before its first step.
+    Raises UserError for every error that would end the run before its first step.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)

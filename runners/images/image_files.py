@@ -38,7 +38,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     opened.
 
     None, an empty text and an empty list mean no images. Raises UserError, without the row's place,
-    for a value of another kind, for a path that leads out of the folder, and for a missing file.
+    for a value of another kind, for a path outside of the folder, and for a missing file.
     """
     if value is None or value == "":
         return ()
@@ -73,9 +73,9 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, upright, from the file's header.
+    """Rows and columns of pixels, in upright orientation, from the file's header.
 
-    UserError if it is not an image.
+    Raises UserError if it is not an image.
     """
     with _opened(file) as image:
         columns, rows = image.size
@@ -84,7 +84,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
 
 
 def read_image(file: ImageFile) -> Image:
-    """The pixels in RGB, upright. UserError if the file is not an image."""
+    """The pixels in RGB, in upright orientation. Raises UserError if the file is not an image."""
     from PIL import ImageOps
 
     with _opened(file) as image:

@@ -1,4 +1,4 @@
-"""`grpo plan`: a run's memory as a table or as JSON, and what a run reports if it does not fit."""
+"""`grpo plan`: a run's memory as a table or as JSON, and the message if it does not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ USUAL_TOKENS = 4096  # of a micro-batch of a model whose sizes are not known
 def make_plan(
     config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1
 ) -> tuple[str, str | None]:
-    """The plan of a checked config for each of `ranks` ranks, and one line if the run does not fit.
+    """The plan of a checked config for each of `ranks` ranks, and a message if the run does not
+    fit.
 
     Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
     """
@@ -78,7 +79,7 @@ def make_plan(
 
 
 def data_shape(config: Config) -> tuple[int, int]:
-    """Tokens of the longest training prompt, and how many problems are held out.
+    """The length of the longest training prompt in tokens, and the number of held-out problems.
 
     Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a
     tokenizer that cannot be used.
@@ -96,7 +97,7 @@ def data_shape(config: Config) -> tuple[int, int]:
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or a line on why they are unknown.
+    """The model's sizes, or a message why they are unknown.
 
     Raises UserError if weights, moments and gradients alone exceed the memory.
     """
@@ -115,8 +116,8 @@ def memory_outlook(
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with micro-batch and rollout.max_batch chosen, and notices.
 
-    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if not known.
-    What the config sets itself stays.
+    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if unknown.
+    Values that the config sets are kept.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS

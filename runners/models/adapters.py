@@ -30,11 +30,11 @@ SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
 def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
-    """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new
+    """Freezes the module and adds [model]'s adapters to it: those of `settings.adapters`, or new
     ones.
 
-    `digest` is the `base_digest` of the module; "": not known. Returns mlx-lm's num_layers and
-    lora_parameters. Raises UserError as `new_adapters` and `read_adapters` do.
+    `digest` is the `base_digest` of the module; "" if unknown. Returns mlx-lm's num_layers and
+    lora_parameters. Raises the errors of `new_adapters` and `read_adapters`.
     """
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
@@ -44,8 +44,8 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
-    """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first
-    values.
+    """Freezes the module and adds adapters ("lora" or "dora") to it; `seed` determines their
+    initial values.
 
     Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing
     layers.
@@ -82,8 +82,8 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder holds adapters, as far as this is visible without their
-    model.
+    """Raises UserError unless a folder contains adapters, as far as this can be checked without
+    their model.
     """
     config, weights = adapter_files(folder)
     missing = next((file.name for file in (config, weights) if not file.is_file()), None)
@@ -98,7 +98,8 @@ def check_adapters(folder: Path) -> None:
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and tensors of a folder of adapters, by mlx-lm's names or, if it has these, PEFT's."""
+    """Config and tensors of a folder of adapters, under mlx-lm's names or, if it has these,
+    PEFT's."""
     config = folder / ADAPTER_CONFIG
     theirs = folder / PEFT_ADAPTERS
     peft = theirs.is_file() and config.is_file() and "peft_type" in read_json(config)
@@ -106,7 +107,7 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 
 
 def read_folder(folder: Path) -> Adapters:
-    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's form.
+    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's format.
 
     Raises UserError if they are missing, not floating or not finite.
     """
@@ -130,9 +131,9 @@ def read_folder(folder: Path) -> Adapters:
 def read_adapters(
     module: nn.Module, folder: Path, path: Path | str, digest: str | None = None, tune: str = ""
 ) -> dict[str, Any]:
-    """Puts a folder's adapters into the newly read module of `path`.
+    """Adds a folder's adapters to the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; None: it is computed if the adapters name theirs,
+    `digest` is the `base_digest` of the module; None: it is computed if the adapters contain one,
     which mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the
     adapters are missing, incomplete, not finite, of another kind than `tune` (if given), or made
     for another model.
@@ -204,7 +205,7 @@ def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers with adapters, each made one with them and unpacked; the module is not changed."""
+    """The layers with adapters, each merged and unpacked; the module is not changed."""
     named: Any = module.named_modules()
     return {name: layer.fuse(dequantize=True) for name, layer in named if "lora_a" in layer}
 
@@ -224,10 +225,10 @@ def base_of(folder: Path) -> str:
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
     """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
 
-    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time:
-    another model, or a further trained one, differs in nearly all numbers. Floating numbers are
-    read as float32, so that a model saved with more bits keeps its digest. It is computed on the
-    CPU: a GPU would first compile a program.
+    In a leaf with more than WHOLE numbers, SAMPLED of them are read, always at the same positions:
+        in another model, or after more training, nearly all numbers differ. Floating numbers are
+        read as float32, so that a model saved with more bits keeps its digest. It is computed on
+        the CPU, because a GPU would first compile a program.
     """
     whole = hashlib.sha256()
     with mx.stream(mx.cpu):

@@ -1,6 +1,4 @@
-"""Model folders as files: finds a folder, checks it before loading, and copies its
-companion files.
-"""
+"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ def resolve_model(
     """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded,
     cached).
 
-    `key` is its name in messages. With `custom_loader` the weights may have any form; the loader
-    reads them. Without `tokenizer` it need not have one. Raises UserError if nothing has that name,
-    the Hub cannot be reached, or the folder is incomplete.
+    `key` is its name in messages. With `custom_loader`, the weights may have any format, because
+    the loader reads them. Without `tokenizer`, none is required. Raises UserError if nothing has
+    that name, the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -102,21 +100,21 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds adapters and no model."""
+    """Whether a folder contains adapters and no model."""
     if not (folder / "adapter_config.json").is_file():
         return False
     return not any(_is_weights(file.name) for file in folder.iterdir())
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has the files of a tokenizer that transformers reads."""
+    """Whether a model folder has tokenizer files that transformers can read."""
     names = {file.name for file in folder.iterdir()}
     whole = any(names.issuperset(files.split("+")) for files in _TOKENIZERS)
     return whole or any(name.endswith(".tiktoken") for name in names)
 
 
 def read_config(folder: Path) -> dict:
-    """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
+    """A model folder's config.json, with the rotary embedding's keys in mlx-lm's form.
 
     Raises UserError if the file or a key cannot be read, or if mlx-lm would compute something else.
     """
@@ -131,7 +129,7 @@ def read_config(folder: Path) -> dict:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies the files that a model needs besides config.json and weights: tokenizer, templates,
-    own code.
+    custom code.
     """
     for file in _companions(source):
         shutil.copyfile(file, target / file.name)
@@ -203,9 +201,7 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Turns errors of the Hub inside the block into a UserError of one line that starts with
-    `where`.
-    """
+    """Turns errors of the Hub inside the block into a one-line UserError that starts with `where`."""
     from huggingface_hub import errors
 
     try:

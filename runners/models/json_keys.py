@@ -1,4 +1,4 @@
-"""The keys that are read from a model's untrusted JSON files, and what each may hold."""
+"""The keys that are read from a model's untrusted JSON files, and their valid values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) -> None:
-    """Raises UserError, with the file, the key and what it holds, for the first value that breaks
-    its rule.
+    """Raises UserError, with the file, the key and its value, for the first value that breaks its
+    rule.
 
     A key "a.b" is the key b of the table a, if there is such a table.
     """
@@ -30,7 +30,7 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
 
 
 def end_ids(folder: Path) -> list[int] | None:
-    """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None:
+    """The end-of-text tokens of a model folder, from generation_config.json or config.json; None if
     neither names any. Raises UserError for anything but token ids."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name

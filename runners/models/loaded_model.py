@@ -66,16 +66,16 @@ def load_model(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> LoadedModel:
-    """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first
-    values.
+    """Loads, checks and prepares the model that [model] names; `seed` determines the adapters'
+    initial values.
 
-    A `loader` is searched in `folders`, as in `resolve_function`. With `images` prompts may have
+    A `loader` is searched in `folders`, see `resolve_function`. With `images`, prompts may have
     images, which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing,
-    unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
-    packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters` do
-    not fit; with `images`, as `prepare_vision` does.
+        unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
+        packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters`
+        do not fit; with `images`, also the errors of `prepare_vision`.
     """
     from mlx_lm.utils import get_total_parameters
 

@@ -1,4 +1,4 @@
-"""Checks before a run's first rollout whether the model decodes what it learns.
+"""Checks before a run's first rollout whether sampler and learner compute the same log-probs.
 
 What passed is remembered.
 """
@@ -35,19 +35,19 @@ def check_model(
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckedPolicy:
-    """The policy by its fastest path with correct numbers.
+    """The policy with its fastest path that gives correct numbers.
 
     A model that keeps all of its paths is not checked again.
 
     Args:
-        policy, params: the policy that decodes, and its parameters.
+        policy, params: the policy that samples, and its parameters.
         prompts: token ids of the run's prompts.
         model_config: the model's config.json.
-        share_prompts: whether the learner is to compute a group's prompt once.
-        role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own
+        share_prompts: whether the learner will compute a group's prompt once.
+        role: "policy", whose gradient is checked too, or "rollout" for a sampler with its own
             weights.
 
-    Raises UserError as `grpo_fn.check_policy` raises ValueError.
+    Raises the ValueErrors of `grpo_fn.check_policy` as UserErrors.
     """
     if not config.system.check_model or not prompts:
         return CheckedPolicy(policy)

@@ -35,9 +35,9 @@ Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 def read_model(
     path: Path, trust_remote_code: bool = False, loader: Loader | None = None
 ) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
-    """The module of a checked folder as its files have it, its config, its tokenizer, and notices.
+    """The module of a checked folder, its config, its tokenizer, and notices.
 
-    Raises UserError for all faults of the files that `load_model` refuses.
+    Raises UserError for all errors in the files that `load_model` refuses.
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, trust_remote_code)
@@ -51,7 +51,7 @@ def custom_loader(
 ) -> Loader | None:
     """The function that a config's `model.loader` names; None if it is empty.
 
-    Raises UserError as `resolve_function` does.
+    Raises the errors of `resolve_function`.
     """
     return resolve_function(name, folders, key=key, takes=("folder", "config")) if name else None
 
@@ -63,8 +63,8 @@ def load_module(
 
     It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in
     config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl,
-    cache=None)` gives logits [B,L,V], and its blocks are `module.layers` (a key-value cache each,
-    unless it has `make_cache`).
+    cache=None)` returns logits [B,L,V], and its blocks are `module.layers` (with a key-value cache
+    each, unless it has `make_cache`).
 
     Raises UserError if it cannot be loaded.
     """
@@ -127,7 +127,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:
-    """How many token ids the model knows: the rows of its token embedding."""
+    """The number of token ids that the model knows: the rows of its token embedding."""
     rows = [
         layer.weight.shape[0]
         for _, layer in module.named_modules()
@@ -140,7 +140,8 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 
 
 def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
-    """Refuses a tokenizer whose ids exceed the embedding: MLX silently reads past the table's end.
+    """Refuses a tokenizer whose ids exceed the embedding, because MLX silently reads past the
+    table's end.
 
     Added tokens beyond it are only reported: some models ship with them, and plain text never
     contains them. Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
@@ -191,7 +192,7 @@ def _finite(leaf: mx.array) -> mx.array:
 
 
 def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
-    """The compute dtype: the one named; with "auto" float32 on a CPU, elsewhere the model's own.
+    """The compute dtype: the given one; with "auto", float32 on a CPU, elsewhere the model's own.
 
     On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
     """
@@ -203,7 +204,8 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
 def cast_floating(
     module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None
 ) -> None:
-    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers stay."""
+    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers do not
+    change."""
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
     floating = {
         name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)
@@ -214,7 +216,7 @@ def cast_floating(
 def main_dtype(module: nn.Module) -> mx.Dtype:
     """The dtype of most floating weights, counted by entries.
 
-    Raises UserError where all are integers.
+    Raises UserError if all are integers.
     """
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in named_leaves(module.parameters()).values():

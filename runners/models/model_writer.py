@@ -1,6 +1,7 @@
-"""Writes model folders that mlx-lm opens: a run's final model, and the weights of its checkpoints.
+"""Writes model folders that mlx-lm can open: a run's final model, and the weights of its
+checkpoints.
 
-`final/` holds the model in its original dtype with merged adapters, and the adapters beside it.
+`final/` contains the model in its original dtype with merged adapters, and the adapters themselves.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def save_model(
     """Writes a model folder with these trained parameters, its floating weights in the source
     model's dtypes.
 
-    A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores
-    the tower. Adapters are merged into the weights, and `adapters.safetensors` and
-    `adapter_config.json` are written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a
-    quantized base the merged layers are stored unquantized, because rounding them to few bits again
-    would undo much of a small update.
+    A vision-language model keeps its vision tower, so that mlx-vlm can load the folder; mlx-lm
+    ignores the tower. Adapters are merged into the weights, and `adapters.safetensors` and
+    `adapter_config.json` are also written for `mlx_lm.load(base, adapter_path=folder)`. On a
+    quantized base, the merged layers are stored unquantized, because rounding them to few bits
+    again would undo much of a small update.
     """
     with new_folder(folder) as temporary:
         config = _stated(loaded)
@@ -67,7 +68,7 @@ def save_model(
 
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
-    """The flat weights with the adapters fused into them, and the names of the changed layers."""
+    """The flat weights with the adapters merged into them, and the names of the changed layers."""
     module = loaded.module
     saved = loaded.module.parameters()
     try:
@@ -90,9 +91,7 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The content of a weights file for the trained parameters: only adapters, or the whole
-    model.
-    """
+    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
     return (
         named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
     )

@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format, from and to mlx-lm's: the update of a weight W [out, in] is scale · (A
-B)ᵀ.
+"""Adapters in PEFT's format, converted from and to mlx-lm's: the update of a weight W [out, in] is
+scale · (A B)ᵀ.
 
 PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions
-by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of
-each row is the same in both, but PEFT's of an embedding is one of each column. A head that is tied
-to the embedding has adapters of its own in PEFT, and in mlx-lm the embedding's.
+by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's
+magnitudes are per row in both, except that PEFT's for an embedding are per column. A head that is
+tied to the embedding has its own adapters in PEFT, and the embedding's in mlx-lm.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -40,7 +40,7 @@ _INNER = ("language_model.model.", "model.language_model.")
 
 @attrs.frozen(eq=False)
 class Adapters:
-    """A folder's adapters in mlx-lm's form."""
+    """A folder's adapters in mlx-lm's format."""
 
     settings: dict[str, Any]  # adapter_config.json
     tensors: dict[str, mx.array]
@@ -52,11 +52,11 @@ class Adapters:
 def from_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
 ) -> Adapters:
-    """Adapters from PEFT's adapter_config.json, by the rules of json_keys, and its tensors.
+    """Adapters from PEFT's adapter_config.json, checked by json_keys, and its tensors.
 
-    Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what
-    a layer's scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm
-    does not have.
+    Lower ranks are padded with zeros, which training does not change, and B includes the ratio of a
+    layer's scale to the first one's. Raises UserError for kinds of adapters that mlx-lm does not
+    support.
     """
     import mlx.core as mx
 
@@ -116,7 +116,7 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """PEFT's adapter_config.json and tensors.
 
-    Raises UserError for adapters that have no form there.
+    Raises UserError for adapters that PEFT cannot represent.
     """
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
     dora = settings.get("fine_tune_type") == "dora"
@@ -178,7 +178,7 @@ def _scales(
 
 
 def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """In the child process: for each layer the first pattern that PEFT takes for it."""
+    """In the child process: for each layer, the first pattern that PEFT uses for it."""
     return [_first(patterns, name) for name in names]
 
 

@@ -1,6 +1,7 @@
 """A run's data for the page: its facts and metrics, and pieces that a browser opens one by one.
 
-The pieces are deflated JSON: completions in parts, numbers and texts apart, and evaluations.
+The pieces are deflated JSON: completions in parts, with numbers and texts separate, and
+    evaluations.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eig
 def run_data(
     folder: Path, most_bytes: int, prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The run's data for a page, and its pieces by the names that the data has for them.
+    """The run's data for a page, and its pieces by the names that the data uses for them.
 
-    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
-    UserError if the folder holds no run, or if a file cannot be read.
+    If completions.jsonl is larger than `most_bytes`, only evenly spaced updates are included.
+    Raises UserError if the folder contains no run, or if a file cannot be read.
     """
     record = RunRecord(folder)
     pieces: dict[str, bytes] = {}
@@ -90,8 +91,8 @@ def run_data(
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl, in order, in parts of about ROWS;
-    each gets its group and prompt.
+    """The records of completions.jsonl, in order, in parts of about ROWS; group and prompt numbers
+    are added to each.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """
@@ -117,7 +118,8 @@ def completion_parts(
 
 
 def packed(value: Any) -> bytes:
-    """A value as JSON, deflated. UserError for numbers that are not finite, which no run writes."""
+    """A value as JSON, deflated. Raises UserError for numbers that are not finite, which no run
+    writes."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Checks each update's metrics: warns when training goes wrong,
-and decides when a run may end early.
+"""Checks each update's metrics: warns when training goes wrong, and decides when a run may end
+early.
 
-It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same
+It depends only on logged values and on `Seen`, so that a resumed run warns and ends at the same
 updates.
 """
 
@@ -19,7 +19,7 @@ from runners.files.json_files import finite_number
 
 @attrs.frozen
 class Seen:
-    """What a run's readings have shown so far; a part of its state."""
+    """The run's readings so far, as a part of its state."""
 
     counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
     reached: str | None = None  # the condition that ends the run
@@ -27,16 +27,16 @@ class Seen:
 
 @attrs.frozen
 class Watch:
-    """Counts, for each sign of trouble, for how many readings in a row it has been there."""
+    """Counts, for each sign of trouble, for how many consecutive readings it has lasted."""
 
     settings: WatchConfig
     conditions: Sequence[Condition]  # of stop.when
 
     def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
-        """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
-        a line each.
+        """Processes logged metrics; returns the new counts, and the warnings that are due, one line
+        each.
 
-        A metric that is missing or not finite is ignored: it neither counts nor ends a row.
+        A metric that is missing or not finite is ignored: it neither counts nor resets a count.
         """
         counts = dict(seen.counts)
         reached = seen.reached

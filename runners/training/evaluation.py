@@ -21,7 +21,7 @@ from runners.training.session import Session
 
 
 def evaluate_if_due(session: Session) -> None:
-    """The evaluation that eval.at_start or eval.every asks for."""
+    """The evaluation that eval.at_start or eval.every requests."""
     every = session.config.eval.every
     state = session.state
     if session.config.eval.at_start and state.evaluated_at < 0:

@@ -39,8 +39,7 @@ _WRONG_GRADIENTS = {"cuda": ("gpt_oss",)}
 
 @attrs.frozen(eq=False)
 class Learner:
-    """The functional core of a run: its policies, its steps, and the state before the first of
-    them."""
+    """The functional core of a run: its policies, its steps, and the initial state."""
 
     policy: g.Policy
     sampling: g.Policy  # the same function for the sampler, over a module of its own
@@ -73,7 +72,7 @@ def build_learner(
     advance: Advance | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Learner:
-    """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
+    """Policies, steps and the initial state; the loaded module is emptied of its trainable weights.
 
     With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
     """
@@ -221,7 +220,7 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def check_backend(loaded: LoadedModel, platform: Platform) -> None:
-    """Raises UserError for a model whose gradient was measured as wrong on this backend."""
+    """Raises UserError for a model whose gradient is known to be wrong on this backend."""
     family = str(loaded.config.get("model_type"))
     if family in _WRONG_GRADIENTS.get(platform.backend, ()):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Builds a run up to its first step. What can fail quickly comes first."""
+"""Builds a run up to its first step. Steps that can fail quickly come first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Run:
 
 @attrs.define(eq=False)
 class SetUp:
-    """What a run is built from.
+    """The parts from which a run is built.
 
     Rewards come first, then data, then the model, so that a misspelt name fails quickly.
     """

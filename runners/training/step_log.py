@@ -1,4 +1,4 @@
-"""What a run reports of its steps: log lines, the display, warnings."""
+"""A run's reports about its steps: log lines, the display, warnings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def show_start(session: Session) -> None:
 
 
 def show_summary(session: Session, final: Path) -> None:
-    """The run's result on the display: the final model, and what its evaluations found."""
+    """The run's result on the display: the final model, and the results of its evaluations."""
     state = session.state
     folder = final.parent
     held_out = len(session.run.data.evaluation)
@@ -95,7 +95,7 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step, and its completions, if they are not gold ones."""
+    """The problems of a batch step, and its completions, unless they are reference completions."""
     if session.plan.is_supervised(session.state):
         return
     for line in experience.problems:

@@ -1,8 +1,8 @@
-"""The process that runs user code for `worker.Worker`: reads calls from a connection,
-and answers each.
+"""The process that runs user code for `worker.Worker`: reads calls from a connection, and answers
+each.
 
-Its main thread imports the user's files and calls plain rewards, so that what needs a main thread
-works. It computes nothing for the run, and imports no MLX unless the user's code does.
+Its main thread imports the user's files and calls plain rewards, so that code that needs a main
+thread works. It computes nothing for the run, and imports no MLX unless the user's code does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOGETHER = "together"
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     value: Any = None
     fault: str = ""  # one line; empty: it returned
@@ -62,14 +62,14 @@ class Outcome:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine: an ``async def``, or an object with one."""
+    """Whether calling the function returns a coroutine: an ``async def``, or an object with one."""
     # The kind of the method is asked, not whether it exists.
     method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def finished(value: Any) -> Any:
-    """The value; one that can be awaited is awaited."""
+    """The value; awaitables are awaited."""
 
     async def wait() -> Any:
         return await value
@@ -192,8 +192,7 @@ class _Server:
 
 
 def serve(stdout: str) -> None:
-    """Runs until the connection, which is standard output, is closed;
-    `stdout` is what takes its place."""
+    """Runs until the connection, which is standard output, is closed; `stdout` replaces it."""
     connection = Connection(os.dup(1))
     os.dup2(int(stdout), 1)
     os.close(int(stdout))

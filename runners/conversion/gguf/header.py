@@ -1,7 +1,7 @@
-"""The header of a GGUF file, of which nothing is believed before it was checked.
+"""The header of a GGUF file, which is untrusted and fully checked.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-The `gguf` package knows the types of tensors; its own reader is slow, and reads without bounds.
+The `gguf` package defines the types of tensors; its own reader is slow, and does not check bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST = 2**31 - 1  # MLX's shapes are int32
 
 @attrs.frozen
 class Tensor:
-    """Where a tensor lies in the file."""
+    """Where a tensor is in the file."""
 
     kind: str
     shape: tuple[int, ...]  # outermost first, as in MLX; the file has it the other way round
@@ -49,7 +49,7 @@ class GGUF:
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """A value of the metadata.
 
-        Raises UserError for another type, and for none without a default.
+        Raises UserError for another type, and for a missing value without a default.
         """
         found = self.metadata.get(key, default)
         if found is default is not ...:
@@ -59,7 +59,7 @@ class GGUF:
         return found
 
     def numbers(self, key: str, count: int) -> list[float] | None:
-        """A list of so many finite numbers in the metadata; None: there is none.
+        """A list of finite numbers of this length in the metadata; None if it is missing.
 
         UserError for others.
         """
@@ -85,9 +85,9 @@ def gguf_package() -> Any:
 
 
 def read_header(file: Path) -> GGUF:
-    """The header of a GGUF file; every tensor lies in the file, and no two in one place.
+    """The header of a GGUF file; every tensor is inside the file, and tensors do not overlap.
 
-    Raises UserError for anything else.
+    Raises UserError otherwise.
     """
     gguf = gguf_package()
     try:

@@ -1,5 +1,6 @@
-"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named cutting into words, or a BPE like
-SentencePiece's ("llama") with scores in place of merges. Both from and to tokenizer.json."""
+"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named pre-tokenizer, or a BPE like
+SentencePiece's ("llama") with scores instead of merges. Converted both from and to
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -66,9 +67,9 @@ _MAX_TOKEN = 256  # characters of a token that merges are sought for
 
 
 def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dict[str, Any]:
-    """GGUF's metadata of a tokenizer for a model of so many token ids.
+    """GGUF's metadata of a tokenizer for a model with this many token ids.
 
-    Raises UserError for kinds that llama.cpp does not have.
+    Raises UserError for kinds that llama.cpp does not support.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -127,7 +128,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 def write_tokenizer(header: GGUF, folder: Path) -> None:
     """tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
 
-    Raises UserError for kinds that are not known here.
+    Raises UserError for unsupported kinds.
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)

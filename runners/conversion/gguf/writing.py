@@ -1,5 +1,5 @@
-"""`grpo export --gguf`: a model for llama.cpp and what builds on it, by the `gguf` package's
-writer.
+"""`grpo export --gguf`: a model for llama.cpp and programs based on it, written with the `gguf`
+package.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def write_gguf(
     name: str,
     force: bool = False,
 ) -> None:
-    """Writes a model without adapters and packed layers as one file, whole or not at all.
+    """Writes a model without adapters and packed layers as one file, atomically.
 
-    Matrices have the type `kind`, everything else is float32. Token embedding and head of a file of
-    four bits have eight, and rows that are no multiple of 32 stay in float16. Raises UserError for
-    a model that llama.cpp does not have, or computes otherwise, and if the disk refuses.
+    Matrices have the type `kind`, everything else is float32. With four bits, token embedding and
+    head have eight, and rows whose length is not a multiple of 32 stay in float16. Raises UserError
+    for a model that llama.cpp does not support or computes differently, and if writing fails.
     """
     gguf = check_gguf(kind)
     family = FAMILIES.get(str(config["model_type"]))
