@@ -38,9 +38,9 @@ ROUNDED = 0.1  # in 16 bits or with packed weights
 DECODING_PATHS = {
     "supports_compiled_decode": "without compiled decoding steps",
     "shares_prefix": "with a copy of the prompt for each completion",
-    "takes_ragged": "with prompts of one length in a batch",
-    "joins_weights": "with the weights as they are trained",
-    "plain_forward": "and the learner computes over caches, as decoding does",
+    "takes_ragged": "with prompts of the same length in a batch",
+    "joins_weights": "with the weights in the form that is trained",
+    "plain_forward": "and the learner uses caches, like decoding",
 }
 PATHS = (*DECODING_PATHS, "share_prompts", "compile")
 
@@ -94,7 +94,7 @@ def check_policy(
     if share_prompts and (fault := fault_of_learner(True)):
         share_prompts = False
         given_up.append("share_prompts")
-        notices.append(f"the learner computes each row's prompt by itself: sharing it, {fault}")
+        notices.append(f"the learner computes each row's prompt separately: with sharing, {fault}")
     if not share_prompts and (fault := fault_of_learner(False)):
         raise ValueError(f"this model cannot be trained here: {fault}")
     if compile:
@@ -151,7 +151,7 @@ def _check_decoding(
         plainer = without_paths(policy, given_up)
 
         def difference() -> str:
-            """Of a rollout from the forward pass of its rows."""
+            """How far a rollout is from the forward pass of its rows."""
             drawn.append(generate(plainer, params, prompts, SAMPLING, key=mx.random.key(0)))
             for row, completion in enumerate(drawn[0].completions()):
                 prompt = prompts[row // SAMPLING.num_generations]
@@ -175,7 +175,7 @@ def _check_decoding(
             if len(given_up) > 1:  # the paths that were given up before may not have been at fault
                 remains, alone = attempt((path,))
                 given_up, rollout = (given_up, rollout) if remains else ((path,), alone)
-            notices = (f"this model is decoded {words}: as the machine would decode it, {first}",)
+            notices = (f"this model is decoded {words}: otherwise, {first}",)
             break
     if fault or rollout is None:
         raise ValueError(
@@ -210,7 +210,7 @@ def _learner_fault(
         ).sum()
         if not (apart <= (2 * limit) ** 2 * size).item():  # both may be 0
             off = float(mx.sqrt(apart / size))
-            return f"checkpointed blocks give another gradient, off by {off:.2g} of its norm"
+            return f"checkpointed blocks give a different gradient, off by {off:.2g} of its norm"
     return ""
 
 
@@ -243,7 +243,7 @@ def _fault_of(compare: Callable[[], object]) -> str:
         )
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and short):
             raise  # this says nothing about the model
-        return f"it ends with {type(error).__name__}: {text[:300]}"
+        return f"it fails with {type(error).__name__}: {text[:300]}"
 
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:

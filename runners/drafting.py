@@ -34,7 +34,7 @@ LOOKED = 500
 """Rows that are looked at, from the first."""
 REWARD = (
     '''\
-"""The reward of a run; higher is better. `grpo init` wrote this rule as an example: write yours."""
+"""An example reward from `grpo init`; higher is better. Replace it with your own."""
 
 
 '''
@@ -118,7 +118,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     eval_split, train = _rows(source)
     rows = [row for row in train[:LOOKED] if not row.fault]
     if not rows:
-        raise UserError(f"{source}: expected rows with a question, found none that can be read")
+        raise UserError(f"{source}: expected rows with a question, found no readable ones")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
 
@@ -223,7 +223,7 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     if most(lambda text: len(text) <= _SHORT and "\n" not in text):
         few = len({text.lower() for text in texts}) <= min(_MOST_LABELS, len(texts) // 2)
         return "exact", _LABELS if few else "short texts"
-    return "none", "long texts, which no rule compares"
+    return "none", "long texts, which cannot be compared"
 
 
 def draft(
@@ -245,14 +245,14 @@ def draft(
     adapters = ""
     shipped = model in MODELS
     if not needed:
-        adapters = "weights of few bits stay as they are, adapters learn"
+        adapters = "quantized weights stay unchanged, and adapters are trained"
     elif 2 * needed > memory:
-        adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
+        adapters = f"training all weights would need {gigabytes(needed)} of {gigabytes(memory)}"
     rate = 1e-6
     rated = ""
     if adapters:
         rate = 1e-5
-        rated = "adapters take ten times the rate of full weights"
+        rated = "adapters need ten times the learning rate of full weights"
     if shipped and form not in ("none", "code"):
         form = "xml"
         why = "the shipped model answers in tags"
@@ -286,7 +286,12 @@ def draft(
         ("data", "prompt", found.prompt, "messages"),
         ("data", "completion", found.completion, "the last turn, for grpo sft"),
         ("data", "question", found.question or None, ""),
-        ("data", "system_prompt", system, "the small model knows the form" if shipped else ""),
+        (
+            "data",
+            "system_prompt",
+            system,
+            "the small model already knows the format" if shipped else "",
+        ),
         ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
         ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
         ("data", "nudge", nudge, "so the prompt ends"),
@@ -296,13 +301,13 @@ def draft(
             "reward",
             "functions",
             [f"{reward}:reward"] if form == "none" else None,
-            "an example: write yours, or name data.answer",
+            "an example: replace it with your own, or set data.answer",
         ),
-        ("rollout", "num_generations", 8, "completions of each prompt"),
+        ("rollout", "num_generations", 8, "completions per prompt"),
         ("rollout", "max_new_tokens", tokens, "more if completions are cut off"),
-        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "where the answer ends"),
+        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "the end of the answer"),
         ("optim", "learning_rate", rate, rated),
-        ("optim", "batch_size", 4, "prompts of a step"),
+        ("optim", "batch_size", 4, "prompts per step"),
         ("optim", "max_steps", 200, "0: all of the data"),
         ("eval", "every", 25, "updates"),
         ("eval", "samples", 100, "held-out problems"),

@@ -154,9 +154,9 @@ def bench_table(found: Mapping[str, Any]) -> str:
     lines = {
         "measured": f"the median of {found['steps']} steps; the first one took "
         f"{found['first_step_seconds']:.1f} s",
-        "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: "
-        f"{found['tokens_per_second']:,.0f} a second of the rollout, "
-        f"{found['tokens_per_second_of_steps']:,.0f} of the whole step",
+        "sampled": f"{found['tokens_per_step']:,.0f} tokens per step: "
+        f"{found['tokens_per_second']:,.0f} per second in the rollout, "
+        f"{found['tokens_per_second_of_steps']:,.0f} for the whole step",
         "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
         f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems "

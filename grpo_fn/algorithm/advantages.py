@@ -155,7 +155,8 @@ def turn_advantages(
         )
     if states_pgs is None:
         raise ValueError(
-            f"baseline = {baseline!r} compares steps that start in one state: needs states_pgs"
+            f"baseline = {baseline!r} compares steps that start in the same state: it requires "
+            "states_pgs"
         )
     if scale == "batch":
         raise ValueError(

@@ -148,7 +148,8 @@ class LossSpec:
     )
     sequence_range: tuple[float, float] | None = _key(
         None,
-        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this range; can be "
+        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this "
+        "range; can be "
         "combined with the other corrections",
         "0 <= low < high",
         converter=_pair,
@@ -238,5 +239,5 @@ class LossSpec:
         if self.sequence_ratio == "product" and not by_sequence:
             raise ValueError(
                 f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} "
-                "and no sequence_range: nothing is judged by the sequence"
+                "and no sequence_range: nothing depends on the sequence ratio"
             )

@@ -88,8 +88,8 @@ def sync_ref(
         )
     if transform is not None:
         raise ValueError(
-            f"mixup = {mixup}: a transformed reference is not what could be mixed with the "
-            "policy's weights; expected 1"
+            f"mixup = {mixup}: a transformed reference cannot be mixed with the policy's "
+            "weights; expected 1"
         )
 
     store = storing(state.ref_params, fold_in(state.key, REFERENCE_ROUNDING, state.update_step))

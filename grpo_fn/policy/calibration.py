@@ -206,7 +206,7 @@ def round_calibrated(
     Raises ValueError for a mode that is not affine.
     """
     if mode.mode != "affine":
-        raise ValueError(f"calibrated rounding has affine formats only; found {mode.mode}")
+        raise ValueError(f"calibrated rounding supports only affine formats; found {mode.mode}")
     alike: dict[Any, list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((tuple(weight.shape), weight.dtype), []).append(name)

@@ -105,7 +105,7 @@ def quantized_role(
         )
     if is_quantized(policy.module):
         raise ValueError(
-            "the model's weights are quantized already: both roles then run the same ones"
+            "the model's weights are already quantized: both roles then use the same weights"
         )
     leaves = named_leaves(policy.module.parameters())
     dtypes = {leaf_name: policy.compute_dtype or leaf.dtype for leaf_name, leaf in leaves.items()}
@@ -125,7 +125,7 @@ def quantized_role(
     ) -> QuantizedRole:
         mode = quant_mode(name, group_size)
         if moments is not None and mode.mode != "affine":
-            raise ValueError(f"calibrated rounding has affine formats only; found {name}")
+            raise ValueError(f"calibrated rounding supports only affine formats; found {name}")
         modes = {
             each: quant_mode((formats or {}).get(each, name), group_size)
             for each, width in widths.items()
@@ -133,7 +133,7 @@ def quantized_role(
         }
         if not modes:
             raise ValueError(
-                f"no weight can be quantized as {name}: none has rows in multiples of "
+                f"no weight can be quantized as {name}: no row's length is a multiple of "
                 f"{mode.group_size}"
             )
         carries = carries_of(

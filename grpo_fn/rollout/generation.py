@@ -43,7 +43,7 @@ def generate(
     images: Sequence[PromptImages | None] | None = None,
     decoding: Decoding | None = None,
 ) -> Rollout:
-    """Samples G completions of each prompt, or conversations if there are `replies`.
+    """Samples G completions per prompt, or conversations if there are `replies`.
 
     Args:
         policy: the model that samples.

@@ -277,11 +277,11 @@ def check_images(policy: Policy, entry: Entry) -> None:
     if entry.images is None:
         return
     if entry.keep:
-        raise ValueError("images and replies, or rows that are kept, do not go together")
+        raise ValueError("images cannot be combined with replies or kept rows")
     if not (policy.shares_prefix and takes_images(policy.module)):
         raise ValueError(
-            "this policy takes no images: expected a module with `use_multimodal_rope`, whose "
-            "completions can be decoded over one copy of their prompt"
+            "this policy does not accept images: expected a module with `use_multimodal_rope`, "
+            "whose completions can be decoded with one copy of their prompt"
         )
 
 

@@ -27,7 +27,7 @@ class Sampling:
     """How completions are sampled: the distribution, their number per prompt, and how they end.
 
     Attributes:
-        num_generations: completions of each prompt, G.
+        num_generations: completions per prompt, G.
         first_generation: the number of the first one, if the group is sampled in stages.
         max_new_tokens: length limit of a completion in tokens; in conversations with replies, of
             all turns together.

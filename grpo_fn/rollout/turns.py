@@ -134,7 +134,7 @@ class Turns(RowQueue):
         found = self._replies.collect(least)
         if not found.keys() <= self._asked.keys() or len(found) < least:
             raise ValueError(
-                f"replies came of rows {sorted(found)}: expected at least {least} of the rows "
+                f"replies arrived for rows {sorted(found)}: expected at least {least} of the rows "
                 f"{sorted(self._asked)}"
             )
         for talk_number in sorted(found):

@@ -83,8 +83,8 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in the data's text: a solution may end in ``\\boxed{}``,
-        a JSON object has the field."""
+        """The answer in the data's text: a solution may end with ``\\boxed{}``,
+        and a JSON object may contain the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
@@ -105,8 +105,8 @@ class AnswerForm:
             return []
         names = listed(sorted(set().union(*forging)))
         return [
-            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program can "
-            "pass tests that it does not solve: look at those that are right"
+            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program "
+            "can pass tests without solving them: check the completions that count as right"
         ]
 
     def is_right(self, text: str, gold: str) -> bool:
@@ -148,7 +148,7 @@ def _boxed(text: str, _: str) -> str | None:
 
 
 def _marked(text: str, _: str) -> str | None:
-    """The rest of the line behind the last ``####``."""
+    """The rest of the line after the last ``####``."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() if mark else None
 
@@ -236,7 +236,7 @@ FORMS: dict[str, AnswerForm] = {
     "letter": AnswerForm(
         lambda text, _: letter(text),
         f"The answer is {PLACE}",
-        "a letter that stands alone",
+        "a single letter",
         'Choose one of the options. End with "Answer: " and the letter of your choice.',
     ),
     "json": AnswerForm(
@@ -314,7 +314,7 @@ def answer_form(
             try:
                 re.compile(argument)
             except re.error as error:
-                raise ValueError(f"a regular expression behind regex: ({error})") from error
+                raise ValueError(f"a regular expression after regex: ({error})") from error
         registered = FORMS[name]
         form = attrs.evolve(
             registered,

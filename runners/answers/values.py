@@ -129,10 +129,10 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     """The exact value and the unit of a text that is a single number, or None.
 
     Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
-    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``),
+    groups of three (comma or space), decimals after a point, an exponent (``5e3``, ``5 × 10^3``),
     a fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5
     m²``), LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full
-    stop behind.
+    stop after it.
 
     Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
         of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that
@@ -239,7 +239,7 @@ def _cents(quantity: Quantity) -> Fraction:
 
 
 def _share(quantity: Quantity) -> Fraction:
-    """Of a percentage, if it is at most 100, the share; else the value."""
+    """The share, for a percentage of at most 100; otherwise the value."""
     is_share = quantity.unit == "percent" and abs(quantity.value) <= 100
     return quantity.value / 100 if is_share else quantity.value
 

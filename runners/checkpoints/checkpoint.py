@@ -129,7 +129,8 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         RecursionError,
     ) as error:
         raise UserError(
-            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: {first_line(error)})"
+            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: "
+            f"{first_line(error)})"
         ) from error
 
 
@@ -233,8 +234,9 @@ def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(file)
     if content.get("version") != VERSION:
         raise UserError(
-            f"{file}: expected version {VERSION}, found {show(content.get('version'))}: another grpo_fn "
-            "saved it; finish the run with that one, or start again with --overwrite"
+            f"{file}: expected version {VERSION}, found {show(content.get('version'))}: it was "
+            "saved by another version of grpo_fn; finish the run with that version, or start "
+            "over with --overwrite"
         )
     return decoded(content, TrainerState, str(file))
 

@@ -28,7 +28,7 @@ def check_manifest(folder: Path) -> None:
     """Raises UserError unless every file of the manifest exists unchanged."""
     files = read_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise UserError(f"{folder / MANIFEST}: its table of files is damaged")
+        raise UserError(f"{folder / MANIFEST}: its list of files is damaged")
     # Links are not followed, so that no name of the manifest leads out of the folder.
     present = {
         path.relative_to(folder).as_posix(): path
@@ -44,7 +44,7 @@ def check_manifest(folder: Path) -> None:
         with disk_errors(f"{path}: cannot be read"):
             found = digest(path)
         if found != facts.get("sha256"):
-            raise UserError(f"{path}: its content is not what was written (SHA-256)")
+            raise UserError(f"{path}: its content has changed (SHA-256)")
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
@@ -75,8 +75,8 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
         return str(folder / "final")
     path = newest_whole(folder, note)
     if path is None:
-        raise UserError(f"{name}: this run has no final model and no whole checkpoint")
-    note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
+        raise UserError(f"{name}: this run has no final model and no complete checkpoint")
+    note(f"{name}: this run has no final model; using its newest complete checkpoint, {path.name}")
     return str(path)
 
 

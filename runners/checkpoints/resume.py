@@ -64,7 +64,7 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
         return Origin(path, read_trainer_state(path))
     if found:
         raise UserError(
-            f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over"
+            f"{searched}: none of its {found} checkpoints is complete; --overwrite starts over"
         )
     if (folder / "final").exists():
         raise UserError(
@@ -102,8 +102,8 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     if name is not None:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
-            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
-            "over, another run.name leaves it alone"
+            f"{key}: {folder} holds {found} ({name}); --resume resumes it, --overwrite starts "
+            "over, another run.name keeps it"
         )
 
 
@@ -157,7 +157,7 @@ def compare_inputs(
     """
     was = origin.facts.inputs
     found = [name for name, value in inputs.items() if was.get(name) != value]
-    line = f"{', '.join(found)}: not what {origin.folder} was trained with"
+    line = f"{', '.join(found)}: different from what {origin.folder} was trained with"
     if {*found} - {HELD_OUT} and not allowed:
         raise UserError(f"{line}; --allow-config-change continues anyway")
     if found:
@@ -170,8 +170,8 @@ def compare_inputs(
     ]
     if rows:
         note(
-            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for "
-            "bit those of an uninterrupted run"
+            f"{origin.folder} was computed with a different {', '.join(rows)}: results differ in "
+            "the last bits from those of an uninterrupted run"
         )
 
 

@@ -71,8 +71,8 @@ def check_place(folder: Path, place: tuple[int, int] | None) -> None:
     found = place_of(folder)
     if found != place:
         raise UserError(
-            f"{folder}: expected the folder in which this run began, found "
-            f"{'another' if found else 'none'}; nothing is saved until it has its name back"
+            f"{folder}: expected the folder in which this run started, found "
+            f"{'another' if found else 'none'}; nothing is saved until the folder has its name back"
         )
 
 

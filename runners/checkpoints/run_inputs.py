@@ -54,7 +54,7 @@ def run_inputs(
     if writes_date(template):
         found[START] = loaded.tokenizer.start.isoformat()
     if gold:
-        found["the gold completions"] = _digest(
+        found["the reference completions"] = _digest(
             repr((example.tokens, example.gold)) for example in gold
         )
     if loaded.base_digest:

@@ -35,7 +35,7 @@ def find_runs(folder: Path) -> list[RunSummary]:
     exist."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: there is no such folder; expected one that holds runs, such as outputs"
+            f"{folder}: there is no such folder; expected one that contains runs, such as outputs"
         )
     found = {file.parent for file in folder.rglob(RESOLVED) if file.is_file()}
     return sorted(map(summarize, found), key=lambda run: (-run.changed, run.folder))

@@ -294,7 +294,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (
-        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps no weights to mix with"
     )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
@@ -305,12 +305,12 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             "less than rollout.num_generations"),
         ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
-            f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
+            f"1.0 with {REWARD_NAMES[0]}, where right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
             'a file of `grpo difficulty` with data.curriculum = "static"'),
         ("rollout.group_size",
             rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
-            f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size"),
+            f"0 with {' and '.join(sorted(modes))}, which need groups of a fixed size"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
             '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
@@ -327,7 +327,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"at least one entry{unread}, {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
             f"a list of {len(rewards)}, one for each of reward.functions"),
-        ("reward.weights", weights and not any(weights), "one that is not 0"),
+        ("reward.weights", weights and not any(weights), "a value other than 0"),
         ("teacher.hint", teacher == SELF and not hint,
             f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),

@@ -210,7 +210,7 @@ def _check_complete(config: Config) -> None:
     faults = []
     of_batch = loss.baseline == "batch_mean"
     of_turn = loss.baseline == "turn"
-    about_turns = "[env], whose turns it is about"
+    about_turns = "[env], which it requires"
     for key, wrong, expected in (
         ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
             "0, or loss.beta > 0 (without a reference there is nothing to sync)"),
@@ -224,7 +224,8 @@ def _check_complete(config: Config) -> None:
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,
-            '0 with loss.baseline = "batch_mean", by which groups without variance teach too'),
+            '0 with loss.baseline = "batch_mean", where groups without variance have a gradient '
+            'too'),
     ):  # fmt: skip
         if wrong:
             section, name = key.split(".")

@@ -92,7 +92,8 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
             settings.put((key,), value, label)
         else:
             moved = (
-                "; MLX-GRPO's keys are in sections here: docs/migrating.md; a file has either kind"
+                "; MLX-GRPO's keys have other names in sections: docs/migrating.md; a file "
+                "contains either flat keys or sections"
             )
             hint = moved if key in ("model_name", flat_keys.TABLE) else key_hint((key,), keys)
             settings.fault((key,), f"unknown key{hint}")

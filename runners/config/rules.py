@@ -135,7 +135,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     ),
     "none twice": lambda values: len(set(values)) == len(values),
     "0 <= low < high": lambda pair: 0 <= pair[0] < pair[1],
-    "what the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},
+    "arguments that the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},
 }
 
 
@@ -200,7 +200,7 @@ def structure(value: Any, kind: Any) -> Any:
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer
         raise Mismatch(value, words(kind))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise Mismatch(value, "text that UTF-8 can hold")
+        raise Mismatch(value, "text that UTF-8 can represent")
     return value
 
 
@@ -210,7 +210,7 @@ def _float(value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
-        raise Mismatch(value, "a number that float64 can hold") from None
+        raise Mismatch(value, "a number that float64 can represent") from None
     if not math.isfinite(number):
         raise Mismatch(value, "a finite number")
     return number

@@ -52,9 +52,7 @@ def resolve_function(
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if not callable(function) or (inspect.isclass(function) and not classes):
-        expected = (
-            "one class, whose reset(**row) can choose by a column" if classes else "a function"
-        )
+        expected = "one class; its reset(**row) can choose by a column" if classes else "a function"
         is_class = inspect.isclass(function)
         found = f"the class {attribute}" if is_class else type(function).__name__
         raise UserError(f"{what}: expected {expected}, found {found}")
@@ -86,7 +84,7 @@ def public_functions(
         and not name.startswith("_")
     }
     if not found:
-        raise UserError(f"{what}: expected a function at least, or file.py:function, found none")
+        raise UserError(f"{what}: expected at least one function, or file.py:function, found none")
     return found
 
 
@@ -166,7 +164,7 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
         looked = f"no module named {missing} on Python's path or in {', '.join(map(str, dirs))}"
-        raise UserError(f"{what}: {looked}; a file is written path/to/file.py:function") from error
+        raise UserError(f"{what}: {looked}; for a file, use path/to/file.py:function") from error
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:

@@ -62,7 +62,10 @@ def convert(
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
     if calibrate and not quantization.affine:
-        raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
+        raise UserError(
+            "--calibrate requires --bits or --recipe, because only affine formats are rounded in "
+            "this way"
+        )
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
     check_target(target, force)
@@ -74,8 +77,8 @@ def convert(
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:
             raise UserError(
-                f"{path}: the model sees; mlx_vlm.convert converts it, --text-only its language "
-                "part"
+                f"{path}: this is a vision-language model; mlx_vlm.convert converts it, and "
+                "--text-only its language part"
             )
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
@@ -115,7 +118,9 @@ def check_apart(target: Path, *sources: Path) -> None:
     inside = target.resolve()
     for source in sources:
         if inside in (source.resolve(), *source.resolve().parents):
-            raise UserError(f"{target}: the source {source} lies there; expected another folder")
+            raise UserError(
+                f"{target}: the source {source} is in that folder; expected another folder"
+            )
 
 
 def write_weights(folder: Path, module: nn.Module, config: dict[str, Any]) -> None:

@@ -194,7 +194,7 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload by grpo export"
+            repo_id=repo, folder_path=folder, commit_message="Upload with grpo export"
         )
     except (HTTPError, OSError, ValueError) as error:
         raise UserError(

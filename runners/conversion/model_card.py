@@ -25,7 +25,7 @@ from runners.machine.terminal import visible
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-# About the run's machine: not what the model learns.
+# About the run's machine: it differs from what the model learns.
 _SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
 _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
@@ -142,7 +142,7 @@ def model_card(
                 f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}"
             )
         lines.append("")
-        packed += " The results are those of full precision."
+        packed += " The results were measured in full precision."
     lines += [packed, ""] if quantized else []
     lines += _results(facts) if facts else []
     lines += _prompt(prompt) if prompt else []
@@ -153,8 +153,8 @@ def model_card(
     if prompt is not None:
         lines += _fenced(f'grpo generate {named} "…"', "sh")
         lines += [
-            f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
-            "file; it takes the system message as `--system-prompt` and the first words as "
+            f"It uses the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
+            "file; pass the system message as `--system-prompt` and the first words as "
             "`--prefill-response`:",
             "",
         ]
@@ -209,15 +209,15 @@ def _prompt(prompt: PromptSettings) -> list[str]:
     kwargs = prompt.chat_template_kwargs
     shown = {
         "System message:": prompt.system_prompt.strip(),
-        "First words of the reply, given to it:": prompt.nudge,
+        "First words of the reply, part of the prompt:": prompt.nudge,
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
-        "The chat template got, besides the messages:": spell(kwargs) if kwargs else "",
+        "Arguments of the chat template, besides the messages:": spell(kwargs) if kwargs else "",
     }
     lines = ["## Prompt", ""]
     for what, text in shown.items():
         if text:
             lines += [what, "", *_fenced(text)]
-    return [*lines, f"A reply had at most {prompt.max_new_tokens:,} tokens.", ""]
+    return [*lines, f"Maximum length of a reply: {prompt.max_new_tokens:,} tokens.", ""]
 
 
 def _code(text: str) -> str:

@@ -91,7 +91,7 @@ def _between(
         before, met, text = text.partition(word)
         if not met:
             raise UserError(
-                "the chat template does not show every turn: no Modelfile can be made of it"
+                "the chat template does not show every turn, so it cannot become a Modelfile"
             )
         found.append(before)
     return [*found, text]
@@ -127,5 +127,7 @@ def _value(what: str, text: str) -> str:
     """A value as Ollama reads it: one word, or in quotes that end where a line does."""
     fault = _fault(text)
     if fault:
-        raise UserError(f"{what}: a Modelfile cannot hold it: {fault}; found {one_line(text, {})}")
+        raise UserError(
+            f"{what}: a Modelfile cannot contain it: {fault}; found {one_line(text, {})}"
+        )
     return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

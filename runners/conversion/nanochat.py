@@ -124,7 +124,9 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
 def _sizes(meta: Path) -> dict[str, int]:
     found = read_json(meta).get("model_config")
     if not isinstance(found, Mapping):
-        raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
+        raise UserError(
+            f"{meta}: the key model_config is missing, which contains the model's sizes"
+        )
     for name in _SIZES:
         size = found.get(name)
         if type(size) is not int or size < 1:
@@ -136,8 +138,8 @@ def _sizes(meta: Path) -> dict[str, int]:
     others = found.keys() - {*_SIZES} - plain
     if others:
         raise UserError(
-            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not "
-            "have"
+            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does "
+            "not support"
         )
     return {name: found[name] for name in _SIZES}
 
@@ -146,7 +148,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
+        raise UserError(f"reading a .pt file requires PyTorch: {install_hint('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
@@ -174,11 +176,11 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
         content = file.read_bytes()
         for opcode, _, _ in pickletools.genops(content):
             if opcode.name not in _ADMITTED:
-                raise UserError(f"found the opcode {opcode.name}; nothing was run")
+                raise UserError(f"found the opcode {opcode.name}; no code was run")
         return tiktoken.Encoding(**_checked(vars(_Reader(io.BytesIO(content)).load())))
     except Exception as error:  # a broken pickle, or pattern, can fail with any error
         why = str(error) if isinstance(error, UserError) else error_line(error)
-        raise UserError(f"{file}: no pickle of tiktoken's Encoding: {why}") from error
+        raise UserError(f"{file}: this is not a pickle of tiktoken's Encoding: {why}") from error
 
 
 class _Reader(pickle.Unpickler):
@@ -188,14 +190,14 @@ class _Reader(pickle.Unpickler):
         """
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":
-            raise UserError(f"it asks for {show(name)}; nothing was run")
+            raise UserError(f"it refers to {show(name)}; no code was run")
         return SimpleNamespace
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
     """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
     if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
-        raise UserError("it has no vocabulary of its own")
+        raise UserError("it does not contain a vocabulary")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
     kinds = (
@@ -209,8 +211,8 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         or not all(0 <= number < 2**31 for number in ids)
     ):
         raise UserError(
-            "its vocabulary is no table from bytes and names to different numbers below 2^31"
+            "its vocabulary does not map bytes and names to different numbers below 2^31"
         )
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError("it has no token for some byte, so not every text has tokens")
+        raise UserError("it has no token for some byte, so some texts cannot be tokenized")
     return {key: state[key] for key in _FIELDS}

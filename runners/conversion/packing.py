@@ -55,8 +55,7 @@ class QuantizationOptions:
             )
         if self.recipe and (self.bits or not self.affine):
             raise UserError(
-                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode "
-                "out"
+                "--recipe determines the bits of affine quantization itself; omit --bits and --mode"
             )
 
 

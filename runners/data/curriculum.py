@@ -201,7 +201,7 @@ def with_difficulty(
             )
     notice = (
         f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are "
-        "left out, as their pass rate is outside of data.pass_rates, or was not measured"
+        "skipped, because their pass rate is outside of data.pass_rates, or was not measured"
     )
     numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
     known = Estimates.of([count for _, count in kept])

@@ -69,7 +69,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
             wanted = (
-                "expected two usable rows at least, as one is held out for evaluation, found one"
+                "expected at least two usable rows, because one is held out for evaluation, "
+                "found one"
             )
             raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
@@ -106,7 +107,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
                 raise ValueError(
-                    'expected a text or a number; the tests of a program need form = "code"'
+                    'expected a text or a number; tests of a program require form = "code"'
                 )
         except ValueError as error:
             raise UserError(f"{row.place}: {name}: {error}") from error
@@ -156,7 +157,7 @@ def _local(config: DataConfig) -> Path | None:
         if config.name:
             name = f"data.name is {show(config.name)}, a configuration on the Hub"
             raise UserError(
-                f"{name}, but data.source {show(config.source)} is local; leave data.name out"
+                f"{name}, but data.source {show(config.source)} is local; omit data.name"
             )
         return source
     # A Hub name has at most one slash and no suffix of a file.
@@ -187,7 +188,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
             continue
         message = f"{row.place}: {fault}"
         if config.on_bad_row == "raise":
-            raise UserError(f'{message} (data.on_bad_row = "skip" would leave it out)')
+            raise UserError(f'{message} (data.on_bad_row = "skip" skips such rows)')
         rows.faults[row.place] = message
     if not rows:
         raise UserError("; ".join([f"{where} has no usable row", *rows.notices("its", 0, 0)]))
@@ -202,7 +203,7 @@ def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
-                hint = '; data.answer = "" if your own rewards measure'
+                hint = '; set data.answer = "" if only your own rewards score completions'
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
@@ -219,7 +220,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     fault = prompt_fault(question)
     if fault:
         ended = gold_turn(question) is not None and config.completion != field
-        hint = f"; data.completion = {show(field)} takes that turn as the gold completion"
+        hint = f"; data.completion = {show(field)} uses that turn as the reference completion"
         return f"{field} {fault}{hint if ended else ''}"
     if config.prompt_form == "raw" and not isinstance(question, str):
         return f'{field}: expected a text with data.prompt_form = "raw", found a list of messages'
@@ -234,7 +235,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f"{config.image} {error}"
     except UnicodeEncodeError as error:
         return (
-            f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+            f"half of a surrogate pair, {error.object[error.start]!a}, which tokenizers cannot "
+            "process"
         )
     return ""
 
@@ -258,7 +260,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     # from the Hub, the network, the disk or the format: each is shown to the user
     except Exception as error:
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
-        raise UserError(f"{place}, which the Hub did not give: {error_line(error)}") from error
+        raise UserError(f"{place}, which could not be downloaded: {error_line(error)}") from error
 
 
 def task_rows(config: DataConfig, split: str) -> list[Row]:
@@ -286,7 +288,7 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
         )
     except ImportError as error:
         raise UserError(
-            f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
+            f"data.source = {show(config.source)} requires reasoning-gym: {install_hint('tasks')}"
         ) from error
     task = config.source.removeprefix(TASKS)
     if task not in DATASETS:

@@ -43,9 +43,10 @@ class GoldReader:
         for example, text in zip(examples, texts, strict=True):
             if not text and data.on_bad_row == "raise":
                 fault = (
-                    f"{rows[example.number].place}: no gold completion in {column or 'any column'}"
+                    f"{rows[example.number].place}: no reference completion in "
+                    f"{column or 'any column'}"
                 )
-                raise UserError(f'{fault} (data.on_bad_row = "skip" would leave it out)')
+                raise UserError(f'{fault} (data.on_bad_row = "skip" skips such rows)')
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:
@@ -81,7 +82,7 @@ class GoldReader:
                 )
         if not found:
             raise UserError(
-                f"{sft.completions}: none of {len(read)} completions has ended by itself with a "
+                f"{sft.completions}: none of {len(read)} completions is finished and has a "
                 f"reward of at least sft.min_reward = {sft.min_reward:g}"
             )
         rows = Rows(found.values())
@@ -107,15 +108,16 @@ class GoldReader:
         kept = [example for example in made if len(example.gold) <= limit]
         if made and not kept:
             raise UserError(
-                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} gold "
-                f"completions of the {split} data has {min(len(example.gold) for example in made)} "
+                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} reference "
+                f"completions of the {split} data has "
+                f"{min(len(example.gold) for example in made)} "
                 "tokens"
             )
         counts = (
-            (len(examples) - len(made), "no gold completion"),
+            (len(examples) - len(made), "no reference completion"),
             (
                 len(made) - len(kept),
-                f"gold completions longer than rollout.max_new_tokens = {limit} tokens",
+                f"reference completions longer than rollout.max_new_tokens = {limit} tokens",
             ),
         )
         line = f"{split} data: {{}} of {len(examples)} rows left out: {{}}"

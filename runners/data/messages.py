@@ -31,7 +31,7 @@ def prompt_fault(value: Any) -> str:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {number}: expected text as its content, found {type(content).__name__}"
     if value[-1]["role"] == "assistant":
-        return "ends with the assistant's turn, which the model has to write"
+        return "ends with the assistant's turn, which the model must write"
     return ""
 
 
@@ -125,9 +125,9 @@ def read_prompts(
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
             raise UserError(
-                f"{row.place}: the messages have a system message, and --system gives another"
+                f"{row.place}: the messages contain a system message, and --system sets another one"
             )
         found.append(list(conversation(value, system)))
     if not found:
-        raise UserError(f"{option} {name}: there is no prompt in it")
+        raise UserError(f"{option} {name}: it contains no prompts")
     return found

@@ -78,7 +78,7 @@ def build_examples(
     left.
     """
     if config.image and processor is None:
-        raise UserError("data.image names a column, but this command shows no images to the model")
+        raise UserError("data.image names a column, but this command does not use images")
     fields = reward_columns(rows, config.answer) if columns is None else columns
     raw = config.prompt_form == "raw"
     kwargs = config.chat_template_kwargs
@@ -114,10 +114,12 @@ def build_examples(
             faults[place] = f"{place}: {error}"
             if config.on_bad_row == "raise":
                 raise UserError(
-                    f'{faults[place]} (data.on_bad_row = "skip" would leave it out)'
+                    f'{faults[place]} (data.on_bad_row = "skip" skips such rows)'
                 ) from error
     if rows and not examples:
-        raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
+        raise UserError(
+            f"all {len(rows)} rows are invalid, for example {list(faults.values())[-1]}"
+        )
     kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
     if rows and not kept:
         raise UserError(

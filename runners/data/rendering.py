@@ -68,10 +68,10 @@ def render(
         text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
+        raise UserError(f"{name}: the chat template renders an empty text, without the prompt")
     tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
-        raise UserError("the tokenizer makes no tokens of the prompt")
+        raise UserError("the tokenizer returns no tokens for the prompt")
     return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 
 
@@ -118,7 +118,7 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
     if not has_template(tokenizer):
         return [
             "the tokenizer has no chat template: prompts are plain text (System: …, User: …, "
-            "Assistant: …); a model that was tuned for chats has one in chat_template.jinja or "
+            "Assistant: …); a chat model has one in chat_template.jinja or "
             "tokenizer_config.json; "
             'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they '
             "are"
@@ -130,8 +130,9 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
     if ends.intersection(encode(tokenizer, end, add_special_tokens=False)):
         return []
     return [
-        f"the chat template ends a turn with {show(end)}, none of whose tokens ends a completion: "
-        f"they may all reach the length limit; rollout.stop = [{show(end)}], or eos_token_id in "
+        f"the chat template ends a turn with {show(end)}, but none of its tokens ends a "
+        f"completion, so all may reach the length limit; set rollout.stop = [{show(end)}], or "
+        "eos_token_id in "
         "generation_config.json"
     ]
 
@@ -248,7 +249,7 @@ def _conversation(
         text = apply(messages)
         if system["content"].strip() in text:
             return text
-        raise UserError("the tokenizer's chat template leaves out a system message")
+        raise UserError("the tokenizer's chat template drops the system message")
     except UserError:
         if not rest or rest[0]["role"] != "user" or any(each["role"] == "system" for each in rest):
             raise

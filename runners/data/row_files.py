@@ -57,13 +57,15 @@ class Rows(list[Row]):
         tokens."""
         found = []
         if self.dropped:
-            found.append(f"{split} data: {self.dropped} rows left out by data.transform")
+            found.append(f"{split} data: {self.dropped} rows skipped by data.transform")
         if self.faults:
             first = next(iter(self.faults.values()))
-            found.append(f"{split} data: {len(self.faults)} bad rows left out (the first: {first})")
+            found.append(
+                f"{split} data: {len(self.faults)} invalid rows skipped (the first: {first})"
+            )
         if too_long:
             found.append(
-                f"{split} data: {too_long} of {len(self)} prompts left out, longer than "
+                f"{split} data: {too_long} of {len(self)} prompts skipped, longer than "
                 f"data.max_prompt_length = {limit} tokens"
             )
         return found
@@ -111,7 +113,9 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     }
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
-        raise UserError(f"{key}: expected {show(split)} whole and once in {folder}, found {names}")
+        raise UserError(
+            f"{key}: expected {show(split)} complete and once in {folder}, found {names}"
+        )
     return sorted(files, key=_shard_number)
 
 
@@ -195,7 +199,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
         lines = filter(None, reader)
         header = next(lines, [])
         if len(set(header)) < len(header):
-            raise UserError(f"{path} has two columns of one name")
+            raise UserError(f"{path} has two columns with the same name")
         for cells in lines:
             place = f"{path}, line {reader.line_num}"
             if len(cells) == len(header):
@@ -241,14 +245,12 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     most = max(LEAST, RATIO * path.stat().st_size)
     unpacked = 0
-    too_large = UserError(
-        f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself"
-    )
+    too_large = UserError(f"{path}: expected it to unpack to at most {most:,} bytes; found more")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UserError(f"{path} has two columns of one name")
+                raise UserError(f"{path} has two columns with the same name")
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
             stored = [

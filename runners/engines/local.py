@@ -279,7 +279,9 @@ class LocalEngine:
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if stop and self.decoder is None:
-            raise ValueError(f"stop = {stop}: this engine has no tokenizer that could find them")
+            raise ValueError(
+                f"stop = {stop}: this engine has no tokenizer, which is needed to find them"
+            )
         if stop not in self._stops:
             self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
         return self._stops[stop]
@@ -301,7 +303,7 @@ class LocalEngine:
         together = largest * max(before // largest // 2, 1)
         self._restart(weights, left)
         self.decoding = attrs.evolve(self.decoding, max_batch=together)
-        self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
+        self.note(f"out of memory ({reason}): sampling again, {together:,} rows at a time")
 
     def _restart(self, weights: Weights, tickets: list[Ticket]) -> None:
         """Submits these requests again; nothing is kept of any."""

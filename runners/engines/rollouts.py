@@ -45,7 +45,7 @@ def requests_of(
     numbers: Sequence[int] | None = None,
     vision: VisionPart | None = None,
 ) -> list[Request]:
-    """G completions of each prompt; completion g of prompt n uses the random stream (key, n, g).
+    """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
 
     `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part, prompts may have images.
     """
@@ -271,7 +271,7 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
     rows = set(found)
     if not rows <= waiting or len(rows) < least:
         raise ValueError(
-            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows "
+            f"replies arrived for rows {sorted(rows)}: expected at least {least} of the rows "
             f"{sorted(waiting)}"
         )
 
@@ -294,7 +294,5 @@ def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
     same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     count = sum(1 for _ in same)
     if not count:
-        raise UserError(
-            "the prompts of a group have no first token in common: a template begins with one"
-        )
+        raise UserError("the prompts of a group have no common first token")
     return count

@@ -123,7 +123,7 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's message behind an assistant's turn"
+            "the tokenizer's chat template cannot put a tool's message after an assistant's turn"
             + fault
         )
 

@@ -274,7 +274,7 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
     (outcome,) = calls.collect(1).values()
     if outcome.fault:
         raise UserError(
-            outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}"
+            outcome.fault if outcome.refused else f"{key} cannot be created: {outcome.fault}"
         )
     return outcome.value
 

@@ -145,10 +145,7 @@ class Session:
             episode.hung = True
         limits = self._home.config
         observations = []
-        used_up = (
-            f"not called: a conversation has {limits.max_tool_calls} tool calls, and they are used "
-            "up"
-        )
+        used_up = f"not called: a conversation has {limits.max_tool_calls} tool calls at most"
         results = [("tool", outcome.fault, True)] if outcome.fault else outcome.value
         for name, text, failed in (*results, *(failure(name, used_up) for name in refused)):
             episode.counts["failures"] += failed

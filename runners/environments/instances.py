@@ -37,7 +37,7 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
             functions = {getattr(function, "__name__", text.rpartition(":")[2]): function}
         for name in functions.keys() & store["tools"].keys():
             raise UserError(
-                f"env.tools {show(text)}: there is a tool {name} already; rename one of them"
+                f"env.tools {show(text)}: there is already a tool {name}; rename one of them"
             )
         store["tools"] |= functions
     if factory:
@@ -63,7 +63,7 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
         try:
             environment = _made(store, number)
         except (Exception, SystemExit) as error:
-            raise UserError(f"{key} cannot be made: {error_line(error)}") from error
+            raise UserError(f"{key} cannot be created: {error_line(error)}") from error
         name = type(environment).__name__
         if not callable(getattr(type(environment), "reset", None)):
             raise UserError(
@@ -96,7 +96,7 @@ def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -
         signature.bind(**dict.fromkeys(columns))
     except TypeError as error:
         raise UserError(
-            f"{key}: its signature is reset{signature}, and it is called with the data's columns "
+            f"{key}: its signature is reset{signature}, but it is called with the data's columns "
             f"{', '.join(columns)}: {error}; expected reset(self, **row), or these names"
         ) from error
 
@@ -160,11 +160,11 @@ def call(
         if isinstance(arguments, str):
             return failure(name or "tool", arguments)
         if name not in functions:
-            return failure(name, "the environment is gone: its process was ended")
+            return failure(name, "the environment is lost: its process was ended")
         try:
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
-            # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
+            # Half of a surrogate pair, which tokenizers cannot process, becomes a question mark.
             return name, text[:characters].encode("utf-8", "replace").decode(), False
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])

@@ -122,7 +122,7 @@ def _call(found: Any) -> ToolCall:
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object")
+        return ToolCall(name, {}, "the arguments are not a JSON object")
     return ToolCall(name, arguments)
 
 

@@ -194,10 +194,10 @@ def form_notice(
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
-        others = f"; those that end by themselves need up to {max(ended)}" if ended else ""
+        others = f"; finished ones have up to {max(ended)}" if ended else ""
         return (
-            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: "
-            f"set a longer rollout.max_new_tokens, such as {2 * limit}"
+            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set "
+            f"a larger rollout.max_new_tokens, such as {2 * limit}"
         )
     lacking = sum(form.read(text) is None for text in texts) if form else 0
     if form is None or not texts or lacking < many:
@@ -208,7 +208,7 @@ def form_notice(
     )
     fitting = fitting_form(texts, golds, form.thoughts)
     if fitting is None:
-        return f"{line}; data.system_prompt and data.nudge ask for it"
+        return f"{line}; ask for it with data.system_prompt or data.nudge"
     name, have, right = fitting
     return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 

@@ -57,8 +57,8 @@ def config_of_runs(
         if has_data:
             return None
         raise UserError(
-            f"{others[0]}: is of no run of yours on this machine, and may name code; "
-            f"--config {others[0]} measures with its data and rewards, --data with other data"
+            f"{others[0]}: does not belong to one of your runs on this machine, and may name code; "
+            f"--config {others[0]} uses its data and rewards, --data other data"
         )
     if not files:
         return None
@@ -68,7 +68,7 @@ def config_of_runs(
     differ = [name for name in one if one[name] != other.get(name)]
     if differ:
         places = f"{files[0]} and {files[-1]} differ in {', '.join(differ)}"
-        raise UserError(f"the runs {places}; --config says what both are measured by")
+        raise UserError(f"the runs {places}; --config sets one config for both")
     note(
         f"data, prompts and rewards as in the run ({files[0]}); "
         "--config, --data and --set replace them"

@@ -41,7 +41,9 @@ def check_target(target: Path, force: bool) -> None:
     A folder that a killed process had moved aside is restored first, so it counts as existing.
     """
     if target.name in ("", ".."):
-        raise UserError(f"{target}: this folder cannot be replaced; expected the name of a new one")
+        raise UserError(
+            f"{target}: this folder cannot be replaced; expected the name of a new folder"
+        )
     with disk_errors(f"{target}: cannot be written"):
         sweep(target.parent)
     if os.path.lexists(target) and not force:
@@ -176,4 +178,4 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _exists(target: Path) -> str:
-    return f"{target}: this exists; --force replaces it"
+    return f"{target}: this already exists; --force replaces it"

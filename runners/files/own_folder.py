@@ -26,7 +26,7 @@ def own_folder(path: Path) -> Path:
     found = foreign(path)
     if found:
         raise UserError(
-            f"{path}: expected a folder of yours that nobody else can write to, found {found}"
+            f"{path}: expected your own folder that nobody else can write to, found {found}"
         )
     return path
 
@@ -43,5 +43,5 @@ def foreign(path: Path) -> str:
         return "a file"
     others = {owner, facts.st_uid} - {os.geteuid()}
     if others:
-        return f"one of user {others.pop()}"
-    return f"one of mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
+        return f"one owned by user {others.pop()}"
+    return f"one with mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""

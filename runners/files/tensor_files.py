@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
         if shared:
             raise UserError(
                 f"{folder}: expected each tensor once, found {show(shared[0])} in "
-                f"{holders[shared[0]]} and in {file.name}; move the file of the older model away"
+                f"{holders[shared[0]]} and in {file.name}; remove the older model's file"
             )
         holders |= dict.fromkeys(names, file.name)
     return files
@@ -79,7 +79,7 @@ def check_header(file: Path) -> list[str]:
         with safe_open(file, framework="np") as opened:
             return opened.keys()
     except (OSError, SafetensorError) as error:
-        cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
+        cut = "; is the file truncated?" if isinstance(error, SafetensorError) else ""
         raise UserError(
             f"{file}: cannot be read as safetensors: {first_line(error)}{cut}"
         ) from error

@@ -64,5 +64,5 @@ def _check(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{key}: expected text that UTF-8 can hold, found {show(printable(text))}"
+            f"{key}: expected text that UTF-8 can represent, found {show(printable(text))}"
         ) from error

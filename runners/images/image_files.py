@@ -56,7 +56,8 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         raise UserError(f"expected paths, or an image's bytes, found {type(value).__name__}")
     if folder is None:
         raise UserError(
-            f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
+            f"names {show(value)}, a path; expected bytes, or data.image_folder for data from "
+            "the Hub"
         )
     path = folder / Path(value).expanduser()
     try:
@@ -65,7 +66,9 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
         raise UserError(f"names {show(value)}: {first_line(error)}") from error
     if not inside:
-        outside = "where nothing is read; data.image_folder names another folder"
+        outside = (
+            "but images are only read inside the folder; data.image_folder sets another folder"
+        )
         raise UserError(f"names {show(value)}, which leads out of {folder}, {outside}")
     if not there:
         raise UserError(f"names {show(value)}, but there is no file {path}")

@@ -90,7 +90,7 @@ def mlx_vlm_module(name: str) -> Any:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
         raise UserError(
-            f"prompts with images need mlx-vlm: {install_hint('vlm')}{reason}"
+            f"prompts with images require mlx-vlm: {install_hint('vlm')}{reason}"
         ) from error
 
 
@@ -139,8 +139,8 @@ class ImageProcessor:
         if shown != len(images):
             raise UserError(
                 f"the prompt has {shown} places for the {len(images)} images of its row "
-                f"({', '.join(image.name for image in images)}): the chat template has to show "
-                "each image once, and the question must not hold the image token"
+                f"({', '.join(image.name for image in images)}): the chat template must show "
+                "each image once, and the question must not contain the image token"
             )
         counts = iter([self.count_tokens(image) for image in images])
         found: list[int] = []
@@ -159,7 +159,9 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     if not any(
         (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     ):
-        raise UserError(f"{path}: preprocessor_config.json is missing; it has the sizes of images")
+        raise UserError(
+            f"{path}: preprocessor_config.json is missing, which contains the sizes of images"
+        )
     processing = mlx_vlm_module(f"models.{kind}.processing_{kind}")
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):

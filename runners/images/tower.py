@@ -71,7 +71,7 @@ class VisionPart:
         except ValueError as error:
             names = ", ".join(file.name for file in prompt.images)
             raise UserError(
-                f"{names}: its size has changed since the run began ({error})"
+                f"{names}: its size has changed since the run started ({error})"
             ) from error
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
@@ -157,7 +157,7 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(
-            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was the "
-            "folder converted with its language part alone?"
+            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was "
+            "only the language part converted?"
         )
     return module.sanitize(found)

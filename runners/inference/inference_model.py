@@ -198,7 +198,7 @@ def find_model(
     if adapters == named:
         if adapter:
             raise UserError(
-                f"{model} holds adapters, and {adapter} is given as well; expected one of them"
+                f"{model} contains adapters, and {adapter} is given too; expected only one of them"
             )
         source = base_of(named)
     return resolve_model(source, "MODEL", custom_loader=custom_loader), adapters

@@ -13,8 +13,8 @@ from runners.errors import text_of
 
 LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
 ADVICE = (
-    "macOS ends work on the GPU that holds up the display: let the display sleep (or train over "
-    "ssh), lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
+    "macOS ends GPU work that blocks the display: let the display sleep (or train over ssh), "
+    "lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
     "the screen less smooth; then continue with --resume. See docs/memory.md"
 )
 _SIGNS = ("impacting interactivity", "gpu timeout", "gpu hang")

@@ -159,11 +159,9 @@ def _cpu_notices(found: Blas) -> tuple[str, ...]:
         hint = (
             ""
             if "imported" in found.reason
-            else "; apt-get install libopenblas0-pthread, or its like"
+            else "; apt-get install libopenblas0-pthread, or a similar package"
         )
-        lines.append(
-            f"matrix products are some 30x slower than they could be: {found.reason}{hint}"
-        )
+        lines.append(f"matrix products are about 30x slower than necessary: {found.reason}{hint}")
     if shutil.which("g++") is None:
         lines += [
             "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its "

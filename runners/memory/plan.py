@@ -64,15 +64,15 @@ def make_plan(
     for name, each in phases.items():
         mark = "← peak" if name == peak else ""
         rows.append([name, *map(gigabytes, (sum(each), *each)), mark])
-    formats = "chosen after the first rollout: grpo bench CONFIG shows them"
+    formats = "chosen after the first rollout: see grpo bench CONFIG"
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
         "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
+        "ranks": f"{ranks}; the figures are for one rank" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
-        "time": "grpo bench CONFIG measures some steps and says how long the run will take",
+        "time": "grpo bench CONFIG measures some steps and estimates the time of the run",
     }
     named = [f"{name:<14}{text}" for name, text in lines.items() if text]
     return "\n".join([*aligned(rows, right=range(1, len(rows[0]) - 1)), "", *named]), problem
@@ -104,7 +104,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
     try:
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
-        return f"memory: not predicted: {error}"
+        return f"memory: no prediction: {error}"
     line = _too_large(config, sizes)
     if line:
         raise UserError(line)
@@ -136,7 +136,7 @@ def memory_outlook(
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
             config = config.having("rollout", max_batch=rows)
-            notices.append(f"decoding: memory holds {rows:,} of {asked:,} rows together")
+            notices.append(f"decoding: memory is enough for {rows:,} of {asked:,} rows at a time")
     return config, tuple(notices)
 
 

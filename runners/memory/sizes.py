@@ -90,7 +90,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             if config.get(name) is not None:
                 return int(config[name])
         if default is None:
-            raise ValueError(f"it states none of {', '.join(names)}")
+            raise ValueError(f"it contains none of {', '.join(names)}")
         return default
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")

@@ -65,7 +65,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
             raise UserError(
-                f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}'
+                f'model.lora.keys: "{key}" is not a linear or embedding layer of this model{near}'
             )
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
@@ -89,8 +89,8 @@ def check_adapters(folder: Path) -> None:
     missing = next((file.name for file in (config, weights) if not file.is_file()), None)
     if missing:
         raise UserError(
-            f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT "
-            f"writes them{final_of(folder)}"
+            f"{folder}: {missing} is missing; expected a folder of adapters from mlx-lm or "
+            f"PEFT{final_of(folder)}"
         )
     check_header(weights)
     rules = json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT
@@ -146,7 +146,7 @@ def read_adapters(
     kind = stated.get("fine_tune_type") or "lora"
     if tune and tune != kind:
         raise UserError(
-            f'model.adapters: {folder} holds adapters of fine_tune_type "{kind}"; expected '
+            f'model.adapters: {folder} contains adapters of fine_tune_type "{kind}"; expected '
             f'model.tune = "{kind}", found "{tune}"'
         )
     if digest is None:
@@ -156,8 +156,8 @@ def read_adapters(
         name.endswith("lm_head") for name, _ in module.named_modules()
     ):
         raise UserError(
-            f"{where}: its head is its token embedding, and they change the two separately; "
-            "expected PEFT's ensure_weight_tying = true"
+            f"{where}: its head is its token embedding, but the adapters change the two "
+            "separately; expected PEFT's ensure_weight_tying = true"
         )
     # The learner has no dropout.
     count = stated["num_layers"]
@@ -182,9 +182,9 @@ def read_adapters(
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
-            f"{folder}: the adapters were made for other weights than {path} has; their base model "
-            f"is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of "
-            "these shapes takes them)"
+            f"{folder}: the adapters were made for weights other than those of {path}; their "
+            f"base model is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any "
+            "model with these shapes accepts them)"
         )
     module.load_weights(list(tensors.items()), strict=False)
     return {"num_layers": count, "lora_parameters": parameters}
@@ -201,7 +201,9 @@ def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
             continue
         coarse = max(base.weight.dtype, weight.dtype, key=lambda dtype: mx.finfo(dtype).eps)
         if not mx.array_equal(base.weight.astype(coarse), weight.astype(coarse)):
-            raise UserError(f"{where}: {name} has other weights than the adapters' base_layer")
+            raise UserError(
+                f"{where}: {name} has weights that differ from the adapters' base_layer"
+            )
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -216,7 +218,7 @@ def base_of(folder: Path) -> str:
     base = settings.get("base_model_name_or_path" if "peft_type" in settings else "model")
     if not isinstance(base, str) or not base:
         raise UserError(
-            f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base "
+            f"{folder}: these are adapters, but their {ADAPTER_CONFIG} does not name the base "
             f"model; expected the base model as MODEL, and --adapter {folder}"
         )
     return base

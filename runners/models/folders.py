@@ -83,8 +83,8 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
         raise UserError(
-            f"{folder}: these are adapters, not a model; a run goes on from them with "
-            "model.adapters = this folder, and their base as model.path"
+            f"{folder}: these are adapters, not a model; to continue from them, set "
+            "model.adapters to this folder, and model.path to their base"
         )
     if "config.json" not in names:
         raise UserError(
@@ -156,8 +156,8 @@ def _check_links(folder: Path) -> None:
     for file in sorted({*_companions(folder), templates, *templates.rglob("*")}):
         if file.is_symlink() and not any(map(Path(os.path.realpath(file)).is_relative_to, allowed)):
             raise UserError(
-                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder; "
-                "copy the file into it"
+                f"{folder}: {file.relative_to(folder)} is a link to a file outside of the "
+                "folder; copy the file into the folder"
             )
 
 
@@ -176,7 +176,7 @@ def _check_weights(folder: Path, names: set[str]) -> None:
         found = ", ".join(others[:3]) or "none"
         raise UserError(
             f"{folder}: expected weights in model*.safetensors, found {found}; transformers' "
-            "from_pretrained(FOLDER).save_pretrained(NEW) writes them from pytorch_model.bin"
+            "from_pretrained(FOLDER).save_pretrained(NEW) converts pytorch_model.bin"
         )
     file = folder / "model.safetensors.index.json"
     weight_map = read_json(file).get("weight_map") if file.name in names else None
@@ -184,18 +184,18 @@ def _check_weights(folder: Path, names: set[str]) -> None:
     missing = sorted(listed - names)
     if missing:
         raise UserError(
-            f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}"
+            f"{folder}: {len(missing)} weight files are missing; the first is {missing[0]}"
         )
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
     if not has_tokenizer(folder):
         expected = " or ".join(_TOKENIZERS)
-        hint = "; `grpo convert` makes one of tokenizer.pkl" if "tokenizer.pkl" in names else ""
+        hint = "; `grpo convert` creates one from tokenizer.pkl" if "tokenizer.pkl" in names else ""
         raise UserError(f"{folder}: the tokenizer is missing; expected {expected}{hint}")
     if "tokenizer_config.json" not in names:
         raise UserError(
-            f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+            f"{folder}: tokenizer_config.json is missing; without it, the special tokens are wrong"
         )
 
 

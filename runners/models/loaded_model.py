@@ -91,8 +91,8 @@ def load_model(
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     if not images and loader is None and has_vision(config):
         notices += (
-            f"{path}: the model sees, but only its language part is trained and saved, on text; "
-            "data.image names the column of images",
+            f"{path}: this is a vision-language model, but only its language part is trained and "
+            "saved, on text; data.image sets the column of images",
         )
 
     adapter = None
@@ -106,7 +106,7 @@ def load_model(
         command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = '
-            f'"lora" or "dora", or the model unpacked by `{command}`'
+            f'"lora" or "dora", or the model dequantized by `{command}`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

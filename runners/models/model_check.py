@@ -67,7 +67,7 @@ def check_model(
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     if remembers("model_checks", digest):
         return CheckedPolicy(policy)
-    say("checking that the model decodes what it learns")
+    say("checking that sampler and learner agree")
     try:
         found = g.check_policy(
             policy,
@@ -79,7 +79,7 @@ def check_model(
         )
     except ValueError as error:
         key = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
-        raise UserError(f"{error}; {key} = false goes on all the same") from error
+        raise UserError(f"{error}; {key} = false trains it anyway") from error
     if not found.given_up:
         remember("model_checks", digest)
     return found

@@ -86,7 +86,7 @@ def load_module(
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in message:
             how = "model.trust_remote_code = true, or --trust-remote-code"
-            message = f"it brings its own model code, which runs only with {how}"
+            message = f"it contains its own model code, which runs only with {how}"
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
 
 
@@ -150,16 +150,18 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
     most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
     if most >= rows:
         raise UserError(
-            f"{path}: the tokenizer has the token id {most}, the model's embedding only {rows} "
-            "rows; they do not belong together"
+            f"{path}: the tokenizer has the token id {most}, but the model's embedding has only "
+            f"{rows} rows; tokenizer and model do not match"
         )
     if not tokenizer.eos_token_ids:
         return (
-            f"{path}: no end-of-text token is known, so every completion runs to its full length",
+            f"{path}: no end-of-text token is known, so every completion reaches its full length",
         )
     beyond = sorted(i for i in added if i >= rows)
     if beyond:
-        return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
+        return (
+            f"{len(beyond)} added tokens are outside of the model's embedding and cannot be used",
+        )
     return ()
 
 
@@ -175,7 +177,7 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     mx.eval(finite)
     for name, answer in finite.items():
         if not answer.item():
-            raise UserError(f"{path}: the weight {name} holds NaN or infinity")
+            raise UserError(f"{path}: the weight {name} contains NaN or infinity")
 
 
 def _finite(leaf: mx.array) -> mx.array:
@@ -223,7 +225,5 @@ def main_dtype(module: nn.Module) -> mx.Dtype:
         if mx.issubdtype(leaf.dtype, mx.floating):
             sizes[leaf.dtype] += leaf.size
     if not sizes:
-        raise UserError(
-            "the model's weights: expected floating point numbers, found integers alone"
-        )
+        raise UserError("the model's weights: expected floating point numbers, found only integers")
     return sizes.most_common(1)[0][0]

@@ -66,7 +66,9 @@ def from_peft(
             rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name
         )
         if found is None or leaf.ndim != (1 if "magnitude" in name else 2):
-            raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
+            raise UserError(
+                f"{folder}: the tensor {show(name)} is not part of a LoRA or DoRA layer"
+            )
         layers.setdefault(found[1], {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
     if not layers:
         raise UserError(f"{folder}: expected tensors of adapters, found none")
@@ -76,10 +78,11 @@ def from_peft(
             not {"lora_a", "lora_b"} <= parts.keys()
             or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]
         ):
-            raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
+            raise UserError(f"{folder}: {name}: expected lora_A and lora_B of the same rank")
         if "m" in parts and name.endswith(_EMBEDDING):
             raise UserError(
-                f"{folder}: {name}: mlx-lm's DoRA of an embedding is not PEFT's; expected LoRA"
+                f"{folder}: {name}: mlx-lm's DoRA of an embedding differs from PEFT's; expected "
+                "LoRA"
             )
     embedding = next((name for name in layers if name.endswith(_EMBEDDING)), "")
     tied = bool(embedding) and _is_mirrored(layers[embedding], layers.get(_HEAD))
@@ -87,7 +90,7 @@ def from_peft(
         del layers[_HEAD]
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
     if not min(ranks.values()):
-        raise UserError(f"{folder}: expected adapters of a rank from 1 on, found 0")
+        raise UserError(f"{folder}: expected adapters with a rank of at least 1, found 0")
     scales = _scales(settings, ranks, folder)
     rank = max(ranks.values())
     scale = next(iter(scales.values()))
@@ -125,10 +128,10 @@ def to_peft(
     for name, leaf in tensors.items():
         layer, _, part = name.rpartition(".")
         if leaf.ndim > 2:
-            raise UserError(f"{layer}: adapters of experts have no form in PEFT")
+            raise UserError(f"{layer}: PEFT cannot represent adapters of experts")
         embeds = layer.endswith(_EMBEDDING)
         if embeds and part == "m":
-            raise UserError(f"{layer}: DoRA of an embedding has no form in PEFT; its LoRA has")
+            raise UserError(f"{layer}: PEFT cannot represent DoRA of an embedding; use LoRA")
         theirs = [
             key
             for key, value in _LEAVES.items()

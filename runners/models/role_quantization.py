@@ -52,9 +52,9 @@ def make_quantized_role(
     count = len(role.unfit)
     if count:
         notices.append(
-            f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their "
-            f"rows are no multiple of the group (the first: {role.unfit[0]}); a smaller "
-            "rollout.group_size may fit them"
+            f"{key}: {count} of {count + len(role.names)} weights keep full precision, because "
+            "the length of their rows is not a multiple of the group size (the first: "
+            f"{role.unfit[0]}); a smaller rollout.group_size may fit"
         )
     return role
 

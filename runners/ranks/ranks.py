@@ -72,7 +72,9 @@ class Ranks:
                 group = mx.distributed.init(strict=True, backend=place.backend)
         except RuntimeError as error:
             self.watchdog.stop()
-            raise UserError(f"{self.watchdog.name} cannot join the others: {error}") from error
+            raise UserError(
+                f"{self.watchdog.name} cannot connect to the other ranks: {error}"
+            ) from error
         self._collectives = MlxCollectives(
             group, None if place.backend == "nccl" else mx.Device(mx.cpu)
         )
@@ -205,7 +207,7 @@ class Ranks:
             if line:
                 return line
             time.sleep(0.05)
-        others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
+        others = self.watchdog.elsewhere or "all of them are on this host and still running"
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _error_of(self, messages: Sequence[RankMessage]) -> RankError:

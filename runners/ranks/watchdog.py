@@ -172,7 +172,7 @@ class Watchdog:
         lost = [(rank, *self.board.read(rank)) for rank in self.here if self.board.is_gone(rank)]
         lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
         dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
-        lines += [f"{name} is gone: it was killed, or has crashed" for name in dead]
+        lines += [f"{name} is gone: it was killed or crashed" for name in dead]
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:

@@ -40,7 +40,7 @@ def run_data(
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
     def used(line: Mapping[str, Any]) -> bool:
-        """Whether a record is of one of the evenly spread updates, of the last one, or of none."""
+        """Whether a record belongs to an evenly spaced update, to the last one, or to no update."""
         update = whole_number(line.get("update")) or 1
         if (update - 1) % stride == 0 or update == record.last("update"):
             return True
@@ -172,7 +172,7 @@ def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[s
 def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
     """An evaluation's columns. Only the first one contains the problems.
 
-    `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
+    `correct` is null without a reference answer; `extracted` is the answer that was read.
     """
     piece: dict[str, Any] = {
         "correct": [
@@ -186,7 +186,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
+    """Prompt, reference answer, and the prompt's other messages: a role and a text each."""
     context = record.get("context")
     asked = [_text(record.get("prompt")), _text(record.get("answer"))]
     for message in map(_table, context if isinstance(context, list) else []):

@@ -99,9 +99,9 @@ def find_run(folder: Path) -> Path:
         raise UserError(f"{folder}: there is no such folder")
     with disk_errors(f"{folder}: cannot be read"):
         inside = [path.name for path in sorted(folder.iterdir()) if is_run_folder(path)]
-    more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    more = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(
-        f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}"
+        f"{folder}: this is not a run's folder: it contains neither {METRICS} nor {RESOLVED}{more}"
     )
 
 

@@ -106,7 +106,7 @@ class LivePage:
             if path == "/":
                 return 200, "text/html; charset=utf-8", self._page
             if path != "/data":
-                return _text(404, "there is nothing here")
+                return _text(404, "not found")
             if seen and (unquote(seen) == self.signature() or time.monotonic() < self._next):
                 return 204, "text/plain", b""
             return 200, "application/octet-stream", self.data()

@@ -72,7 +72,7 @@ class RewardLog:
         ValueError for a name that the log uses itself."""
         if name in METRICS:
             raise ValueError(
-                f"log_metric: {name} is a name of the log's own; call it something else"
+                f"log_metric: {name} is a name that the log uses itself; choose another one"
             )
         self.metrics.setdefault(name, []).append(float(value))
 
@@ -156,7 +156,7 @@ def score(
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
             return nothing(
-                size, "failed: the environments are gone: their process was ended", ended=True
+                size, "failed: the environments are lost: their process was ended", ended=True
             )
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, size)
@@ -246,5 +246,5 @@ def _as_float(value: Any) -> tuple[float, str]:
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"
     if abs(number) > _LARGEST:
-        return math.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
+        return math.nan, f"returned a number beyond {_LARGEST:g}, whose square exceeds float32"
     return number, ""

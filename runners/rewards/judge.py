@@ -89,11 +89,9 @@ def judge_reward(
     base = url.rstrip("/")
     names = set(_PLACEHOLDER.findall(prompt))
     if "completion" not in names:
-        raise ValueError(
-            "prompt: expected {completion} where the judged text stands, found no such name"
-        )
+        raise ValueError("prompt: expected {completion} for the judged text, found no such name")
     if not scale[0] < scale[1]:
-        raise ValueError(f"scale: expected a worst mark below the best one, found {scale}")
+        raise ValueError(f"scale: expected the lowest score below the highest one, found {scale}")
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {
         "temperature": 0.0,
@@ -223,7 +221,7 @@ def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         text = json.loads(content)["choices"][0]["message"]["content"]
     if not isinstance(text, str):
-        return Failure("got an answer that is not of the API's form", show(content[:200]))
+        return Failure("got an answer that is not in the API's format", show(content[:200]))
     said = (split_thoughts(text)[1] or "")[-_MOST:]
     alone = _ALONE.fullmatch(said)
     marks = [alone] if alone else [*_SCORE.finditer(said)]
@@ -232,7 +230,7 @@ def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
         return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
     mark = float(marks[-1][1])
     if not low <= mark <= high:
-        return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{mark:g}")
+        return Failure(f"got a score outside of the scale from {low:g} to {high:g}", f"{mark:g}")
     return (mark - low) / (high - low)
 
 

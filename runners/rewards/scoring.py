@@ -84,8 +84,8 @@ def resolve_rewards(
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
-                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own "
-                    f"is written {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); your own is "
+                    f"written as {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
                 )
             function = built_in(form)[name]
         elif worker is None:

@@ -96,7 +96,7 @@ class MetricsLog:
                 try:
                     self._dashboards.append(opened(folder, config, resumed_at))
                 except Exception as error:  # each has its own errors: no login, no network, no disk
-                    line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
+                    line = f"log.{key} = true, but {package} cannot be started: {first_line(error)}"
                     raise UserError(line) from error
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}

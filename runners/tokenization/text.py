@@ -93,7 +93,7 @@ class TextDecoder:
         ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
-            raise ValueError("a stop string is empty: it would end every completion at once")
+            raise ValueError("a stop string is empty: it would end every completion immediately")
         texts = tuple(stop_strings)
         special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         self.ends |= {i for i, token in special if token.special and str(token) in texts}

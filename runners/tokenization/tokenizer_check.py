@@ -49,7 +49,7 @@ def check_tokenizer(folder: Path) -> None:
             return
         if use(str(folder)) is None:
             raise UserError(
-                f"{folder}: its tokenizer or chat template takes more than {seconds:.3g} s or "
+                f"{folder}: its tokenizer or chat template needs more than {seconds:.3g} s or "
                 f"{memory / 1e6:,.0f} MB for a short text"
             )
     remember("checked", total.hexdigest())

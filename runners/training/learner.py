@@ -103,8 +103,8 @@ def build_learner(
         # With adapters on packed weights there is nothing to round: the weights are quantized
         # already.
         notices.append(
-            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are "
-            "quantized already, and sampler and learner use the same ones"
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights "
+            "are already quantized, and sampler and learner use the same weights"
         )
     elif quantized := make_quantized_role(
         config, sampling, "rollout.quantization", rollout.storage, notices
@@ -240,7 +240,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
         try:
             if config.system.grad_checkpoint:
                 raise ValueError(
-                    "with system.grad_checkpoint blocks do not return their routers' decisions"
+                    "with system.grad_checkpoint, blocks do not return their routers' decisions"
                 )
             check(loaded.module)
         except ValueError as error:

@@ -59,7 +59,7 @@ class Plan:
 
     run: Run
     micro_batches: MicroBatches
-    supervised: MicroBatches  # of gold completions
+    supervised: MicroBatches  # of reference completions
     before_learn: tuple[BeforeLearn, ...]
     after_rollout: tuple[AfterRollout, ...]
     after_update: tuple[AfterUpdate, ...]

@@ -140,7 +140,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     """
     if origin.facts.data != data_digest(run.data.train) and not changed:
         raise UserError(
-            f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
+            f"{origin.folder} was trained on data other than that of {run.config.data.source}; "
             "--allow-config-change continues anyway"
         )
     train, trees = load_trees(origin.folder)
@@ -157,7 +157,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         "key",
     ):
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
-            raise UserError(f"{file}: {name} is of another model, or of another model.tune")
+            raise UserError(f"{file}: {name} belongs to another model, or to another model.tune")
     if changed and (
         train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)
     ):
@@ -167,7 +167,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     known = [_shape(first.params), _shape(first.ref_params)]
     for tree in (train.old_params, train.ref_params):
         if tree is not None and _shape(tree) not in known:
-            raise UserError(f"{file}: a role's weights are of another model or precision")
+            raise UserError(f"{file}: a role's weights belong to another model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
     if (
         origin.facts.config.get("stop") != run.config.to_dict()["stop"]

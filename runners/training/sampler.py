@@ -129,7 +129,7 @@ def judged(
     if size >= SAMPLE_SIZE and kl <= limit:
         return sampler, None
     reason = (
-        f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from "
+        f"an effective sample size of {size:.2g} and {kl:.2g} nats per token of KL divergence from "
         f"the learner; expected at least {SAMPLE_SIZE:g}, and at most rollout.mismatch_limit = "
         f"{limit:g}"
     )

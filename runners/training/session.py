@@ -175,7 +175,7 @@ class Session:
         """Reports the error and continues, or raises it, according to checkpoint.on_error."""
         if strict or self.config.checkpoint.on_error == "stop":
             raise error
-        self.shown.note(f"{error}; the run goes on (checkpoint.on_error)")
+        self.shown.note(f"{error}; the run continues (checkpoint.on_error)")
 
     # ends
 
@@ -199,7 +199,8 @@ class Session:
         self.shown.status("saving")
         self.save("the last good state: ", strict=True)
         raise NumbersError(
-            f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
+            f"{in_a_row} consecutive updates had values that are not finite "
+            "(optim.max_bad_updates = "
             f"{limit}); the last good state has been saved; lower optim.learning_rate, or look at "
             "these updates' completions"
         )
@@ -216,7 +217,7 @@ class Session:
             raise UserError(
                 f"{self.config.where('system.swap_limit_gb')}: the system has swapped out "
                 f"{gigabytes(grown)} since the start; lower system.micro_batch_tokens or "
-                "rollout.max_batch or close programs, and continue with --resume"
+                "rollout.max_batch, or close programs, and continue with --resume"
             )
 
     def check_log(self) -> None:

@@ -23,7 +23,7 @@ from runners.training.session import Session
 from runners.training.steps import UpdateResult, batch_of
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
-# The metrics of an update that say nothing of gold completions begin so.
+# The metrics of an update that say nothing of reference completions begin so.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
     *("sampling/", "kl", "tokens_per", "groups/"),
@@ -52,7 +52,7 @@ def show_start(session: Session) -> None:
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
         plural = "s" if updates > 1 else ""
-        header["supervised"] = f"{updates:,} update{plural} of {gold:,} gold completions"
+        header["supervised"] = f"{updates:,} update{plural} of {gold:,} reference completions"
     session.shown.handle(
         Started(
             updates=run.length.updates,
@@ -190,7 +190,7 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
 
 
 def _epoch(session: Session, gold: bool) -> float:
-    """Epochs done of the training examples, or of the gold completions."""
+    """Epochs done of the training examples, or of the reference completions."""
     run, state = session.run, session.state
     if gold:
         return state.batch_step * gold_batch(session.config) / len(run.data.gold)

@@ -88,7 +88,7 @@ class _Process:
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
-                self.kill("a call that took too long did not let go")
+                self.kill("a call exceeded its time limit and could not be interrupted")
 
     def kill(self, why: str = "the run has ended") -> None:
         """Ends the process and its children."""
@@ -123,7 +123,7 @@ class _Process:
                     self._end(number, Outcome(*rest))
                 elif call is not None and call.mode != MAIN:  # it reacts to being given up
                     call.let_go.set()
-        self.kill("the one before ended by itself (os._exit, a crash)")
+        self.kill("the previous process ended by itself (os._exit, a crash)")
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
@@ -194,8 +194,7 @@ class Worker:
         weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(
-                "rewards and tools go on in a new process, which has imported their files again: "
-                f"{before.dead}"
+                f"the reward and tool process was restarted and reloaded its files: {before.dead}"
             )
             for load in self._loads:
                 self._loads[load] = self.submit(*load, mode=MAIN)
@@ -203,7 +202,7 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                line = f"user code cannot be loaded again: {error_line(error)}"
+                line = f"user code cannot be reloaded: {error_line(error)}"
                 raise RewardError(line) from error
         return self._process
 

@@ -29,9 +29,7 @@ _KERNELS = (
     ("Haswell", {"avx2", "fma"}),
 )
 TOO_LATE = "mlx was imported before grpo_fn: import grpo_fn first"
-_AS_IT_IS = (
-    "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
-)
+_AS_IT_IS = "matrix products are about 30 times slower now, and round differently from grpo-run"
 
 
 @attrs.frozen
@@ -65,7 +63,7 @@ def load_blas() -> Blas:
 def _search() -> Blas:
     wish = os.environ.get(_VARIABLE, "")
     if sys.platform != "linux":
-        return Blas(None, "this platform brings its own BLAS")
+        return Blas(None, "this platform has its own BLAS")
     if _installed(*_CUDA_WHEELS):
         return Blas(None, "MLX computes on the GPU")
     loaded = _global_blas()

@@ -144,11 +144,11 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class _PackedLinear(_QuantizedLinear):
-    """Of a quantized role; without `computes_as`, so that no rollout unpacks it."""
+    """A linear layer of a quantized role; without `computes_as`, so that no rollout unpacks it."""
 
 
 class _PackedEmbedding(_QuantizedEmbedding):
-    """Of a quantized role; its rows have the role's dtype."""
+    """An embedding of a quantized role; its rows have the role's dtype."""
 
     dtype: mx.Dtype
 

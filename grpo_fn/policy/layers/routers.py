@@ -50,8 +50,8 @@ def check_replay(module: nn.Module) -> None:
         if by_all or not getattr(block, "norm_topk_prob", True):
             raise ValueError(
                 f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax "
-                "over all of them, also those that are not chosen: with given experts the weights "
-                "would be others"
+                "over all of them, including those that are not chosen: with given experts, the "
+                "weights would differ"
             )
 
 
@@ -126,8 +126,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
     blocks = _blocks(module)
     if not blocks:
         raise ValueError(
-            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a way "
-            "that is known here; known are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
+            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts with a supported way "
+            "of choosing; supported are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
             "olmoe"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):

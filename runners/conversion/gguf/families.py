@@ -178,12 +178,12 @@ def config_of(
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
         if kind is int and not 0 <= found < 2**31:
-            raise UserError(f"{arch}.{key}: expected a number of 31 bits, found {found}")
+            raise UserError(f"{arch}.{key}: expected a 31-bit number, found {found}")
         config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     if min(heads, config["num_key_value_heads"], config["hidden_size"]) < 1:
-        raise UserError("expected heads and a width from 1 on")
+        raise UserError("expected at least one head and a width of at least 1")
     config.setdefault("head_dim", config["hidden_size"] // heads)
     config["tie_word_embeddings"] = not has_head
     if family.wide:

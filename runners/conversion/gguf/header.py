@@ -98,7 +98,7 @@ def read_header(file: Path) -> GGUF:
             size = os.fstat(stream.fileno()).st_size
         magic, version, tensor_count, count = reader.numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"expected GGUF of version 2 or 3, found {show(magic)} {version}")
+            raise ValueError(f"expected GGUF version 2 or 3, found {show(magic)} {version}")
         metadata = {reader.text(): reader.value(*reader.numbers("I")) for _ in range(count)}
         found = [(reader.text(), *reader.placed(gguf)) for _ in range(tensor_count)]
         step = metadata.get("general.alignment", 32)
@@ -108,16 +108,17 @@ def read_header(file: Path) -> GGUF:
         tensors: dict[str, Tensor] = {}
         for name, kind, shape, offset, length in sorted(found, key=lambda each: each[3]):
             if name in tensors or start + offset < before:
-                raise ValueError(f"the tensor {show(name)} overlaps another, or is there twice")
+                raise ValueError(f"the tensor {show(name)} overlaps another one, or occurs twice")
             before = start + offset + length
             if before > size:
                 raise ValueError(
-                    f"the tensor {show(name)} ends beyond the file; is the file cut off?"
+                    f"the tensor {show(name)} ends after the end of the file; is the file "
+                    "truncated?"
                 )
             tensors[name] = Tensor(kind, shape, start + offset, length)
         return GGUF(file, metadata, tensors)
     except (struct.error, ValueError, OSError) as error:
-        cut = "the header is cut off" if isinstance(error, struct.error) else first_line(error)
+        cut = "the header is truncated" if isinstance(error, struct.error) else first_line(error)
         raise UserError(f"cannot be read as GGUF: {cut}") from error
 
 
@@ -151,7 +152,7 @@ class _Reader:
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
-            raise ValueError(f"expected a type of GGUF's, found {kind}")
+            raise ValueError(f"expected a GGUF type, found {kind}")
         inner, count = self.numbers("IQ")
         if inner == _TEXT:
             return [self.text() for _ in range(count)]

@@ -74,14 +74,14 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            "the tokenizer is not one of transformers' fast ones: GGUF has no form for it"
+            "the tokenizer is not a fast tokenizer of transformers: GGUF cannot represent it"
         )
     stated = json.loads(backend.to_str())
     model = stated["model"]
     added = {token["id"]: token for token in stated["added_tokens"]}
     if model["type"] != "BPE":
         raise UserError(
-            f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}"
+            f"tokenizer.json: expected a model of type BPE, found {show(model['type'])}"
         )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     bytewise = not model.get("byte_fallback")
@@ -144,7 +144,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     }
     beyond = [i for i in ids.values() if i >= len(tokens)]
     if beyond:
-        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
+        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is not one of {len(tokens)}")
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -212,7 +212,8 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
     names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
     if not names:
         raise UserError(
-            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
+            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a "
+            "folder instead"
         )
     return next((name for name in names if (name == _WHOLE_WORDS) == whole_words), names[0])
 
@@ -272,7 +273,7 @@ def _sentences(
     """
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))
     if scores is None:
-        raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
+        raise UserError("tokenizer.ggml.scores: expected a score for each token, found none")
     plain = {
         tokens[i]
         for i in range(len(tokens))

@@ -79,7 +79,7 @@ DAMAGE = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: cannot be read as JSON"),
     "half a manifest": (lambda f: cut(f / MANIFEST), "manifest.json: cannot be read as JSON"),
     "a linked file": (lambda f: link(f / "model.safetensors"), 'a file "model.safetensors" in .* a link'),
-    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "its table of files is damaged"),
+    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "its list of files is damaged"),
     "a parent": (lambda f: name_more(f, "../training_log.jsonl"), "found none or a link"),
     "a path": (lambda f: name_more(f, str(f.parent / "training_log.jsonl")), "found none or a link"),
 }

@@ -106,7 +106,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     """Refused, untouched; with --force the new one stands there whole."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    assert "out: this exists; --force replaces it" in convert("model", "out", code=2).stderr
+    assert "out: this already exists; --force replaces it" in convert("model", "out", code=2).stderr
     assert (tmp_path / "out" / "precious").read_text() == "x"
     broken = convert("model", "out", "--force", "--recipe", "mixed_2_6", "--group-size", "128", code=2)
     assert "nothing was quantized" in broken.stderr
@@ -120,7 +120,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     ("arguments", "message"),
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
-        (["model", "model", "--force"], "lies there; expected another folder"),
+        (["model", "model", "--force"], "is in that folder; expected another folder"),
         (["model", "out", "--group-size", "32"], "nothing would be quantized"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),

@@ -189,7 +189,7 @@ def test_faults_are_lines(runs, tmp_path):
     places = (runs["full"] / "final", runs["full"], runs["full"].parent)
     for arguments, message in (
         (["./nope", "--out", "out"], 'MODEL = "./nope": there is no such folder'),
-        (["run", "--out", "out"], "run: this run has no final model and no whole checkpoint"),
+        (["run", "--out", "out"], "run: this run has no final model and no complete checkpoint"),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
         ([runs["full"], "--gguf", "m", "--out", "out"], "expected one of --out DIR, --gguf FILE"),

@@ -87,11 +87,11 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     found, notices = reader.of_rows(examples, loaded, "train")
     assert len(found) == 1
     assert notices == [
-        "train data: 1 of 3 rows left out: no gold completion",
-        "train data: 1 of 3 rows left out: gold completions longer than rollout.max_new_tokens = 40 tokens",
+        "train data: 1 of 3 rows left out: no reference completion",
+        "train data: 1 of 3 rows left out: reference completions longer than rollout.max_new_tokens = 40 tokens",
     ]
     reader, examples, _, loaded = read(tmp_path, model, rows, data={"completion": "text"})
-    with pytest.raises(UserError, match=r"line 3: no gold completion in text \(data.on_bad_row"):
+    with pytest.raises(UserError, match=r"line 3: no reference completion in text \(data.on_bad_row"):
         reader.of_rows(examples, loaded, "train")
     reader, examples, _, loaded = read(tmp_path, model, rows[:2], rollout={"max_new_tokens": 1})
     with pytest.raises(UserError, match=r"is 1, but the shortest of 2 gold completions .* has 2"):
