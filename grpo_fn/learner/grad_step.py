@@ -173,8 +173,8 @@ def make_grad_step(
         batch: Batch,
         trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """Exact and differentiable, if it is in the loss; else estimated from the sampled tokens,
-        or None."""
+        """Exact and differentiable if it is in the loss; otherwise estimated from the sampled
+        tokens, or None."""
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)

@@ -185,8 +185,8 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """In place of Encoding what keeps its state; UserError for every other name: nothing is
-        imported.
+        """Replaces Encoding with an object that keeps its state; raises UserError for other names:
+        nothing is imported.
         """
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":

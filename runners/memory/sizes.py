@@ -153,9 +153,7 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often
-        are not.
-        """
+        """Bytes of a role with `part` rounded weights; embeddings and head often are not rounded."""
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))

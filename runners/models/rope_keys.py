@@ -68,7 +68,7 @@ class _Reader:
     types: Collection[str]  # that it computes
 
     def first(self, names: Collection[str]) -> str | None:
-        """The one of these keys that is read, or None."""
+        """Whichever of these keys is read, or None."""
         return next((name for name in names if name in self.keys), None)
 
     def refuse(self, what: str, value: Any = "") -> UserError:

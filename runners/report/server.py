@@ -53,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests are not worth a line."""
+        """Does nothing: requests are not logged."""
 
 
 class Server(ThreadingTCPServer):

@@ -60,10 +60,10 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     def correctness_reward_func(
         completions: Completions, answer: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the
-        gold is None.
+        """2.0 if the completion's answer agrees with the reference ``answer``, else 0.0; None
+        without a reference answer.
 
-        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
+        A program (`answer.form = "code"`) gets 2.0 times the share of tests that it passes.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
@@ -73,7 +73,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
         """0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
 
-        ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
+        ``$12``, ``12.0`` and ``12.`` have an integer value but are not written as integers: 0.0.
         """
         answers = [
             (form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)

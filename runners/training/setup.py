@@ -273,7 +273,9 @@ class SetUp:
                     reader.of_file() if from_file else reader.of_rows(examples, part, name)
                 )
                 whole = [example.tokens + example.gold for example in found]
-                place = f"reference completions of the {name} data with their prompts, {loaded.path}"
+                place = (
+                    f"reference completions of the {name} data with their prompts, {loaded.path}"
+                )
                 check_prompts(place, whole, 0, vocabulary, positions)
                 gold[name] = found
                 notices += lines

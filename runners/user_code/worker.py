@@ -83,8 +83,8 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up. The process is ended if it does not react,
-        or if its main thread goes on."""
+        """Gives a call up. The process is ended if it does not react, or if its main thread
+        continues."""
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
@@ -102,8 +102,8 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """In a forked child of the run: the run alone ends the process,
-        and holds the pipe whose end does."""
+        """In a forked child of the run: only the run ends the process, and holds the pipe that does
+        so."""
         self._process.returncode = 0
         if self._process.stdin is not None:
             self._process.stdin.close()

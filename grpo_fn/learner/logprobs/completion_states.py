@@ -176,8 +176,8 @@ class _CompletionLayer:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token
-        itself."""
+        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the current
+        token."""
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
         offset = self._length_b[:, None, None, None]

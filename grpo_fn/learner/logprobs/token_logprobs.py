@@ -121,8 +121,8 @@ def _chunked(
     lse_n]."""
 
     def divided(x: mx.array) -> mx.array:
-        """By the temperature. Each pass over a chunk's logits takes time, so there is none for a
-        one."""
+        """By the temperature. Each pass over a chunk's logits takes time, so the pass is skipped
+        for a cotangent of one."""
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:

@@ -118,7 +118,8 @@ def chunked_gated_delta(
         arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
 
     def in_chunks(x: mx.array, split: int) -> mx.array:
-        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; tokens that fill the last chunk have k, β and ln g 0."""
+        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; the tokens that fill up the last chunk have k, β and ln g
+        of 0."""
         missing = -length % chunk
         if missing:
             x = mx.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])

@@ -129,7 +129,7 @@ class _Reader:
     reads: int = 0
 
     def take(self, size: int) -> int:
-        """Steps over so many bytes and returns where they begin."""
+        """Skips this many bytes and returns where they begin."""
         if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
