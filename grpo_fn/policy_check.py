@@ -30,7 +30,7 @@ from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
 
 LONG, SHORT = 24, 9  # tokens of the two prompts, at most
 SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
-# The largest difference of a row's mean log-prob that rounding can explain, nats a token.
+# The largest difference of a row's mean log-prob that rounding can explain, nats per token.
 EXACT = 5e-3  # of models that compute in float32
 ROUNDED = 0.1  # in 16 bits or with packed weights
 
@@ -251,7 +251,7 @@ def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
     apart = float(mx.abs(got_t - want_t).mean())
     if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
         return "log-probs are not finite"
-    return f"log-probs of a row are off by {apart:.2g} nats a token" if apart > limit else ""
+    return f"log-probs of a row are off by {apart:.2g} nats per token" if apart > limit else ""
 
 
 def _is_exact(policy: Policy, params: Tree) -> bool:

@@ -37,7 +37,7 @@ length_penalty | your rewards' | mean penalty on long completions (`loss.overlon
 
 # Completions
 completions/mean_length | tokens | mean length of completions | steady, or changes slowly | rises without a better `em`: a length penalty, or `loss.preset = "dr_grpo"`. Falls to a few tokens: a reward favours short texts
-completions/min_length | tokens | length of the shortest completion | above 1 | 1: completions end at once; read them in `completions.jsonl`
+completions/min_length | tokens | length of the shortest completion | above 1 | 1: completions end immediately; read them in `completions.jsonl`
 completions/max_length | tokens | length of the longest completion | below `rollout.max_new_tokens` | –
 completions/clipped_ratio | share | completions that were cut off at `rollout.max_new_tokens` | below 0.1 | a larger limit, `rollout.stop`, or `loss.mask_truncated_completions = true`
 dynamic_sampling/resampled_groups | groups | groups that were replaced because all their rewards were equal | below the number of prompts in a batch step | many in every step: easier or harder prompts

@@ -329,7 +329,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"a list of {len(rewards)}, one for each of reward.functions"),
         ("reward.weights", weights and not any(weights), "a value other than 0"),
         ("teacher.hint", teacher == SELF and not hint,
-            f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),
+            f'a text with {{answer}} for the teacher, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),
             "a text with {answer}, and a column of answers in data.answer"),
     ):  # fmt: skip

@@ -120,8 +120,7 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
             "the tokenizer has no chat template: prompts are plain text (System: …, User: …, "
             "Assistant: …); a chat model has one in chat_template.jinja or "
             "tokenizer_config.json; "
-            'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they '
-            "are"
+            'data.chat_template sets another one, and data.prompt_form = "raw" uses prompts unchanged'
         ]
     end = end_of_turn(tokenizer, data.chat_template_kwargs)
     if not end or any(text in end for text in stop):

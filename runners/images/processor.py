@@ -43,8 +43,8 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
     if kind not in FAMILIES:
         raise UserError(
             f"{path}: prompts with images: expected a model of {known}, found model_type "
-            f'{show(kind)} (data.image = "" trains its language part on text, where mlx-lm knows '
-            "it)"
+            f'{show(kind)} (data.image = "" trains its language part on text, if mlx-lm '
+            "supports it)"
         )
     return str(kind)
 

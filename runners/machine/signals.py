@@ -29,7 +29,7 @@ def to_stderr(text: str) -> None:
 
 
 def _exit(number: int) -> NoReturn:
-    """Ends the process at once."""
+    """Ends the process immediately."""
     with suppress(OSError):  # the terminal may be gone
         if os.isatty(1):
             os.write(1, _LEAVE_DISPLAY)

@@ -58,7 +58,7 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
 def _start_math() -> None:
     """Starts the process that compares: it takes a second or two to import."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"math_verify_reward needs math-verify: {install_hint('math')}")
+        raise UserError(f"math_verify_reward requires math-verify: {install_hint('math')}")
     _compare.start()
 
 

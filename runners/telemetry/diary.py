@@ -98,7 +98,7 @@ class Diary(Report):
         if isinstance(error, Stopped):
             text = f"signal {error.exit_code - 128}"
         elif isinstance(error, KeyboardInterrupt):
-            text = "interrupted at once, without saving"
+            text = "interrupted immediately, without saving"
         state = "stopped" if is_stop else "failed"
         self._record("end", {"state": state, "text": one_line(text, os.environ)})
 

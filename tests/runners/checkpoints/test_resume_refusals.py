@@ -175,7 +175,7 @@ def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
     assert not notes.lines  # the error says it all
     result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
     assert result.updates == 3 and not same_bits(result.state, finished.state)
-    with pytest.raises(UserError, match="is of another model, or of another"):
+    with pytest.raises(UserError, match="belongs to another model, or to another"):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 

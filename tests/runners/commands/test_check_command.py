@@ -52,7 +52,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
     assert "likes_nothing gave" not in text
     free = grpo("check", "t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
     assert "  gold answer  wrong answer  empty\n" in free and "silent gave no reward" in free
-    assert "constant gave" not in free and "the gold answer" not in free
+    assert "constant gave" not in free and "the reference answer" not in free
 
 
 def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_path):

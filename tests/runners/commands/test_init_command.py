@@ -219,7 +219,7 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
         (["llama", "https://hf.co/datasets/a/b"], 'a Hub address; expected the name, "a/b"'),
         (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
-        (["llama", "empty.jsonl"], "expected rows with a question, found none"),
+        (["llama", "empty.jsonl"], "expected rows with a question, found no"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected the name of a new file"),
         (

@@ -96,7 +96,7 @@ def test_what_no_vocabulary_needs_is_refused_and_nothing_runs(read, content, fou
     assert ran == []
 
 
-TABLE = "no table from bytes and names to different numbers"
+TABLE = "does not map bytes and names to different numbers"
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ TABLE = "no table from bytes and names to different numbers"
         (pickle.dumps({"a": 1}, 4), ""),
         (pickled({**STATE, "pat_str": "("}), ""),
         (pickled("gpt2"), ""),
-        (ENCODING + b")\x81.", "no vocabulary of its own"),
-        (pickled({"name": "x", "pat_str": "x"}), "no vocabulary of its own"),
+        (ENCODING + b")\x81.", "does not contain a vocabulary"),
+        (pickled({"name": "x", "pat_str": "x"}), "does not contain a vocabulary"),
         (pickled({**STATE, "mergeable_ranks": {"a": 1}}), TABLE),
         (pickled({**STATE, "special_tokens": {"a": "b"}}), TABLE),
         (pickled({**STATE, "special_tokens": {"a": 3}}), TABLE),
@@ -135,7 +135,7 @@ def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
     (folder / "tokenizer").mkdir()
     inner = write_pickle(folder / "tokenizer")
     assert find_pickle(folder) == inner and find_pickle(folder) != write_pickle(folder) == find_pickle(folder)
-    with pytest.raises(UserError, match=r"`grpo convert` makes one of tokenizer\.pkl"):
+    with pytest.raises(UserError, match=r"`grpo convert` creates one from tokenizer\.pkl"):
         resolve_model(str(folder))
     convert(str(folder), tmp_path / "new")
     _, _, tokenizer, notices = read_model(tmp_path / "new")

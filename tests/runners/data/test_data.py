@@ -168,7 +168,7 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     ("name", "content", "expected"),
     [
         ("rows.jsonl", b"", "has no usable row"),
-        ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected two usable rows at least"),
+        ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected at least two usable rows"),
         ("rows.jsonl", b'{"question": "", "answer": 1}\n{\n{', "no usable row; its data: 3 bad rows left"),
         ("rows.jsonl", b'{"question": "a"}\n{"question": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
         ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),

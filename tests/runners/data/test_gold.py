@@ -88,7 +88,8 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     assert len(found) == 1
     assert notices == [
         "train data: 1 of 3 rows left out: no reference completion",
-        "train data: 1 of 3 rows left out: reference completions longer than rollout.max_new_tokens = 40 tokens",
+        "train data: 1 of 3 rows left out: "
+        "reference completions longer than rollout.max_new_tokens = 40 tokens",
     ]
     reader, examples, _, loaded = read(tmp_path, model, rows, data={"completion": "text"})
     with pytest.raises(UserError, match=r"line 3: no reference completion in text \(data.on_bad_row"):

@@ -101,7 +101,7 @@ def test_programs_come_from_a_folder_of_this_user(tmp_path, monkeypatch, made, r
     assert environ["TMPDIR"].endswith(f"rank-{rank}")
     Path(environ["TMPDIR"]).rmdir()
     made(Path(environ["TMPDIR"]))
-    with pytest.raises(UserError, match=f"rank-{rank}: expected a folder of yours"):
+    with pytest.raises(UserError, match=f"rank-{rank}: expected your own folder"):
         separate_programs(rank, {})
 
 

@@ -176,7 +176,7 @@ DAMAGE = [
     (containing("model.safetensors", ""), "cannot be read as safetensors"),
     (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
     (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing; the first is model-00"),
-    (cut_off, "model.safetensors: .*is the file cut off"),
+    (cut_off, "model.safetensors: .*is the file truncated"),
     *(
         (also_as(name), rf"expected each tensor once, found .* in {files}; move")
         for name, files in TWICE.items()
@@ -207,7 +207,7 @@ def test_a_packed_model_is_not_tuned_in_full(tmp_path):
     """The message says how to unpack it, and that works."""
     path = make_model_folder(tmp_path / "packed", quantize=QUANTIZED)
     command = rf"`grpo convert {path} --out NEW --dequantize`"
-    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model unpacked by {command}$'):
+    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model dequantized by {command}$'):
         load(path)
     grpo("convert", path, "--out", tmp_path / "new", "--dequantize")
     assert load(tmp_path / "new").num_trainable > 0

@@ -158,7 +158,7 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
     model = load_inference(str(run), CPU)
     assert model.path == (run / "checkpoint-2").resolve() and model.notices[-1:] == (notes[1],)
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(UserError, match="no final model and no whole checkpoint"):
+    with pytest.raises(UserError, match="no final model and no complete checkpoint"):
         model_of_run(str(run), notes.append)
     assert model_of_run("embedded", notes.append) == "embedded"
     assert model_of_run(str(runs["bare"]), notes.append) == str(runs["bare"])
