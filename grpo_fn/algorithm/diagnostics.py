@@ -79,8 +79,8 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of a loss `total / denominator`, from ratios r, the uncorrected KL and the
-    correction's weights; no gradient flows."""
+    """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
+    correction and the correction's weights; no gradient flows."""
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0

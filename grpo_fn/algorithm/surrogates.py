@@ -2,7 +2,7 @@
 
 Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to
 one shape, and the LossSpec's fields that it needs as keywords. It returns ℓ; r and log π_θ carry
-the gradient. To add one, write the function and add a line to SURROGATES.
+the gradient. To add one: write the function, and give it a line in SURROGATES.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Batch: the learner's input, made from a rollout. Rows can be dropped, or split into minibatches.
+"""Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
 
 A row is prompt + completion + padding. So in every architecture, without a mask, positions are
 right and causal attention never sees padding.
@@ -239,10 +239,10 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Drops the rows without a gradient; they still count in the denominators.
+    """Leave out the rows without a gradient; they still count in the denominators.
 
-    These are rows without a counted token and, without a KL term and an entropy bonus, rows with A
-    = 0 (all rows of a group whose rewards are equal). This reads the advantages, so it waits for
+    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows
+    with A = 0 (all of a group whose rewards are equal). It reads the advantages, and so waits for
     the device.
     """
     if not enabled("inactive_rows"):
@@ -256,8 +256,8 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Splits a batch into `number` parts of consecutive rows, each with its own counts, for one
-    update each.
+    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update
+    each.
 
     Raises:
         ValueError: there are fewer rows than parts.
@@ -272,7 +272,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with only the counts of its own rows and tokens."""
+    """The batch with the counts of its own rows and tokens alone."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -281,10 +281,9 @@ def counted_alone(batch: Batch) -> Batch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the denominators' counts stay those of the whole batch.
+    """The given rows, in that order; the denominators' counts stay those of the whole.
 
-    Only for batches in which each row has its own prompt, that is, before `split_batch` shares
-    them.
+    Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
     """
     return take_part(batch, rows, rows)
 
@@ -295,13 +294,13 @@ def take_part(
     prompts: Sequence[int] | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
-    """The only function that selects and pads parts of a batch: every field by its `AXES`; counts
-    do not change.
+    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
+    whole's.
 
     Args:
         rows: of `targets_bt`.
-        prompts: rows of `tokens_bl`; None for all.
-        sizes: new sizes of the axes b, t, p and l; None keeps them. A row of padding has an empty
+        prompts: of `tokens_bl`; None: all.
+        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
             mask and prompt length 1.
 
     Raises:
@@ -334,7 +333,7 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
             # Not padded without numbers: on CUDA NumPy, and saving, then end the process
-            # (benchmarks/architectures/upstream.md).
+            # (docs/upstream.md).
             found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size

@@ -139,7 +139,7 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The error factors for layers with these moments. Layers that share inputs share them."""
+    """The carries for layers with these moments. Layers that share their inputs share theirs."""
     parts: dict[int, list[Carry]] = {}
     places: dict[int, tuple[int, int]] = {}
     for found in moments.values():

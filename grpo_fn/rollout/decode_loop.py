@@ -46,11 +46,11 @@ class Decoding:
         pipelined: submit each step to the device before the previous one is finished (hides launch
             time on a GPU, but needs a copy of the cache).
         share_prefix: keep a prompt's keys and values once for all its completions, if the model
-            supports it; None: on CPU and CUDA.
-        turns_together: in conversations, start turns only when no row is decoding and all replies
-            have arrived: the same numbers bit for bit each time. False: start a turn as soon as its
-                reply has arrived, so that a slow reply delays no other row, but affects the
-                rounding of the numbers depends on timing.
+            can; None: on CPU and CUDA.
+        turns_together: in conversations, begin a turn when no row decodes any more and all replies
+            are there: the same numbers bit for bit each time. False: begin as soon as a reply is
+            there, so that a slow reply delays no other row; then the rounding of the numbers
+            depends on timing.
     """
 
     max_batch: int = 0

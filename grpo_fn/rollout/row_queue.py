@@ -43,8 +43,8 @@ class Entry:
         drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
-        continues: the number of a kept row. This avoids recomputing the tokens at the start of the
-            prompt that are in the kept caches; the first entry that continues a row uses them up.
+        continues: a row that was kept. It saves computing the tokens at the prompt's beginning that
+            the kept caches hold; the first entry that continues a row uses them up.
     """
 
     rows: tuple[int, ...]

@@ -89,8 +89,8 @@ class AnswerForm:
         return (self.read(text) if has_form else None) or text
 
     def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
-        """1 for each answer that agrees with its reference answer, else 0; for a program, the share
-        of its tests."""
+        """1 for each answer that agrees with its reference answer, else 0;
+        of a program the share of its tests."""
         if self.shares is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
         shares = self.shares([each or "" for each in found], golds)
@@ -298,9 +298,9 @@ def answer_form(
     any other.
 
     Args:
-        given: the nudge, which precedes each completion that is read.
-        thoughts: the opening and the closing tag of thoughts; empty if there are none.
-        partial_sandbox: programs also run if protections of the sandbox are missing.
+        given: the nudge, in front of each completion that is read.
+        thoughts: the opening and the closing tag of thoughts; empty: there are none.
+        partial_sandbox: programs run also where protections of the sandbox are missing.
     """
     if spec == NONE:
         return None

@@ -210,7 +210,7 @@ def _check_complete(config: Config) -> None:
     faults = []
     of_batch = loss.baseline == "batch_mean"
     of_turn = loss.baseline == "turn"
-    about_turns = "[env], which it requires"
+    about_turns = "[env], whose turns it is about"
     for key, wrong, expected in (
         ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
             "0, or loss.beta > 0 (without a reference there is nothing to sync)"),

@@ -250,8 +250,7 @@ class SftConfig:
 
 @attrs.frozen(kw_only=True)
 class EnvConfig:
-    """[env]: tools and environments that reply to the model's turns; without factory and tools,
-    completions have one turn."""
+    """[env]: what replies to the model's turns; without factory and tools, completions have one turn."""
 
     factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are the tools; empty: none")
     tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; a file name alone: all of its public functions", "no empty string")

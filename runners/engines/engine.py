@@ -129,7 +129,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """Queue a request. The number of completions in `sampling` is ignored: the request has a
+        """Queue a request. Of `sampling`, the number of completions is not read: the request has a
         seed for each."""
         ...
 
@@ -138,15 +138,15 @@ class Engine(Protocol):
     ) -> dict[Ticket, tuple[Row, ...]]:
         """The requests completed since the last call, in the order of their seeds.
 
-        Works until there are at least `least`, nothing is left, or `should_stop` returns True; with
-        0, for a moment at most. Raises ValueError for a request that cannot be sampled: see
+        Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0
+        for a moment at most. Raises ValueError for a request that cannot be sampled: see
         `grpo_fn.generate`.
         """
         ...
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
-        """The tokens of a request's first completion as they are sampled, instead of `collect`;
-        ends early if `should_stop` returns True or the caller closes it."""
+        """The tokens of a request's first completion as they come, in place of `collect`;
+        `should_stop` ends it early, as does a caller that closes it."""
         ...
 
     def cancel(self, ticket: Ticket) -> None:

@@ -151,7 +151,7 @@ class _Conversation:
         self.finish = row.finish
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that were not sampled."""
+        """Append tokens that were not sampled."""
         self.tokens += tokens
         self.sampled += [False] * len(tokens)
         self.logp += [0.0] * len(tokens)
@@ -159,7 +159,7 @@ class _Conversation:
         self.finish = "length"
 
     def after(self, head: Sequence[int]) -> _Conversation:
-        """The same row, preceded by given tokens that are no longer part of its prompt."""
+        """The same row behind given tokens that are no longer part of its prompt."""
         row = _Conversation(self.prompt, self.seed)
         row.give(head)
         for name in ("tokens", "sampled", "logp", "entropy", "versions"):

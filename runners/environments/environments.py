@@ -69,9 +69,9 @@ class Environments:
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the previous call are reused, so rewards must not use them afterwards.
-        Completion g of example n uses the random stream (key, n, g); `numbers` are the examples' n,
-        None: 0, 1, 2, … Raises Cancelled if `should_stop` ended it.
+        The environments of the previous call are reused, so rewards must be finished with them.
+        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
+        2, … Raises Cancelled if `should_stop` ended it.
         """
         rows = repeated(examples, sampling.num_generations)
         numbers = range(len(examples)) if numbers is None else numbers
@@ -130,7 +130,7 @@ class Environments:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises UserError if the environment's `reset` does not accept the data's columns."""
+        """Raise UserError if the environment's `reset` does not take the data's columns."""
         if self.has_instances:
             _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
@@ -280,8 +280,8 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The rewards of the config and the environment, that of its turns last. Raises UserError if
-    there are none, or if an argument is missing."""
+    """The config's rewards and the environment's, that of its turns last. UserError if there are
+    none, or one lacks an argument."""
     for reward in rewards:
         if "environments" in reward.parameters.needed and not isinstance(
             reward.function, UserFunction

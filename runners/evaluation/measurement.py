@@ -98,7 +98,7 @@ def open_model(
     adapter: str = "",
     dtype: str = "auto",
 ) -> tuple[InferenceModel, Environments | None]:
-    """A model, loaded as the config says, and the config's environments.
+    """A model, read as a config says, and the config's environments.
 
     `adapter` and `dtype` are arguments of `load_inference`.
     """

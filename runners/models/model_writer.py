@@ -32,11 +32,11 @@ def save_model(
     """Writes a model folder with these trained parameters, its floating weights in the source
     model's dtypes.
 
-    A vision-language model keeps its vision tower, so that mlx-vlm can load the folder; mlx-lm
-    ignores the tower. Adapters are merged into the weights, and `adapters.safetensors` and
-    `adapter_config.json` are also written for `mlx_lm.load(base, adapter_path=folder)`. On a
-    quantized base, the merged layers are stored unquantized, because rounding them to few bits
-    again would undo much of a small update.
+    A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores
+    the tower. Adapters are merged into the weights, and `adapters.safetensors` and
+    `adapter_config.json` are written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a
+    quantized base the merged layers are stored unquantized, because rounding them to few bits again
+    would undo much of a small update.
     """
     with new_folder(folder) as temporary:
         config = _stated(loaded)

@@ -63,7 +63,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         """2.0 if the completion's answer agrees with the reference ``answer``, else 0.0; None
         without a reference answer.
 
-        A program (`answer.form = "code"`) gets 2.0 times the share of tests that it passes.
+        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]

@@ -69,7 +69,7 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float) -> None:
         """A number for training_log.jsonl, which gets the mean of an update's values. Raises
-        ValueError for a name that the log uses itself."""
+        ValueError for a name of the log's own."""
         if name in METRICS:
             raise ValueError(
                 f"log_metric: {name} is a name that the log uses itself; choose another one"

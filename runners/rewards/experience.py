@@ -217,8 +217,8 @@ def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
 
 
 def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
-    """A message if there are more rewards than turns. Without the last reward in `scores`, a row
-    has no turn rewards either."""
+    """A line if there are more rewards than turns. Without the last reward in `scores`, a row has
+    no rewards of turns either."""
     column = scores.extras.setdefault(TURN_REWARDS, [None] * scores.values_kb.shape[1])
     turns_b = np.array(rollout.turn_numbers()).max(axis=1) + 1
     lengths = [len(row or ()) for row in column]

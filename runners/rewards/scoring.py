@@ -176,10 +176,10 @@ class Scorer:
     ) -> Scores:
         """Calls every reward on B completions; those of one prompt are adjacent.
 
-        `texts`, `prompts`, each of `columns` and `completion_ids` contain an entry for each
-        completion. A reward receives, by name, the arguments of docs/rewards.md that it accepts, in
-        its own lists. With `conversations`, a completion is its messages; `environments` are passed
-        on unchanged.
+        `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each
+        completion. A reward gets, by name, those arguments of docs/rewards.md that it takes, in
+        lists of its own. With `conversations`, the messages of each are its completion;
+        `environments` are passed on unchanged.
 
         Raises UserError for a reward that needs a missing column; RewardError for an error if
         `on_error` is "raise".

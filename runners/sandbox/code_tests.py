@@ -80,8 +80,8 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     `limits` are for all of them together.
 
     With inputs the program runs once for each, and what it prints is compared without white space
-    at the ends of lines and of the text. Raises ValueError as in `read_tests`, and UserError if
-    there is no sandbox.
+    at the ends of lines and of the text. Raises ValueError as `read_tests`, UserError where there
+    is no sandbox.
     """
     code = text
     if "```" in text:

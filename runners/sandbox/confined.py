@@ -1,9 +1,10 @@
 """A process that isolates itself from its machine and then runs programs; `sandbox.py` starts it.
 
-It is a script that needs only the standard library. It answers the first message with the missing
-protections, and each task with the program's exit code, processor time and output. For each task it
-forks a guard, which enforces the time limit, and the guard forks the program. So a program starts
-with its modules loaded, and needs only the files of the standard library.
+It is a script that needs the standard library alone. It answers the first message with the
+protections that are missing, and each task with the program's exit code, processor time and output.
+For each task it forks a guard, which enforces the time limit, and the guard forks the program. A
+program therefore starts with its modules loaded, and needs nothing of the machine but the files of
+the standard library.
 """
 
 # pyright: basic
@@ -158,7 +159,7 @@ class Sandbox:
         call("syscall", LANDLOCK + 2, rules, 0)
 
     def enter(self, limits):
-        """In the guard: a folder and process numbers for the program alone."""
+        """In the guard: a folder for the program alone, and process numbers."""
         if self.namespaces:
             call("unshare", NEW_MOUNTS | NEW_PROCESSES)
             options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
@@ -198,7 +199,7 @@ class Sandbox:
 
 
 def guard(sandbox, connection):
-    """Runs a task's program within its limits, and answers."""
+    """One task: runs its program within its limits, and answers."""
     if LINUX:
         call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     task = json.loads(connection.recv_bytes())

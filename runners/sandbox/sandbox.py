@@ -94,7 +94,7 @@ class _Server:
             self.missing = json.loads(greeting)
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
-        """The answer to a message; None if the process has ended or was ended."""
+        """The answer to a message; None: the process has ended, or has been ended."""
         with suppress(EOFError, OSError):
             self.connection.send_bytes(message)
             if self.connection.poll(seconds):

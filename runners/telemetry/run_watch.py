@@ -1,5 +1,5 @@
-"""Checks each update's metrics: warns when training goes wrong, and decides when a run may end
-early.
+"""Checks each update's metrics: warns when training goes wrong,
+and decides when a run may end early.
 
 It depends only on logged values and on `Seen`, so that a resumed run warns and ends at the same
 updates.
@@ -33,8 +33,8 @@ class Watch:
     conditions: Sequence[Condition]  # of stop.when
 
     def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
-        """Processes logged metrics; returns the new counts, and the warnings that are due, one line
-        each.
+        """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
+        a line each.
 
         A metric that is missing or not finite is ignored: it neither counts nor resets a count.
         """

@@ -193,8 +193,8 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
 
 
 def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with log π_old, if π_θ will differ from it because a rollout serves several
-    updates, or because the sampler's weights are older than the learner's."""
+    """Micro-batches with log π_old, if π_θ will differ from it: because a rollout serves several
+    updates, or because the weights that drew it are older than the learner's."""
     version_b = lesson.experience.rollout.version_b
     is_stale = version_b is not None and bool((version_b < state.update).any().item())
     if plan.uses == 1 and not is_stale:

@@ -320,10 +320,10 @@ def gold_experience(examples: Sequence[Example], vision: VisionPart | None = Non
 def gather_rollout(
     ranks: Ranks, examples: Sequence[Example], part: Experience | None
 ) -> Experience:
-    """The complete experience of all ranks' examples, from every rank's part; the same on all
+    """The whole experience of these examples of all ranks, from every rank's part; the same on all
     ranks.
 
-    `part` is this rank's, None if it has no examples.
+    `part` is this rank's, None if it has no example.
     """
     messages = ranks.all_gather_object("the rollout", part and _packed(part))
     parts = {

@@ -165,8 +165,7 @@ def _files(
     if free < final:
         raise UserError(
             f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and "
-            f"the disk has {gigabytes(free)} free; free some space, or choose another "
-            "run.output_dir"
+            f"the disk has {gigabytes(free)} free; make room, or choose another run.output_dir"
         )
     if origin is None:
         clear(folder)

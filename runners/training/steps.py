@@ -143,7 +143,7 @@ def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
 
 
 def release_sampler(plan: Plan, state: RunState) -> RunState:
-    """Before an update after which the sampler gets new weights: frees the old ones."""
+    """Before an update after which the sampler takes the new weights: the old ones are freed."""
     if not plan.syncs(state):
         return state
     plan.engine.load(None)
