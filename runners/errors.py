@@ -187,7 +187,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_lines(message: str) -> str:
-    """The first three lines of a foreign error's message, joined."""
+    """The first three lines of a foreign error's message as one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
 

@@ -1,7 +1,7 @@
 """Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
 
 A row is prompt + completion + padding. So in every architecture, without a mask, positions are
-right and causal attention never sees padding.
+right and causal attention never sees the padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,8 @@ from grpo_fn.trees import on_host
 class Batch:
     """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
 
-    In a batch with shared prompts (`prompt_index_b`), each prompt occurs once: `tokens_bl` is [P,L]
-    and contains only prompts, `prompt_lengths_b` is [P], and row i continues prompt
-    `prompt_index_b[i]`.
+    In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L]
+    and has only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
     """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
@@ -86,13 +85,13 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens that an environment gave are context: they are
-    masked.
+    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count
+    nowhere.
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G], or of each token [P,G,T]; for turns, see `spread_over_turns`.
-        mask_truncated: completions that reach the length limit count no token (they stay in the
+        adv_pg: advantages [P,G], or of each token [P,G,T]; of each turn: see `spread_over_turns`.
+        mask_truncated: completions that hit the length limit count no token (they stay in the
             number of sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy
             term (arXiv 2506.01939). Needs the rollout's entropies. 1.0: all.
@@ -159,13 +158,14 @@ def batch_of(
 ) -> Batch:
     """A batch of any rows, with an advantage and a weight for each token of a completion.
 
-    A token's loss is multiplied by its weight; a token with weight 0 is masked.
+    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts
+    nowhere.
 
     Args:
-        rows: (prompt, completion) as token ids, none of them empty.
-        advantages: of each completion's tokens; 1 for `SFT`.
+        rows: (prompt, completion): token ids, none of them empty.
+        advantages: of each completion's tokens; for `SFT` 1.
         weights: of the same tokens, at least 0; None: 1 each.
-        logp: log-probs of the same tokens under the policy that sampled them, nats: μ, and π_old of
+        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of
             the ratio; None: π_old is π_θ.
 
     Raises:
@@ -198,11 +198,10 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch with the rows for the teacher, which include its own prompts if there are hints.
+    """The batch with the rows that the teacher reads: its own prompts, if they have hints.
 
-    `vocabulary`: rows of the teacher's embedding; None if unknown. The student's embedding may have
-    more rows of padding: their ids, which only an untrained model samples, become the teacher's
-    last id.
+    `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows
+    of padding: one of their ids, which only an untrained model draws, is the teacher's last one.
     """
     tokens_bl = batch.tokens_bl if batch.hinted_tokens_bm is None else batch.hinted_tokens_bm
     rows = {"tokens_bl": tokens_bl, "targets_bt": batch.targets_bt}
@@ -221,8 +220,8 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:
-    """Raises ValueError if a batch has token ids outside of the policy's embedding, or rows that
-    need more positions than it has learned. Waits for the device only if positions are learned."""
+    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that
+    need more positions than it has learned. Only with learned positions it waits for the device."""
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(

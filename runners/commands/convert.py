@@ -1,4 +1,4 @@
-"""`grpo convert`: converts models to MLX folders."""
+"""`grpo convert`: other people's models to MLX folders."""
 
 from __future__ import annotations
 

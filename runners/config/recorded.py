@@ -1,6 +1,7 @@
 """The settings that a run has recorded in its folder. The file is untrusted, like the folder.
 
-Only valid values of the config's own keys are used. Everything else in the file is ignored.
+Only the config's own keys with possible values are taken, as values. Anything else in the file does
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from runners.files.run_files import RESOLVED
 
 
 def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder belongs to; None if there is no run."""
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is
+    no run.
+    """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
@@ -40,7 +43,7 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The values of the run in a folder; empty if they cannot be read."""
+    """The values of the run in a folder; none if they cannot be read."""
     try:
         return read_recorded(folder / RESOLVED)
     except UserError:  # damaged, being replaced, or from before such files

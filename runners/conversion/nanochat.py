@@ -148,7 +148,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError(f"reading a .pt file requires PyTorch: {install_hint('torch')}") from error
+        raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}

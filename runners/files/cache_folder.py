@@ -1,4 +1,4 @@
-"""The user's cache folder, for facts about a machine or a model that are determined once."""
+"""The user's cache folder, for facts about a machine or a model that are found out once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from runners.files.own_folder import foreign, own_folder
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; GRPO_FN_CACHE in the environment overrides it."""
+    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names
+    another one.
+    """
     wish = os.environ.get("GRPO_FN_CACHE", "")
     if wish:
         return Path(wish)
@@ -22,9 +24,9 @@ def cache_folder() -> Path:
 
 
 def kept_folder(*names: str) -> Path:
-    """A folder in the user's cache, created if missing, by the names on its path.
+    """A folder in the user's cache, by the names on the way to it, created if missing.
 
-    Raises OSError if the system refuses, and UserError if others can write to a folder on the path.
+    Raises OSError if the system refuses, UserError if others can write to it or to one on the way.
     """
     place = own_folder(cache_folder())
     for name in names:
@@ -33,13 +35,13 @@ def kept_folder(*names: str) -> Path:
 
 
 def remember(kind: str, digest: str) -> None:
-    """Records a digest, such as one of a checked content; does nothing if others can write to the
-    cache, or if the disk is full."""
+    """Notes a digest, such as one of a content that was checked; in a cache that others can write
+    to, or without room, nothing is noted."""
     with suppress(OSError, UserError):
         (kept_folder(kind) / digest).touch()
 
 
 def remembers(kind: str, digest: str) -> bool:
-    """Whether `remember` has recorded this. A cache that others can write to is not trusted."""
+    """Whether `remember` has noted this. A cache that others can write to is not believed."""
     places = (cache_folder(), cache_folder() / kind)
     return os.path.exists(places[1] / digest) and not any(map(foreign, places))

@@ -1,4 +1,4 @@
-"""Folders that are reused and whose contents are loaded or trusted: only their user may write to
+"""Folders that are used again and hold what is loaded or believed: only their user may write to
 them.
 """
 
@@ -43,5 +43,5 @@ def foreign(path: Path) -> str:
         return "a file"
     others = {owner, facts.st_uid} - {os.geteuid()}
     if others:
-        return f"one owned by user {others.pop()}"
-    return f"one with mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
+        return f"one of user {others.pop()}"
+    return f"one of mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""

@@ -181,7 +181,7 @@ def _scales(
 
 
 def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """In the child process: for each layer, the first pattern that PEFT uses for it."""
+    """In the child process: for each layer the first pattern that PEFT takes for it."""
     return [_first(patterns, name) for name in names]
 
 

@@ -98,7 +98,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
         )
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(
-            f"rope_parameters: not in transformers' format: {error_line(error)}"
+            f"rope_parameters: not as transformers writes them: {error_line(error)}"
         ) from error
     if not keys:
         return config

@@ -35,7 +35,7 @@ def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     try:
         place = _place(os.environ if environ is None else environ)
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"the launcher's variables contain no rank: {error_line(error)}") from error
+        raise UserError(f"the launcher's variables give no rank: {error_line(error)}") from error
     return place if place and place.size > 1 else None
 
 

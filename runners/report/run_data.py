@@ -118,12 +118,11 @@ def completion_parts(
 
 
 def packed(value: Any) -> bytes:
-    """A value as JSON, deflated. Raises UserError for numbers that are not finite, which no run
-    writes."""
+    """A value as JSON, deflated. UserError for numbers that are not finite, which no run writes."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"a value in the run's files cannot be shown in a page: {error}") from error
+        raise UserError(f"a value in the run's files has no place in a page: {error}") from error
     # a lone surrogate: its escape
     return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
 

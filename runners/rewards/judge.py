@@ -162,8 +162,8 @@ def judge_reward(
         return [found.get(question, 0.0) for question in questions]
 
     def check_ready() -> None:
-        """Called before a run loads its model. Raises UserError if the server does not answer or
-        refuses the key."""
+        """Called before a run loads its model. UserError if the server does not answer or refuses
+        the key."""
         import httpx2
 
         if api_key_env and not key():

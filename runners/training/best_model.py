@@ -1,4 +1,4 @@
-"""The message about a run whose final model is worse than an earlier one."""
+"""The line about a run whose final model is worse than an earlier one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _ERRORS = 2.0  # standard errors of the difference by which a score has to have 
 
 
 def decline_line(folder: Path, scores: Sequence[float], problems: int) -> str | None:
-    """The message if the last exact match, 0 to 1, is below the best by more than chance; otherwise
-    None.
+    """What to say if the last score of exact match, 0 to 1, is below the best by more than chance; else None.
 
-    `problems` is the number of held-out problems; the message names the best checkpoint that is
-    still in `folder`.
+    `problems` is the number of held-out ones; the line names the best checkpoint that `folder` still has.
     """
     if len(scores) < 2 or not problems:
         return None
