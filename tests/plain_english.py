@@ -122,7 +122,8 @@ def _page_texts() -> Iterator[str]:
             flags=re.DOTALL | re.MULTILINE,
         )
         lines = "\n".join("" if line.startswith(("|", "#", "!")) else line for line in text.splitlines())
-        yield from re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", lines)
+        parts = re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", lines)
+        yield from (re.sub(r"^\s*(?:[-*]|\d+\.) ", "", part) for part in parts)
 
 
 def _code_texts(*packages: str) -> tuple[list[str], list[str]]:

@@ -182,7 +182,7 @@ def converse(
 
     Args:
         engine, sampling: as for `generate`; `max_new_tokens` limits a conversation, including given
-            tokens included.
+            tokens.
         requests: with one seed each, in groups of G. The part of a prompt after the
             group's common prefix becomes the start of its completion, as given tokens.
         replies: answers turns. Rows are numbered like the requests.

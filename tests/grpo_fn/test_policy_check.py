@@ -55,7 +55,7 @@ def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
     of = tiny_policy("afm7")
     found = checked(of, share_prompts=True)
     assert found.given_up == ("share_prompts",)
-    assert "by itself" in found.notices[0]
+    assert "separately" in found.notices[0]
 
 
 class Broken(nn.Module):
@@ -121,7 +121,9 @@ def test_blocks_that_cannot_be_checkpointed_are_refused():
     module.model.layers = [Keeping(layer, kept, n == 1) for n, layer in enumerate(module.model.layers)]
     checkpoint_layers(module)
     of = g.Policy.from_module(module)
-    with pytest.raises(ValueError, match="cannot be trained here: checkpointed blocks give another gradient"):
+    with pytest.raises(
+        ValueError, match="cannot be trained here: checkpointed blocks give a different gradient"
+    ):
         checked(of, share_prompts=False)
 
 

@@ -74,7 +74,7 @@ def link(file):
 
 
 DAMAGE = {
-    "a turned bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: its content is not what"),
+    "a turned bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: its content has changed"),
     "a missing file": (lambda f: (f / "tokenizer.json").unlink(), 'expected a file "tokenizer.json" in'),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: cannot be read as JSON"),
     "half a manifest": (lambda f: cut(f / MANIFEST), "manifest.json: cannot be read as JSON"),
@@ -108,7 +108,10 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
         # No damage: going on from the checkpoint before would lose this one.
-        ({"version": 5}, r"trainer_state\.json: expected version 6, found 5: another grpo_fn saved it"),
+        (
+            {"version": 5},
+            r"trainer_state\.json: expected version 6, found 5: it was saved by another version",
+        ),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": {**whole["loop"], "update": "three"}}, 'loop: update: expected an integer, found "three"'),
         ({"loop": {**whole["loop"], "bad_updates": -1}}, "bad_updates: expected an integer: 0 <= x"),

@@ -44,14 +44,14 @@ def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
     text = "\n".join(warnings)
     assert "\nwarning: constant gave 0.25 to every answer, good or bad" in text
     assert "silent gave no reward to any answer" in text
-    assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
+    assert 'reward "broken" failed' in text and "RuntimeError: oh (reference answer)" in text
     assert (
-        "the reference answer's total reward is not above that of: gold without form, form without answer"
+        "the reference answer's total reward is not above that of: answer without form, form without answer"
         in text
     )
     assert "likes_nothing gave" not in text
     free = grpo("check", "t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
-    assert "  gold answer  wrong answer  empty\n" in free and "silent gave no reward" in free
+    assert "  reference answer  wrong answer  empty\n" in free and "silent gave no reward" in free
     assert "constant gave" not in free and "the reference answer" not in free
 
 

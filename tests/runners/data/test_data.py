@@ -169,7 +169,11 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     [
         ("rows.jsonl", b"", "has no usable row"),
         ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected at least two usable rows"),
-        ("rows.jsonl", b'{"question": "", "answer": 1}\n{\n{', "no usable row; its data: 3 bad rows left"),
+        (
+            "rows.jsonl",
+            b'{"question": "", "answer": 1}\n{\n{',
+            "no usable row; its data: 3 invalid rows skipped",
+        ),
         ("rows.jsonl", b'{"question": "a"}\n{"question": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
         ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),
         ("rows.parquet", b"PAR1 no", "is not a usable Parquet file"),

@@ -99,7 +99,7 @@ def test_unknown_adapter_keys_are_refused(llama):
     module = load_module(llama, False)[0]
     module.vision = [nn.Linear(2, 2)]  # no layer of the language model
     module.vision[0].inner = nn.Linear(2, 2)
-    with pytest.raises(UserError, match='"inner" is no linear or embedding layer'):
+    with pytest.raises(UserError, match='"inner" is not a linear or embedding layer'):
         new_adapters(module, "lora", LoraConfig(keys=("inner",)), 0)
     new_adapters(module, "lora", LoraConfig(keys=("vision.0.inner",)), 0)
     assert len(named_leaves(module.trainable_parameters())) == 2
