@@ -102,7 +102,7 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     if name is not None:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
-            f"{key}: {folder} holds {found} ({name}); --resume resumes it, --overwrite starts "
+            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
             "over, another run.name keeps it"
         )
 
