@@ -9,26 +9,26 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far outside any trust region, far ins
 
 
 def check_shape(name: str, array: mx.array, wanted: tuple[int, ...]) -> None:
-    """Raise ValueError unless `array` has exactly the shape `wanted`."""
+    """Raises ValueError unless `array` has exactly the shape `wanted`."""
     if tuple(array.shape) != wanted:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {wanted}")
 
 
 def check_rank(name: str, array: mx.array, rank: int) -> None:
-    """Raise ValueError unless `array` has `rank` axes."""
+    """Raises ValueError unless `array` has `rank` axes."""
     if array.ndim != rank:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {rank} axes")
 
 
 def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
-    """Raise ValueError unless `array` has the dtype `wanted`."""
+    """Raises ValueError unless `array` has the dtype `wanted`."""
     if array.dtype != wanted:
         raise ValueError(f"{name} is {array.dtype}, expected {wanted}")
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
-    """Raise ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: any
-    from 0 on).
+    """Raises ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: no
+    upper limit).
 
     MLX silently reads past the end of an embedding table.
     """
@@ -45,15 +45,14 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) ->
 
 
 class TooLong(ValueError):
-    """Tokens that need more positions than a model has learned."""
+    """A sequence needs more positions than the model has learned."""
 
 
 def check_positions(what: str, needed: int, positions: int | None) -> None:
-    """Raise TooLong unless a model has learned as many positions as `what` needs (None: there is no
-    limit).
+    """Raises TooLong if `what` needs more positions than the model has learned (None: no limit).
 
-    A row's last token needs none if nothing is predicted from it. MLX silently reads past a table's
-    end.
+    A row's last token needs no position if nothing is predicted from it. MLX silently reads past
+    the end of a table.
     """
     if positions is not None and needed > positions:
         raise TooLong(
@@ -63,7 +62,7 @@ def check_positions(what: str, needed: int, positions: int | None) -> None:
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError, with the nearest spelling, unless `value` is one of `choices`."""
+    """Raises ValueError, with the nearest spelling, unless `value` is one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         near = get_close_matches(str(value), choices, n=1, cutoff=0.5)

@@ -1,4 +1,5 @@
-"""`compiled`: mx.compile for functions of trees. All of this library compiles with it.
+"""`compiled`: mx.compile for functions of trees. All functions of this library are compiled with
+it.
 
 `mx.compile` does not accept attrs values, and its cache ignores how trees nest: `f([a], b)` and
 `f([a, b])` share an entry, and the second call silently gets the first one's program. Here the key
@@ -38,19 +39,20 @@ def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
 class Compiled:
     """A function of trees, compiled once per structure, shapes and dtypes of its arguments.
 
-    At most `PROGRAMS` programs are kept; the one that was used longest ago is dropped.
+    At most `PROGRAMS` programs are kept; the least recently used one is dropped.
 
     Attributes:
-        traces: how often the Python body has run under the compiler so far.
+        traces: number of times that the compiler has run the Python body.
     """
 
     def __init__(
         self, function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True
     ) -> None:
-        """Wrap `function`, a pure function of trees to a tree; `enabled=False` calls it as it is.
+        """Wraps `function`, a pure function from trees to a tree; `enabled=False` calls it without
+        compiling.
 
-        `fuse=False` traces it once and keeps its operations as they are: no kernel is compiled. If
-        this MLX has no such mode, the function is called as it is.
+        `fuse=False` traces it once and keeps its operations unfused, so that no kernel is compiled.
+        If this MLX has no such mode, the function is called without compiling.
 
         A number, a string or None in the arguments is part of the structure: each new value is
         traced again. Pass a number that changes from call to call as a 0-d array.
@@ -71,8 +73,8 @@ class Compiled:
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
         """The compiled program for arguments like these, and the arguments' arrays in its order.
 
-        For loops: inspecting large trees takes longer than launching a small program. If compiling
-        is disabled, the program calls the function as it is.
+        For loops, because inspecting large trees takes longer than launching a small program. If
+        compiling is disabled, the program calls the function itself.
         """
         check_process()
         leaves: list[mx.array] = []
@@ -118,17 +120,17 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
-    """The same arrays, for recomputation in a backward pass, so that less memory is needed for it.
+    """The same arrays, marked for recomputation in a backward pass, which then needs less memory.
 
-    `mx.compile` would merge the two computations from one array and keep the result from the
-    forward pass. These arrays depend on the cotangent, so that nothing is merged.
+    `mx.compile` would merge two computations from the same array and keep the result of the forward
+    pass. These arrays depend on the cotangent, so that nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
 
 
 def round_up(size: int) -> int:
-    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; up to 16
-    all."""
+    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; every size
+    up to 16."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 

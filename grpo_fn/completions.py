@@ -13,8 +13,8 @@ from grpo_fn.trees import flat, on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A row that has ended: a completion of a prompt. Of one that decodes: as far as it has
-    come."""
+    """A finished row: one completion of a prompt. For a row that is still decoding, its state so
+    far."""
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
@@ -28,9 +28,9 @@ class Ended:
 class Rollout:
     """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
 
-    A completion may be a conversation: turns that the model sampled, and between them tokens that
-    an environment gave. It is one row of tokens, each turn's context an exact prefix of the next
-    one's.
+    A completion may be a conversation: turns that the model sampled, separated by tokens from an
+        environment. It is one row of tokens, so that each turn's context is an exact prefix of the
+        next one's.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
@@ -48,11 +48,11 @@ class Rollout:
     version_b: mx.array | None = None
 
     def completions(self) -> list[list[int]]:
-        """Each row's token ids, including the end token, on the host."""
+        """Each row's token ids on the host, including the end token."""
         return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
-        """For each of these tokens whether the model sampled it, on the host."""
+        """For each of these tokens, whether the model sampled it, on the host."""
         return self._cut(_sampled(self))
 
     def _cut(self, values_bt: mx.array) -> list[list[Any]]:
@@ -60,16 +60,16 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of
-        the turn before, -1 before the first."""
+        """The turn number of each token, int32 [B,T], counted from 0; given tokens belong to the
+        turn before them, or to -1 before the first turn."""
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
         return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
 
     def turn_states(self) -> mx.array:
-        """The state in which each turn starts, int32 [P,G,S]: turns of a group after the same given
-        tokens (the first turns: after none but the prompt) have the same number, others different
-        ones; -1: none."""
+        """The state in which each turn starts, int32 [P,G,S]: turns of a group that follow the same
+        given tokens (the first turns: only the prompt) have the same number; -1 if there is no such
+        turn."""
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(
             zip(self.completions(), self.sampled(), strict=True)
@@ -90,11 +90,11 @@ class Rollout:
 
 
 def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
-    """A number for each turn as one for each of its tokens: [P,G,S] -> [P,G,T], 0 on tokens before
-    the first.
+    """Expands one number per turn to one per token: [P,G,S] -> [P,G,T], with 0 on tokens before the
+    first turn.
 
     Raises:
-        ValueError: the shape does not have a column for each turn.
+        ValueError: the shape lacks a column for each turn.
     """
     turn_bt = rollout.turn_numbers()
     check_rank("values_pgs", values_pgs, 3)
@@ -108,7 +108,7 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
 def given_rollout(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> Rollout:
-    """Completions that nothing sampled, one of each prompt, for `make_sft_step`.
+    """Given completions, one per prompt, for `make_sft_step`.
 
     Args:
         prompts: token ids of each prompt, at least one.
@@ -140,14 +140,14 @@ def rollout_of(
     sampled: Sequence[Sequence[bool]] | None = None,
     version_b: mx.array | None = None,
 ) -> Rollout:
-    """The rollout of these rows, as wide as its longest one, at least 1.
+    """The rollout of these rows, as wide as its longest row, at least 1.
 
     Args:
         prompts: token ids of each prompt.
         num_generations: rows of each prompt.
-        rows: one for each completion, those of a prompt one after another.
-        vocabulary, images, version_b: as `Rollout` has them.
-        sampled: for each row whether the model sampled each token; None: it sampled all of them.
+        rows: one for each completion, grouped by prompt.
+        vocabulary, images, version_b: as in `Rollout`.
+        sampled: for each row, whether the model sampled each token; None if it sampled all of them.
     """
     width = max((len(row.tokens) for row in rows), default=0) or 1
 
@@ -188,10 +188,11 @@ def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Rollouts of the same G one after another, padded to the longest.
+    """Concatenates rollouts of the same G, padded to the longest.
 
     Raises:
-        ValueError: there are none, or they differ in G or in whether they hold entropies.
+        ValueError: the list is empty, or the rollouts differ in G or in whether they contain
+            entropies.
     """
     kinds = {(part.num_generations, part.entropy_bt is None) for part in parts}
     if len(kinds) != 1:

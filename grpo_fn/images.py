@@ -2,8 +2,8 @@
 tokens.
 
 A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary
-embedding of such a model sees three positions a token: time, row and column. In text all three are
-the same.
+embedding of such a model uses three positions per token: time, row and column. In text, all three
+    are equal.
 """
 
 from collections.abc import Sequence
@@ -66,13 +66,13 @@ class ImageRows:
 def image_rows(
     images: Sequence[PromptImages | None], lengths: Sequence[int], length: int, *, repeat: int = 1
 ) -> ImageRows:
-    """Rows of `length` tokens that begin with these prompts, each `repeat` times in a row.
+    """Rows of `length` tokens that start with these prompts, each repeated `repeat` times.
 
-    Tokens after a prompt are text. The number of features is rounded up, by at most an eighth, so
+    Tokens after a prompt are text. The number of features is rounded up by at most an eighth, so
     that a compiled step sees few shapes.
 
     Args:
-        images: of each prompt; None: it has none.
+        images: those of each prompt; None if it has none.
         lengths: tokens of each prompt.
         length: tokens of a row, at least those of the longest prompt.
         repeat: rows of each prompt.
@@ -130,7 +130,7 @@ def multimodal_positions(
             tokens.
 
     Raises:
-        ValueError: the prompt has not as many image tokens in a row as its grids say.
+        ValueError: the number of consecutive image tokens in the prompt does not fit the grids.
     """
     found: tuple[list[int], ...] = ([], [], [])
     place = following = 0

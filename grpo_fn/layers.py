@@ -1,5 +1,4 @@
-"""The kind of a model's layer, models with other layers or leaves, and functions with other
-globals."""
+"""The kind of a model's layer, and models with other layers, leaves or functions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def computes_as(layer: Any) -> type:
-    """The layer's class, or the class of mlx whose product it computes.
+    """The layer's class, or mlx's class whose product it computes.
 
-    A subclass may compute anything. If it computes the same, it has `computes_as` in its body,
+    A subclass may compute something else. If it computes the same, its body sets `computes_as`,
     which its subclasses do not inherit.
     """
     kind = type(layer)
@@ -37,14 +36,14 @@ def is_linear(layer: Any) -> bool:
 
 
 def is_packed(layer: Any) -> bool:
-    """Whether the layer computes a product with quantized weights, or is such an embedding."""
+    """Whether the layer computes a product with quantized weights, or is a quantized embedding."""
     return computes_as(layer) in _PACKED
 
 
 @contextmanager
 def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
-    """The module with the new layers at their paths, until the end of the `with` block: then the
-    old ones."""
+    """The module with the new layers at their paths inside the `with` block, and the old ones
+    afterwards."""
     try:
         module.update_modules(tree_unflatten(new))
         yield module
@@ -54,11 +53,10 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 
 @contextmanager
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
-    """The module with the leaves of these trees in place of its own, until the end of the `with`
-    block.
+    """The module with the leaves of these trees instead of its own inside the `with` block.
 
-    If two trees have the same leaf, the later one counts. The module's own leaves are always
-    restored: otherwise a traced call would leave dead tracers in it.
+    If two trees have the same leaf, the later one is used. The module's own leaves are always
+    restored; otherwise a traced call would leave dead tracers in it.
     """
     saved = module.parameters()
     try:
@@ -70,7 +68,7 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
 
 
 class CallReplaced:
-    """Stands for a part of a module: calls go to the function, all attributes are the part's."""
+    """Stands in for a part of a module: calls go to the function, and attributes to the part."""
 
     def __init__(self, part: Any, function: Callable[..., Any]) -> None:
         self._part, self._function = part, function
@@ -84,8 +82,7 @@ class CallReplaced:
 
 @contextmanager
 def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Until the end of the `with` block calls of the owners' parts of these names go to the
-    functions."""
+    """Inside the `with` block, calls of the owners' parts with these names go to the functions."""
     saved = [(owner, name, owner[name], function) for owner, name, function in parts]
     try:
         for owner, name, part, function in saved:
@@ -98,8 +95,7 @@ def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iter
 
 @contextmanager
 def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Until the end of the `with` block the layers call `note(key, x)` with what they are called
-    with."""
+    """Inside the `with` block, the layers call `note(key, x)` with their inputs."""
     kinds = {key: type(layer) for key, layer in layers.items()}
 
     def noting(key: Any, kind: Any) -> Any:
@@ -119,13 +115,13 @@ def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> 
 
 
 def empty(module: nn.Module, tree: Tree) -> None:
-    """Replace the module's leaves of this tree by scalars, so that it holds none of their
+    """Replaces the module's leaves of this tree by scalars, so that it does not keep their
     memory."""
     module.update(map_arrays(lambda _: mx.zeros(()), tree))
 
 
 def with_globals(function: FunctionType, **names: Any) -> FunctionType:
-    """A copy of a function with these globals replaced; its module's other names are unchanged."""
+    """A copy of a function with these globals replaced."""
     copy = FunctionType(
         function.__code__,
         function.__globals__ | names,

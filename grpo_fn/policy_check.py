@@ -1,11 +1,11 @@
-"""Whether a policy decodes what it learns: its numbers are compared on a few tokens, before
-anything trains.
+"""Whether a policy computes the same log-probs for sampling and learning: compared on a few tokens
+before training.
 
     rollout of a few tokens,                       forward pass of each row alone;
-    as later                                       the learner's batches
+    later the learner's batches
            log-probs  ──── the same, or a slower path ────  log-probs
 
-The structure of a model decides which fast paths are offered. Here its numbers decide.
+The structure of a model determines which fast paths are offered. Here its numbers decide.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -30,7 +30,7 @@ from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
 
 LONG, SHORT = 24, 9  # tokens of the two prompts, at most
 SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
-# The largest difference of a row's mean log-prob that rounding can explain, nats a token.
+# The largest difference of a row's mean log-prob that rounding can explain, nats per token.
 EXACT = 5e-3  # of models that compute in float32
 ROUNDED = 0.1  # in 16 bits or with packed weights
 
@@ -38,16 +38,16 @@ ROUNDED = 0.1  # in 16 bits or with packed weights
 DECODING_PATHS = {
     "supports_compiled_decode": "without compiled decoding steps",
     "shares_prefix": "with a copy of the prompt for each completion",
-    "takes_ragged": "with prompts of one length in a batch",
-    "joins_weights": "with the weights as they are trained",
-    "plain_forward": "and the learner computes over caches, as decoding does",
+    "takes_ragged": "with prompts of the same length in a batch",
+    "joins_weights": "with the weights in the form that is trained",
+    "plain_forward": "and the learner uses caches, like decoding",
 }
 PATHS = (*DECODING_PATHS, "share_prompts", "compile")
 
 
 @attrs.frozen(eq=False)
 class CheckedPolicy:
-    """A policy whose sampler and learner agree, and what that took."""
+    """A policy whose sampler and learner agree, and the paths that were given up."""
 
     policy: Policy  # without the paths that were given up
     given_up: tuple[str, ...] = ()  # of PATHS
@@ -66,13 +66,13 @@ def check_policy(
     """The policy with the fastest path on which its sampler and its learner have the same
     log-probs.
 
-    It takes a few tokens of two of the prompts: some seconds for a large model.
+    It uses a few tokens of two of the prompts, which takes some seconds for a large model.
 
     Args:
         policy: the model.
         params: its parameters.
         prompts: token ids, at least one prompt.
-        learns: whether it trains, so that the learner's log-probs and gradient are checked as well,
+        learns: whether it trains, so that the learner's log-probs and gradient are checked too,
             with checkpointed blocks against plain ones; False for a sampler with its own weights.
         share_prompts: whether `split_batch` will share prompts.
         compile: whether the learner's steps will be compiled.
@@ -94,7 +94,7 @@ def check_policy(
     if share_prompts and (fault := fault_of_learner(True)):
         share_prompts = False
         given_up.append("share_prompts")
-        notices.append(f"the learner computes each row's prompt by itself: sharing it, {fault}")
+        notices.append(f"the learner computes each row's prompt separately: with sharing, {fault}")
     if not share_prompts and (fault := fault_of_learner(False)):
         raise ValueError(f"this model cannot be trained here: {fault}")
     if compile:
@@ -115,14 +115,14 @@ def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
 
 
 def offers_path(policy: Policy, path: str) -> bool:
-    """Whether the policy takes one of `DECODING_PATHS`."""
+    """Whether the policy uses one of `DECODING_PATHS`."""
     return not policy.split.over_caches if path == "plain_forward" else bool(getattr(policy, path))
 
 
 def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) -> list[list[int]]:
-    """The beginnings of the longest and of the shortest prompt, of different lengths if possible.
+    """The beginnings of the longest and the shortest prompt, with different lengths if possible.
 
-    `positions`: of the model's prompts and completions, at most; None: any number.
+    `positions`: the most that the model's prompts and completions can have; None for no limit.
     """
     longest, shortest = max(prompts, key=len), min(prompts, key=len)
     most = LONG if positions is None else max(min(LONG, positions - SAMPLING.max_new_tokens), 1)
@@ -151,7 +151,7 @@ def _check_decoding(
         plainer = without_paths(policy, given_up)
 
         def difference() -> str:
-            """Of a rollout from the forward pass of its rows."""
+            """How far a rollout is from the forward pass of its rows."""
             drawn.append(generate(plainer, params, prompts, SAMPLING, key=mx.random.key(0)))
             for row, completion in enumerate(drawn[0].completions()):
                 prompt = prompts[row // SAMPLING.num_generations]
@@ -175,7 +175,7 @@ def _check_decoding(
             if len(given_up) > 1:  # the paths that were given up before may not have been at fault
                 remains, alone = attempt((path,))
                 given_up, rollout = (given_up, rollout) if remains else ((path,), alone)
-            notices = (f"this model is decoded {words}: as the machine would decode it, {first}",)
+            notices = (f"this model is decoded {words}: otherwise, {first}",)
             break
     if fault or rollout is None:
         raise ValueError(
@@ -210,7 +210,7 @@ def _learner_fault(
         ).sum()
         if not (apart <= (2 * limit) ** 2 * size).item():  # both may be 0
             off = float(mx.sqrt(apart / size))
-            return f"checkpointed blocks give another gradient, off by {off:.2g} of its norm"
+            return f"checkpointed blocks give a different gradient, off by {off:.2g} of its norm"
     return ""
 
 
@@ -243,7 +243,7 @@ def _fault_of(compare: Callable[[], object]) -> str:
         )
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and short):
             raise  # this says nothing about the model
-        return f"it ends with {type(error).__name__}: {text[:300]}"
+        return f"it fails with {type(error).__name__}: {text[:300]}"
 
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
@@ -251,7 +251,7 @@ def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
     apart = float(mx.abs(got_t - want_t).mean())
     if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
         return "log-probs are not finite"
-    return f"log-probs of a row are off by {apart:.2g} nats a token" if apart > limit else ""
+    return f"log-probs of a row are off by {apart:.2g} nats per token" if apart > limit else ""
 
 
 def _is_exact(policy: Policy, params: Tree) -> bool:

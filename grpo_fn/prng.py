@@ -1,8 +1,8 @@
 """Random keys: one independent stream for each (seed, purpose, step, prompt, index).
 
 A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring
-seeds differ in a few bits, and so do the numbers that are folded into them. Each key is therefore
-hashed before a number is folded in, and once more afterwards: names that differ in any part give
+seeds differ in a few bits, and so do numbers that are folded into them. Therefore each key is
+hashed before a number is folded in, and again afterwards: names that differ in any part give
 independent streams.
 
 Use a key either to make further keys or to draw numbers, not for both.
@@ -24,9 +24,9 @@ CURRICULUM = 2**31 + 7  # prompts drawn by their pass rates; then how many were 
 def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
     """A new PRNG key [2] from a key [2] and numbers, folded in one after another.
 
-    Any two different keys or lists of numbers give independent keys, also for `mx.random.key` of
-    small seeds and for small numbers. In `mx.random.split`, in contrast, the i-th key depends on
-    the number of keys.
+    Any two different keys or lists of numbers give independent keys, including `mx.random.key` of
+    small seeds and small numbers. In `mx.random.split`, by contrast, the i-th key depends on the
+    number of keys.
 
     Args:
         key: uint32 [2].
@@ -43,7 +43,7 @@ def fold_in_rows(keys_n2: mx.array, data_n: mx.array) -> mx.array:
 
 
 def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
-    """The key [N,2] of each completion, from its prompt's and its own number."""
+    """The key [N,2] of each completion, from the numbers of its prompt and completion."""
     rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
     return fold_in_rows(fold_in_rows(rows, prompts_n), generations_n)
 
@@ -52,7 +52,7 @@ def random_bits(keys_b2: mx.array, first: int | mx.array, count: int, words: int
     """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these
     keys.
 
-    `first`: the same of all rows, or int32 [B].
+    `first`: one number for all rows, or int32 [B].
     """
     rows = keys_b2.shape[0]
     first_b = mx.broadcast_to(mx.array(first, mx.int32), (rows,))

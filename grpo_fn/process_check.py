@@ -10,10 +10,10 @@ _computing: list[int] = []  # the process in which this library has been used
 
 
 def check_process() -> None:
-    """Remember that this process computes with MLX.
+    """Records that this process computes with MLX.
 
     Raises:
-        RuntimeError: it was forked from one that has computed.
+        RuntimeError: this process was forked from one that has computed.
     """
     problem = fork_problem()
     if problem:
@@ -23,7 +23,7 @@ def check_process() -> None:
 
 
 def fork_problem() -> str | None:
-    """The error text if this process was forked from one that has computed; else None."""
+    """The error text if this process was forked from one that has computed; otherwise None."""
     process = os.getpid()
     if not _computing or _computing[0] == process:
         return None

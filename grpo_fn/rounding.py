@@ -1,4 +1,4 @@
-"""Stochastic rounding: weights of 16 bits that keep small updates on average.
+"""Stochastic rounding: 16-bit weights that preserve small updates on average.
 
 bfloat16 has 8 bits of precision, float16 has 11. Rounded to nearest, a weight of 1 never changes by
 steps of 1e-6. Rounded up with a probability equal to the sum's position between its two neighbours,
@@ -21,8 +21,8 @@ _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in 
 
 
 def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Each number as one of its two neighbours in 16 bits, drawn so that the number is their
-    expectation.
+    """Rounds each number at random to one of its two 16-bit neighbours, so that its expectation is
+    the number itself.
 
     bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half,
     and a carry rounds away from zero. Numbers that the dtype can represent do not change, including
@@ -31,14 +31,14 @@ def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) 
 
     Args:
         x: float32 of any shape.
-        key: PRNG key, uint32 [2]. The numbers' draws are independent of each other.
+        key: PRNG key, uint32 [2]. The random bits of different numbers are independent.
         dtype: bfloat16 or float16.
 
     Returns:
         The same shape in that dtype.
 
     Raises:
-        ValueError: x is not float32, or the dtype is another one.
+        ValueError: x is not float32, or the dtype is not supported.
     """
     check_dtype("x", x, mx.float32)
     if dtype == mx.float16:
@@ -70,10 +70,10 @@ def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
 
 
 def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
-    """`store(new, old)`: a new value in the old one's dtype, float32 in 16 bits by
+    """`store(new, old)`: converts a new value to the old one's dtype, from float32 to 16 bits with
     `stochastic_round`.
 
-    Each call draws with its own key; there is one key for each leaf of the tree.
+    Each call uses its own key; there is one key for each leaf of the tree.
     """
     count = sum(1 for _ in arrays_of(tree))
     keys = iter(fold_in_rows(mx.broadcast_to(key[None], (count, 2)), mx.arange(count)))

@@ -1,6 +1,6 @@
 """Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
 
-mlx's own tree functions stop at attrs objects, and `mx.eval` ignores them without an error.
+mlx's own tree functions stop at attrs objects, and `mx.eval` silently ignores them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
-    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they
-    are."""
+    """The same tree with `function` applied to every leaf of type `kind`; other leaves do not
+    change."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
@@ -56,14 +56,14 @@ def from_names(leaves: Mapping[str, mx.array]) -> Tree:
 
 
 def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """A module's trainable leaves and its other ones, each under their dotted names."""
+    """A module's trainable leaves and its other leaves, each under their dotted names."""
     trainable = named_leaves(module.trainable_parameters())
     everything = named_leaves(module.parameters())
     return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
 
 
 def flat(lists: Iterable[Iterable[T]]) -> list[T]:
-    """The items of the lists, one list after another."""
+    """The items of the lists, concatenated."""
     return list(chain.from_iterable(lists))
 
 
@@ -78,8 +78,8 @@ def on_host(array: mx.array) -> list[Any]:
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree, different for any two structures; its arrays are added to
-    `found`.
+    """A hashable description of the tree, different for any two structures; its arrays are appended
+    to `found`.
 
     Values that are not arrays are part of the structure.
     """
@@ -100,16 +100,17 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 
 
 def materialize(*trees: Tree) -> None:
-    """Compute every array in the trees now.
+    """Computes every array in the trees now.
 
-    `mx.eval` for values of this library: `mx.eval(state)` would do nothing, without an error.
+    `mx.eval` for values of this library: `mx.eval(state)` would silently do nothing.
     """
     check_process()
     mx.eval(list(arrays_of(trees)))
 
 
 def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
-    """As `materialize`, at most so many bytes at a time: Metal's watchdog ends what takes long."""
+    """Like `materialize`, with at most this many bytes at a time, because Metal's watchdog ends
+    long computations."""
     part: list[mx.array] = []
     for array in arrays_of(trees):
         if part and sum(each.nbytes for each in part) + array.nbytes > most:
@@ -120,5 +121,5 @@ def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
 
 
 def nbytes(*trees: Tree) -> int:
-    """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
+    """Bytes of the distinct arrays in the trees; an array shared by several roles counts once."""
     return sum({id(array): array.nbytes for array in arrays_of(trees)}.values())

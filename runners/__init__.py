@@ -1,1 +1,1 @@
-"""The shell around grpo_fn: every file, clock, process and terminal that a training run touches."""
+"""The shell around grpo_fn: all of a training run's files, clocks, processes and terminals."""

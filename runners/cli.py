@@ -108,7 +108,7 @@ Exit codes:
   2    the config, the data, the model or the disk must be changed
   3    too many updates had NaN or infinite values
   130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal saves the last finished step, a
-       second one quits at once
+       second one quits immediately
   141  saved and stopped, because the output was closed
 """,
 )

@@ -1,6 +1,4 @@
-"""`grpo init`: what a model and a data set are, and the config that a person would write
-for them.
-"""
+"""`grpo init`: inspects a model and a data set, and writes a suitable config for them."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ LOOKED = 500
 """Rows that are looked at, from the first."""
 REWARD = (
     '''\
-"""The reward of a run; higher is better. `grpo init` wrote this rule as an example: write yours."""
+"""An example reward from `grpo init`; higher is better. Replace it with your own."""
 
 
 '''
@@ -71,7 +69,7 @@ _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else a
 
 @attrs.frozen
 class DataSurvey:
-    """A data set as `data` and `answer.form` of a config describe it."""
+    """A data set in terms of a config's `data` and `answer.form`."""
 
     eval_split: str  # "train": a part is held out
     question: str  # the column of texts; empty: `prompt` is used
@@ -86,10 +84,10 @@ class DataSurvey:
 
 def survey_model(name: str) -> tuple[str, int, bool]:
     """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the
-    bytes that training all weights takes (0: they are packed); whether it has a chat template,
-    which a base model lacks.
+    bytes that training all weights needs (0 if they are packed); and whether it has a chat
+    template, which a base model lacks.
 
-    Of weights only shapes are read. Raises UserError as a run does for a model that cannot be used.
+    Only the shapes of the weights are read. Raises UserError for a model that a run cannot use.
     """
     folder = resolve_model(name, "MODEL")
     packed = read_config(folder).get("quantization")
@@ -111,16 +109,16 @@ def survey_model(name: str) -> tuple[str, int, bool]:
 
 
 def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey:
-    """Looks at the first rows of a file, a folder, a data set of the Hub, or a shipped one.
+    """Inspects the first rows of a file, a folder, a data set of the Hub, or a shipped one.
 
-    `question` and `answer` name the columns; empty: they are found by their names and values.
-    Raises UserError if there are no rows, and for a column that is missing or does not hold
-    questions or answers.
+    `question` and `answer` name the columns; if empty, they are found by their names and values.
+    Raises UserError if there are no rows, and for a column that is missing or contains no questions
+    or answers.
     """
     eval_split, train = _rows(source)
     rows = [row for row in train[:LOOKED] if not row.fault]
     if not rows:
-        raise UserError(f"{source}: expected rows with a question, found none that can be read")
+        raise UserError(f"{source}: expected rows with a question, found no readable ones")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
 
@@ -225,7 +223,7 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     if most(lambda text: len(text) <= _SHORT and "\n" not in text):
         few = len({text.lower() for text in texts}) <= min(_MOST_LABELS, len(texts) // 2)
         return "exact", _LABELS if few else "short texts"
-    return "none", "long texts, which no rule compares"
+    return "none", "long texts, which cannot be compared"
 
 
 def draft(
@@ -237,9 +235,9 @@ def draft(
     reward: str,
     memory: int,
 ) -> str:
-    """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the
-    defaults, and why. `reward` is the file of the user's reward, where no answer is compared;
-    `memory` bytes for a run.
+    """The config as TOML, from the results of `survey_model` and `survey_data`: the keys that
+    differ from the defaults, and why. `reward` is the file of the user's reward, if answers cannot
+    be compared; `memory` is the bytes available to a run.
     """
     words, needed, templated = about
     form = found.form
@@ -247,14 +245,14 @@ def draft(
     adapters = ""
     shipped = model in MODELS
     if not needed:
-        adapters = "weights of few bits stay as they are, adapters learn"
+        adapters = "quantized weights stay unchanged, and adapters are trained"
     elif 2 * needed > memory:
-        adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
+        adapters = f"training all weights would need {gigabytes(needed)} of {gigabytes(memory)}"
     rate = 1e-6
     rated = ""
     if adapters:
         rate = 1e-5
-        rated = "adapters take ten times the rate of full weights"
+        rated = "adapters need ten times the learning rate of full weights"
     if shipped and form not in ("none", "code"):
         form = "xml"
         why = "the shipped model answers in tags"
@@ -288,7 +286,12 @@ def draft(
         ("data", "prompt", found.prompt, "messages"),
         ("data", "completion", found.completion, "the last turn, for grpo sft"),
         ("data", "question", found.question or None, ""),
-        ("data", "system_prompt", system, "the small model knows the form" if shipped else ""),
+        (
+            "data",
+            "system_prompt",
+            system,
+            "the small model already knows the format" if shipped else "",
+        ),
         ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
         ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
         ("data", "nudge", nudge, "so the prompt ends"),
@@ -298,13 +301,13 @@ def draft(
             "reward",
             "functions",
             [f"{reward}:reward"] if form == "none" else None,
-            "an example: write yours, or name data.answer",
+            "an example: replace it with your own, or set data.answer",
         ),
-        ("rollout", "num_generations", 8, "completions of each prompt"),
+        ("rollout", "num_generations", 8, "completions per prompt"),
         ("rollout", "max_new_tokens", tokens, "more if completions are cut off"),
-        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "where the answer ends"),
+        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "the end of the answer"),
         ("optim", "learning_rate", rate, rated),
-        ("optim", "batch_size", 4, "prompts of a step"),
+        ("optim", "batch_size", 4, "prompts per step"),
         ("optim", "max_steps", 200, "0: all of the data"),
         ("eval", "every", 25, "updates"),
         ("eval", "samples", 100, "held-out problems"),

@@ -1,4 +1,4 @@
-"""Errors that a person can act on. The command line shows them on stderr, a line each."""
+"""Errors that a person can act on. The command line prints them to stderr, one line each."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ _SHOWN = 80  # characters of a found value that fit into a one-line message
 
 
 class UserError(Exception):
-    """Something outside the program has to change: bad data, a bad model folder, a bad reward, a
-    full disk.
+    """Something outside the program must be changed: data, a model folder, a reward, a full disk.
 
     The message is one line that names the thing, what was found and what is expected.
     """
@@ -55,9 +54,9 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A config that cannot be used.
+    """An invalid config.
 
-    `problems` holds one line for each fault, in the order of the file.
+    `problems` contains one line for each error, in the order of the file.
     """
 
     def __init__(self, problems: Sequence[str]):
@@ -66,16 +65,16 @@ class ConfigError(UserError):
 
 
 class RewardError(UserError):
-    """A reward failed, and reward.on_error or reward.stop_if_all_fail lets that end the run."""
+    """A reward failed, and reward.on_error or reward.stop_if_all_fail makes that end the run."""
 
     on_all_ranks = False  # whether all ranks of the run raise it at the same place
 
 
 @attrs.frozen
 class Failure:
-    """Says, in place of a reward, why there is none.
+    """Returned instead of a reward, with the reason why there is none.
 
-    The scorer counts it as a fault of the reward.
+    The scorer counts it as a failure of the reward.
     """
 
     reason: str  # equal ones are reported in one line
@@ -83,21 +82,20 @@ class Failure:
 
 
 class NumbersError(UserError):
-    """A run whose numbers have failed too often to go on; the last good state has been saved."""
+    """Too many consecutive updates had values that were not finite; the last good state has been
+    saved."""
 
     exit_code = 3
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this exception means that MLX or Python has run out of memory."""
+    """Whether this exception means that MLX or Python ran out of memory."""
     says_so = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text_of(error))
     return isinstance(error, MemoryError) or bool(says_so)
 
 
 def system_fault(error: BaseException) -> str | None:
-    """What the system has refused, such as a file, space or a thread; None for any other
-    exception.
-    """
+    """What the system refused, such as a file, space or a thread; None for other exceptions."""
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
@@ -107,7 +105,7 @@ def system_fault(error: BaseException) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, or None if none is close."""
+    """The known name with the most similar spelling, or None if none is close."""
     few = itertools.islice(known, _COMPARED if len(name) <= _SHOWN else 0)
     lowered = {candidate.lower(): candidate for candidate in few if len(candidate) <= 2 * _SHOWN}
     matches = get_close_matches(name.lower(), lowered, n=1)
@@ -127,13 +125,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A found value, any object, as TOML spells it, shortened to fit into a one-line message."""
+    """A found value, any object, in TOML's spelling, shortened to fit into a one-line message."""
     text = spell(value[: _SHOWN + 1] if isinstance(value, str | list | tuple) else value, depth=3)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def spell(value: object, depth: int = 20) -> str:
-    """A value as TOML spells it, inline; what is nested deeper than `depth` becomes an ellipsis."""
+    """A value in TOML's spelling, inline; parts nested deeper than `depth` become an ellipsis."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -159,7 +157,7 @@ def _key(name: str) -> str:
 
 
 def one_line(text: str, environ: Mapping[str, str]) -> str:
-    """A message for a terminal or a log: one printable line of bounded length, without secrets of
+    """A message for a terminal or a log: one printable line of limited length, without secrets from
     `environ`.
 
     Messages may quote untrusted text, and exceptions of other people's code may contain anything.
@@ -172,7 +170,7 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
 
 
 def printable(line: str) -> str:
-    """`line` with line breaks, terminal escapes and halves of surrogate pairs spelled out."""
+    """`line` with line breaks, terminal escapes and halves of surrogate pairs escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -196,8 +194,8 @@ def first_lines(message: object) -> str:
 
 
 def error_line(error: BaseException, path: object = None) -> str:
-    """An exception in one line of bounded length. It starts with the line number in the file at
-    `path`, if the exception passed through that file."""
+    """An exception in one line of limited length. It starts with the line number in the file at
+    `path`, if the traceback contains that file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f"line {lines[-1]}: " if lines else ""

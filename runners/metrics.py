@@ -1,4 +1,4 @@
-"""Every metric that a run logs: the table that docs/metrics.md, `stop.when` and the report read.
+"""Every metric that a run logs: the table for docs/metrics.md, `stop.when` and the report.
 
 To add a metric, add a line here and the line of code that puts it into an update's dict. The columns are the
 name in training_log.jsonl, the unit, the meaning, normal values, and what to do about others. Headings start
@@ -38,7 +38,7 @@ length_penalty | your rewards' | mean penalty on long completions (`loss.overlon
 
 # Completions
 completions/mean_length | tokens | mean length of completions | steady, or changes slowly | rises without a better `em`: a length penalty, or `loss.preset = "dr_grpo"`. Falls to a few tokens: a reward favours short texts
-completions/min_length | tokens | length of the shortest completion | above 1 | 1: completions end at once; read them in `completions.jsonl`
+completions/min_length | tokens | length of the shortest completion | above 1 | 1: completions end immediately; read them in `completions.jsonl`
 completions/max_length | tokens | length of the longest completion | below `rollout.max_new_tokens` | –
 completions/clipped_ratio | share | completions that were cut off at `rollout.max_new_tokens` | below 0.1 | a larger limit, `rollout.stop`, or `loss.mask_truncated_completions = true`
 dynamic_sampling/resampled_groups | groups | groups that were replaced because all their rewards were equal | below the number of prompts in a batch step | many in every step: easier or harder prompts
@@ -134,7 +134,7 @@ _NO_NUMBERS = ("text", "true", "names")  # units of what a condition cannot comp
 
 @attrs.frozen
 class Metric:
-    """A line of the table."""
+    """A row of the table."""
 
     section: str  # the heading above it
     name: str  # {name}: a reward's

@@ -1,4 +1,4 @@
-"""`grpo bench`: runs some steps of a config and measures their time by part."""
+"""`grpo bench`: runs some steps of a config and measures the time of each part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 
 
 class Stepping:
-    """A built run that takes its steps without anything being written."""
+    """A run that takes its steps without writing anything."""
 
     def __init__(self, run: Run, shown: Diary) -> None:
         self.state = first_state(run)
@@ -50,7 +50,7 @@ class Stepping:
         self.plan.engine.load(self.plan.weights(self.state))
 
     def step(self) -> dict[str, float]:
-        """The rollouts of an update and all updates that use them: seconds by part, and counts."""
+        """The rollouts of an update and all updates that use them: seconds per part, and counts."""
         plan = self.plan
         tokens = learned = columns = 0.0
         while not plan.update_due(self.state):
@@ -76,9 +76,9 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
     A step is the rollouts of an update and all updates that use them. `report` shows the progress.
-    Returns medians and what follows from them, as JSON has them: seconds, bytes and counts.
+    Returns medians and values derived from them, in JSON's types: seconds, bytes and counts.
 
-    Raises UserError as a run does.
+    Raises the errors of a run.
     """
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine = startup.prepare(config.system.memory_limit_gb, config)
@@ -154,9 +154,9 @@ def bench_table(found: Mapping[str, Any]) -> str:
     lines = {
         "measured": f"the median of {found['steps']} steps; the first one took "
         f"{found['first_step_seconds']:.1f} s",
-        "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: "
-        f"{found['tokens_per_second']:,.0f} a second of the rollout, "
-        f"{found['tokens_per_second_of_steps']:,.0f} of the whole step",
+        "sampled": f"{found['tokens_per_step']:,.0f} tokens per step: "
+        f"{found['tokens_per_second']:,.0f} per second in the rollout, "
+        f"{found['tokens_per_second_of_steps']:,.0f} for the whole step",
         "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
         f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems "

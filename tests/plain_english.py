@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERYWHERE = {
+PHRASES = {
     r"teach(es)? nothing": "has no gradient",
     r"(groups?|prompts?) that taught": "with a gradient",
     r"(the|a) groups? taught": "has a gradient",
@@ -36,9 +36,6 @@ EVERYWHERE = {
     r"(would|will) have gone on": "continues",
     r"cross-entropy of their tokens": "cross-entropy of the … tokens",
     r"what one brings": "its gain",
-}
-"""Pattern → what to write instead, for pages and all strings of the packages; a blank is any white space."""
-FIRST_READ = {
     r"a fortieth of a core": "2.5 % of one core",
     r"evenly spread updates": "evenly spaced updates",
     r"what is known of": "the statistics of",
@@ -60,17 +57,16 @@ FIRST_READ = {
     r"(?-i:Of an?) \w+": "For a …, In a …",
     r"but for the": "except",
 }
-"""As EVERYWHERE, for what users read first: pages, help texts, keys and metrics."""
-PHRASES = EVERYWHERE | FIRST_READ
+"""Pattern → what to write instead, for pages and all strings of the packages; a blank is any white space."""
 _NOT_PROSE = re.compile(
     r"^```.*?^```|^<!-- (?P<part>[^>]+):begin -->.*?^<!-- (?P=part):end -->|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)",
     re.DOTALL | re.MULTILINE,
 )
 
 
-def faults(text: str, phrases: dict[str, str]) -> Iterator[tuple[int, str, str]]:
+def faults(text: str) -> Iterator[tuple[int, str, str]]:
     """Line, found phrase and what to write instead, for each phrase that the text contains."""
-    for pattern, instead in phrases.items():
+    for pattern, instead in PHRASES.items():
         spaced = pattern.replace(" ", r"\s+")
         for found in re.finditer(rf"(?<!\w)(?:{spaced})(?!\w)", text, re.IGNORECASE):
             yield text.count("\n", 0, found.start()) + 1, " ".join(found[0].split()), instead
@@ -92,17 +88,11 @@ def faults_of(path: Path) -> list[str]:
     """`file:line: found → instead` for each phrase in a page or a Python file."""
     text = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix()
-    if path.suffix == ".md":
-        parts = [(1, prose(text))]
-        phrases = PHRASES
-    else:
-        parts = list(strings(text))
-        is_read_first = re.match(r"runners/(commands/|cli\.py|config/sections\.py|metrics\.py)", name)
-        phrases = PHRASES if is_read_first else EVERYWHERE
+    parts = [(1, prose(text))] if path.suffix == ".md" else list(strings(text))
     return [
         f"{name}:{first + line - 1}: {found!r}; plainer: {instead}"
         for first, part in parts
-        for line, found, instead in faults(part, phrases)
+        for line, found, instead in faults(part)
     ]
 
 
@@ -119,7 +109,7 @@ def _sentences(texts: Iterable[str]) -> list[str]:
     """Their sentences with at least six words, each once, in a fixed order."""
     plain = (" ".join(text.split()).replace("``", "`") for text in texts)
     parts = (part for text in plain for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", text))
-    return sorted({part for part in parts if len(part.split()) >= 6})
+    return sorted({part for part in parts if len(part.split()) >= 6 and "|" not in part})
 
 
 def _page_texts() -> Iterator[str]:
@@ -132,17 +122,19 @@ def _page_texts() -> Iterator[str]:
             flags=re.DOTALL | re.MULTILINE,
         )
         lines = "\n".join("" if line.startswith(("|", "#", "!")) else line for line in text.splitlines())
-        yield from re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", lines)
+        parts = re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", lines)
+        yield from (re.sub(r"^\s*(?:[-*]|\d+\.) ", "", part) for part in parts)
 
 
 def _code_texts(*packages: str) -> tuple[list[str], list[str]]:
-    """The messages and the docstrings of packages; what a message fills in is shown as an ellipsis."""
+    """The messages and the public docstrings of packages; filled-in parts of a message are an ellipsis."""
     messages, docstrings = [], []
     for path in (file for package in packages for file in (ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found = [node for node in ast.walk(tree) if isinstance(node, owners)]
-        docstrings += [ast.get_docstring(node) or "" for node in found]
+        public = [node for node in found if getattr(node, "name", "module")[0] != "_"]
+        docstrings += [ast.get_docstring(node) or "" for node in public]
         if path.name not in ("sections.py", "metrics.py"):
             messages += [_filled(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return messages, docstrings

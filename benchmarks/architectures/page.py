@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.architectures.trial import SLOWER, Outcome
 
 BACKENDS = {"cpu": "a CPU", "cuda": "CUDA", "metal": "Metal"}
-_COLUMNS = ("| architecture | verdict | what is worth a word |", "|---|---|---|")
+_COLUMNS = ("| architecture | verdict | notes |", "|---|---|---|")
 _WITHOUT = {
     "lora": "LoRA on all linear layers",
     "packed": "LoRA on a packed base",
@@ -52,7 +52,7 @@ def _parts(text: str, backend: str) -> tuple[str, str, str]:
 
 
 def row_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """The verdict, "works", "slower" or "refused", and what is worth a word."""
+    """The verdict, "works", "slower" or "refused", and notes."""
     faults = {each.step: each.fault for each in outcomes if each.fault}
     for step, fault in faults.items():
         if step not in _WITHOUT:

@@ -87,6 +87,7 @@ def option_tables() -> dict[str, list[str]]:
     for line in MIGRATION.read_text(encoding="utf-8").splitlines():
         trainer, option, here, default, note, *_ = [*line.split("\t"), "", ""]
         named = [defaults[code] for code in re.findall(r"`([^`]+)`", here) if code in defaults]
+        named = ["[text](config.md#data)" if each == "below" else each for each in named]
         row = [option, here, default, ", ".join(named) or "–", note]
         head = [trainer, "here", f"{trainer}'s default", "default here", "what differs"]
         if trainer == "verl":  # its defaults are in several files

@@ -20,8 +20,8 @@ def combine_rewards(
     """R_i = Σ_k w_k r_k(i) over the reward functions that gave completion i a number.
 
     Args:
-        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15: that function
-            gave no reward.
+        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15 means that the
+            function gave no reward.
         weights_k: [K].
         aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv
             2601.05242): each function is first normalised within its group, z = (r − mean)/(std +
@@ -65,7 +65,7 @@ def group_advantages(
     """Advantages of P groups of G completions.
 
     Args:
-        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, all of which are
+        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, which are all
             compared; NaN, infinite or beyond ±1e15: no reward.
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean`
             (GDPO's second normalisation), or `turn`, which is `group_mean` here: see
@@ -73,11 +73,11 @@ def group_advantages(
         scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr.
             GRPO); Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the
             deviation of a group without variance is 0.
-        valid_pg: False for completions (or steps) to leave out; those without a reward are always
+        valid_pg: False for completions (or steps) to exclude; those without a reward are always
             left out.
 
     Returns:
-        adv_pg float32, of the rewards' shape. A completion that is left out has 0 and does not
+        adv_pg float32, of the rewards' shape. An excluded completion has 0 and does not
         count in its group's statistics. With a group baseline, a group has exactly 0 if its rewards
         are all equal or fewer than two. With `batch_mean` such a group has R − mean of the batch;
         only a batch of equal rewards has exactly 0.
@@ -123,8 +123,8 @@ def turn_advantages(
         A_s = Σ_{k ≥ s} γ^(k−s)·z_k        z = the rewards of all steps, normalised by
                                            `group_advantages`
 
-    so that one reward for each completion, at its last step, gives `group_advantages` of these to
-    the bit at γ = 1. With `turn` (GiGPO, arXiv 2505.10978, section 4; its ω = 1):
+    so with γ = 1 and one reward per completion, at its last step, the result is exactly that of
+    `group_advantages`. With `turn` (GiGPO, arXiv 2505.10978, section 4; its ω = 1):
 
         A_s = A^E + A^S_s                  A^E = the group's advantages of Σ_k r_k
         A^S_s = (R_s − mean)/scale         over the group's steps that start in the same state
@@ -132,7 +132,7 @@ def turn_advantages(
 
     Args:
         rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such
-            step. A completion without any is left out.
+            step. A completion without any reward is excluded.
         baseline: see `group_advantages`.
         scale: the same; with `turn`: `group` (of the state's steps), or `none`.
         discount: γ, 0 to 1.
@@ -140,7 +140,7 @@ def turn_advantages(
             compared within the group; -1: no such step.
 
     Returns:
-        adv_pgs float32; with `turn` 0 where there is no step.
+        adv_pgs float32; with `turn`, 0 where there is no step.
 
     Raises:
         ValueError: a name, shape or number is wrong, or states are missing.
@@ -155,7 +155,8 @@ def turn_advantages(
         )
     if states_pgs is None:
         raise ValueError(
-            f"baseline = {baseline!r} compares steps that start in one state: needs states_pgs"
+            f"baseline = {baseline!r} compares steps that start in the same state: it requires "
+            "states_pgs"
         )
     if scale == "batch":
         raise ValueError(
@@ -180,8 +181,8 @@ def turn_advantages(
 
 
 def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
-    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinity and what is beyond
-    ±1e15 count as 0.
+    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinite values and values
+    beyond ±1e15 count as 0.
 
     Raises:
         ValueError: γ is not within 0 … 1.
@@ -218,8 +219,8 @@ def overlong_penalty(
 
 
 def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
-    """Whether a group's rewards differ, bool [P]: with a group's baseline only these can be learned
-    from.
+    """Whether a group's rewards differ, bool [P]: with a group's baseline, only these groups have a
+    gradient.
 
     Args:
         rewards_pg: [P,G]; NaN, infinite or beyond ±1e15: no reward.

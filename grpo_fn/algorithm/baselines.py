@@ -1,8 +1,8 @@
 """Baselines and scales of the advantages: A = (R − baseline) / scale.
 
-Each takes rewards [P,G], 0 where none was given, and `given` [P,G], True where one was, and returns
-an array that broadcasts to [P,G]; or both as [P,G,S], of the S steps of each completion. To add
-one: write the function, and give it a line in BASELINES or SCALES.
+Each function takes rewards [P,G] (0 where there is none) and `given` [P,G] (True where there is
+one), and returns an array that broadcasts to [P,G]; or both are [P,G,S], for S steps of each
+completion. To add one, write the function and add a line to BASELINES or SCALES.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the batch (GDPO's second normalisation), but exactly 0 within the rounding of its
-    sum.
+    """The mean of the batch (GDPO's second normalisation), rounded to exactly 0 within the error of
+    its sum.
 
     GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
     """
@@ -57,8 +57,8 @@ def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that a reward at
-    only one step of each gives the bits that it gives without steps."""
+    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that rewards at a
+    single step give the same bits as rewards without steps."""
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)
 

@@ -1,5 +1,4 @@
-"""LossStats: the diagnostics of a loss, from its arrays, and how those of a batch's parts are
-combined."""
+"""LossStats: the diagnostics of a loss, and how to combine those of a batch's parts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
-    """Diagnostics of one loss: 0-d float32 each, 0 where no token counts."""
+    """Diagnostics of one loss: 0-d float32 each; 0 if no token counts."""
 
     loss: mx.array  # the loss: Σ / denominator
     # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
@@ -47,7 +46,7 @@ class LossStats(NamedTuple):
 
     @property
     def ess(self) -> mx.array:
-        """Effective sample size over the number of tokens, (Σw)²/(nΣw²): 1 where μ = π_old."""
+        """Effective sample size over the number of tokens, (Σw)²/(nΣw²): 1 if μ = π_old."""
         return mx.square(self.is_ratio_mean) / mx.maximum(self.is_ratio_sq_mean, 1e-30)
 
 
@@ -145,7 +144,7 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch without rows for the learner: its denominator, all else 0."""
+    """The stats of a batch without rows for the learner: its denominator, and 0 for the rest."""
     zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
     return zeros._replace(denominator=denominator)
 

@@ -1,11 +1,11 @@
-"""Experts' load: the share of the tokens that each expert gets, and the loss that keeps the shares
-even.
+"""Experts' load: the share of the tokens that each expert processes, and the loss that balances the
+shares.
 
-    loss = E · Σ_e f_e · P_e        f_e = share of the choices that fell on expert e (a constant)
+    loss = E · Σ_e f_e · P_e f_e = share of the choices of expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
 
-Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices a token in place of one. Even shares
-give 1, all tokens on the same k experts up to E/k.
+Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices per token instead of one. Even shares
+give 1; if all tokens use the same k experts, the value is up to E/k.
 """
 
 import mlx.core as mx
@@ -14,8 +14,7 @@ from grpo_fn.checks import check_rank, check_shape
 
 
 def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """f_e: the share of the counted tokens' choices that fell on each expert, [E], float32; no
-    gradient.
+    """f_e: the share of the counted tokens' choices of each expert, [E], float32; no gradient.
 
     Args:
         logits_ne: a router's logits [N,E]; the largest are the chosen ones.

@@ -1,12 +1,12 @@
 """Per-token estimators of KL(π_θ ‖ π_ref) from the log-probabilities of sampled tokens.
 
 Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token
-that π_θ sampled, all three have KL as their mean (k2 to second order); they differ in variance and
-sign.
+    sampled from π_θ, all three have KL as their mean (k2 to second order); they differ in variance
+    and sign.
 
 Far from equality k2 and k3 continue as straight lines. A bound would have no gradient where the KL
-is largest; without any limit, one token could outweigh a whole batch. To add an estimator: write a
-function of y, and give it a line in ESTIMATORS.
+is largest; without any limit, one token could dominate a batch. To add an estimator, write a
+function of y and add a line to ESTIMATORS.
 """
 
 import math
@@ -28,7 +28,7 @@ def k1(y: mx.array) -> mx.array:
 def k2(y: mx.array) -> mx.array:
     """y²/2: never negative, biased in the third order; its gradient is that of KL(π_θ ‖ π_ref).
 
-    Past |y| = 20 its tangent there, 20·|y| − 200.
+    Beyond |y| = 20 it continues as its tangent, 20·|y| − 200.
     """
     near = mx.clip(y, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return near * (y - near / 2)
@@ -37,7 +37,7 @@ def k2(y: mx.array) -> mx.array:
 def k3(y: mx.array) -> mx.array:
     """exp(y) − y − 1: unbiased and never negative.
 
-    Past y = ln 1e4 its tangent there: e^y becomes 1e4·(1 + y − ln 1e4).
+    Beyond y = ln 1e4 it continues as its tangent: e^y becomes 1e4·(1 + y − ln 1e4).
     """
     near = mx.minimum(y, K3_LINEAR_FROM)
     return mx.exp(near) * (1 + (y - near)) - y - 1

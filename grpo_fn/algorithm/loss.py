@@ -2,9 +2,10 @@
 
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
-Everything is float32 and every input is replaced by zero at masked positions before any arithmetic,
-so that values there (also NaN and inf) reach neither the value nor the gradient. A counted log-prob
-of −∞ is −10,000, without a gradient: the differences of two such are 0, not NaN.
+Everything is float32, and every input is replaced by zero at masked positions before any
+arithmetic, so that values there (including NaN and inf) do not affect the value or the gradient. A
+counted log-prob of −∞ becomes −10,000, without a gradient: the difference of two of them is 0, not
+NaN.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,7 @@ LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two numbers for a batch from which some rows were left
-    out."""
+    """The arrays of `policy_loss`, and two numbers for a batch without some of its rows."""
 
     logp_bt: mx.array
     adv_b: mx.array  # [B] or [B,T]
@@ -63,7 +63,7 @@ def policy_loss(
             sequence's ratio, with the gradient of the token's.
         mask_bt: 1 (or True) on tokens that count, [B,T].
         spec: the algorithm.
-        old_logp_bt: log π_old, [B,T]; left out, π_old is π_θ itself and `sg(logp_bt)` is used.
+        old_logp_bt: log π_old, [B,T]; if it is None, π_old is π_θ itself and `sg(logp_bt)` is used.
         rollout_logp_bt: log μ from the sampler, [B,T]; needed by a correction, otherwise only
             logged.
         ref_logp_bt: log π_ref, [B,T]; needed if `spec.beta` > 0.
@@ -76,10 +76,10 @@ def policy_loss(
         teacher_coef: its coefficient in the loss.
 
     Returns:
-        (loss, stats), float32; with no counted token the loss and its gradient are 0.
+        (loss, stats), float32; if no token counts, the loss and its gradient are 0.
 
     Raises:
-        ValueError: a shape is wrong, or the spec needs an array that was left out.
+        ValueError: a shape is wrong, or an array that the spec needs is missing.
     """
     arrays = LossArrays(
         logp_bt,
@@ -102,7 +102,7 @@ def loss_sum(
     max_completion_length: int | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """`policy_loss` before its division: the sum, with the denominator in the stats.
+    """`policy_loss` before the division: the sum, with the denominator in the stats.
 
     The learner accumulates both and divides once, so that any split of a batch gives the same step.
     """

@@ -1,9 +1,8 @@
-"""Importance ratios: π_θ/π_old of the learner against itself, π_old/μ of the learner against its
-sampler.
+"""Importance ratios: π_θ/π_old of the learner, and π_old/μ of the learner against its sampler.
 
 A correction for a sampler μ that is not π_old is a weight for each token's policy term. It takes
 π_old/μ of the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields that it needs as
-keywords, and returns the weight [B,T]. To add one: write the function, and give it a line in
+keywords, and returns the weight [B,T]. To add one, write the function and add a line to
 CORRECTIONS.
 """
 
@@ -24,8 +23,8 @@ def policy_ratio(
     """r = π_θ/π_old at each token, float32 [B,T].
 
     `token`: r_t. `sequence`: s = exp(mean_t log r_t), the same at every token of a row (GSPO, arXiv
-    2507.18071, eq. 7). The product over a row, without the mean, is not offered: it leaves
-    float32's range after a few dozen tokens.
+    2507.18071, eq. 7). The product over a row, without the mean, is not offered: it exceeds float32
+    after a few dozen tokens.
 
     All three arrays are [B,T]; masked positions must hold finite numbers.
     """
@@ -41,13 +40,13 @@ def sequence_sum(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
 
 
 def sequence_mean(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
-    """Mean over each row's counted tokens, [B,1]; 0 for a row that has none."""
+    """Mean over each row's counted tokens, [B,1]; 0 for a row without any."""
     length = mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)
     return sequence_sum(values_bt, mask_bt) / length
 
 
 class RolloutMismatch(NamedTuple):
-    """How far μ is from π_old at the sampled tokens; no gradient flows."""
+    """The difference between μ and π_old at the sampled tokens; no gradient flows."""
 
     log_ratio_bt: mx.array  # d = log π_old − log μ, clamped to ±20
     ratio_bt: mx.array  # exp d

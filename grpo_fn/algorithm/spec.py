@@ -1,5 +1,4 @@
-"""LossSpec, the frozen value that selects an algorithm; and how token losses are reduced to one
-number.
+"""LossSpec, the frozen value that selects an algorithm, and the aggregations of token losses.
 
 The learner accumulates sum and denominator of an aggregation separately and divides once, at the
 update. So any split of a batch gives the same gradient. To add an aggregation, add a line to
@@ -20,7 +19,7 @@ from grpo_fn.checks import check_choice
 
 
 class Aggregation(NamedTuple):
-    """What the rows' losses are divided by, and whether each is first the mean of its counted
+    """The denominator of the rows' losses, and whether each row's loss is the mean over its counted
     tokens."""
 
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
@@ -40,8 +39,8 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def divided(total: mx.array, denominator: mx.array) -> mx.array:
-    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: no token
-    counts, or the aggregation is `sum`."""
+    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: either no
+    token counts, or the aggregation is `sum`."""
     return total / divisor(denominator)
 
 
@@ -51,7 +50,7 @@ def divisor(denominator: mx.array) -> mx.array:
 
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
-    """Raise ValueError if the aggregation divides by L_max and there is none."""
+    """Raises ValueError if the aggregation divides by L_max and L_max is missing."""
     if AGGREGATIONS[aggregation].needs_max_length and (max_completion_length or 0) < 1:
         raise ValueError(
             f"aggregation = {aggregation!r} needs max_completion_length >= 1; found "
@@ -159,7 +158,8 @@ class LossSpec:
     )
     sequence_range: tuple[float, float] | None = _key(
         None,
-        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this range; can be "
+        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this "
+        "range; can be "
         "combined with the other corrections",
         "0 <= low < high",
         converter=_pair,
@@ -188,7 +188,7 @@ class LossSpec:
 
     @property
     def upper_epsilon(self) -> float:
-        """ε_high, or ε_low if it was left out."""
+        """ε_high, or ε_low if it is not set."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -254,5 +254,5 @@ class LossSpec:
         if self.sequence_ratio == "product" and not by_sequence:
             raise ValueError(
                 f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} "
-                "and no sequence_range: nothing is judged by the sequence"
+                "and no sequence_range: nothing depends on the sequence ratio"
             )

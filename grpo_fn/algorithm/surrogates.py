@@ -1,4 +1,4 @@
-"""Surrogate objectives ℓ of one token, which are minimised in place of −E[A].
+"""Surrogate objectives ℓ of one token, which are minimised instead of −E[A].
 
 Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to
 one shape, and the LossSpec's fields and the arrays that it needs as keywords. It returns ℓ; r and
@@ -27,8 +27,8 @@ def clip(
 ) -> mx.array:
     """ℓ = −min( min(r, δ)·A, clip(r, 1−ε_low, 1+ε_high)·A ).
 
-    PPO (arXiv 1707.06347, eq. 7), with DAPO's separate ε_high (2503.14476) and, where `delta` is
-    set, the two-sided bound δ that keeps r·A finite for A < 0 (INTELLECT-2, 2505.07291, eq. 2).
+    PPO (arXiv 1707.06347, eq. 7), with DAPO's separate ε_high (2503.14476) and, if `delta` is set,
+    the two-sided bound δ that keeps r·A finite for A < 0 (INTELLECT-2, 2505.07291, eq. 2).
     """
     bounded = ratio if delta is None else mx.minimum(ratio, delta)
     clipped = mx.clip(ratio, 1 - epsilon_low, 1 + epsilon_high)
@@ -45,7 +45,7 @@ def dual_clip(
     delta: float | None,
     dual_clip: float,
 ) -> mx.array:
-    """`clip`, and where A < 0 at most −c·A (arXiv 1912.09729, eq. 5)."""
+    """`clip`, and at most −c·A if A < 0 (arXiv 1912.09729, eq. 5)."""
     loss = clip(
         ratio, advantage, logp, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta
     )
@@ -55,7 +55,7 @@ def dual_clip(
 def cispo(ratio: mx.array, advantage: mx.array, logp: mx.array, *, epsilon_high: float) -> mx.array:
     """ℓ = −sg(min(r, 1+ε_high))·A·log π_θ (MiniMax-M1, arXiv 2506.13585, eq. 4–5).
 
-    Our ε_high is the cap less one, as in the paper; TRL's `epsilon_high` is the cap itself.
+    As in the paper, the cap is 1 + ε_high; TRL's `epsilon_high` is the cap itself.
     """
     weight = mx.stop_gradient(mx.minimum(ratio, 1 + epsilon_high))
     return -weight * advantage * logp
@@ -69,14 +69,14 @@ def sapo(
     sapo_tau_pos: float,
     sapo_tau_neg: float,
 ) -> mx.array:
-    """ℓ = −(4/τ)·σ(τ(r−1))·A with τ by the sign of A (arXiv 2511.20347): a soft gate for a hard
-    clip."""
+    """ℓ = −(4/τ)·σ(τ(r−1))·A, where τ depends on the sign of A (arXiv 2511.20347): a soft gate
+    instead of a clip."""
     tau = mx.where(advantage > 0, sapo_tau_pos, sapo_tau_neg)
     return -(4 / tau) * mx.sigmoid(tau * (ratio - 1)) * advantage
 
 
 def plain(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
-    """ℓ = −exp(log π_θ − sg(log π_θ))·A: the plain policy gradient, whatever π_old was."""
+    """ℓ = −exp(log π_θ − sg(log π_θ))·A: the plain policy gradient, independent of π_old."""
     return -mx.exp(logp - mx.stop_gradient(logp)) * advantage
 
 

@@ -1,9 +1,9 @@
-"""Faster forms for one kind of device; they change no result beyond rounding.
+"""Faster implementations for one kind of device; results differ only by rounding.
 
 `find(name, *arguments)` gives this machine's fast function for a named operation, or None: the
 caller then computes the composed form. Code outside this folder imports neither `backends.cpu` nor
-`backends.cuda`, and does not ask for the device; this folder imports only the root helpers. Either
-folder may be deleted.
+`backends.cuda`, and does not check the device; this folder imports only the root helpers. Either
+folder can be deleted.
 """
 
 from importlib.util import find_spec

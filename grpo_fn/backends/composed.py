@@ -1,7 +1,7 @@
-"""exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
+"""exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or those of this machine's backend.
 
-These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU²
-compute their forward pass again, so that only the inputs are saved.
+Every backend is compared with these composed forms. The gradients of SwiGLU and ReLU² recompute
+their forward pass, so that only the inputs are saved.
 """
 
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ LEAST_LOG = -1e3
 
 
 class SoftmaxSums(NamedTuple):
-    """Of logits z, over their last axis."""
+    """The entropy of logits z, over their last axis."""
 
     top: mx.array  # max z; the axis stays, with size 1
     below: mx.array  # z − max z
@@ -38,7 +38,7 @@ class SoftmaxSums(NamedTuple):
 
 
 def softmax_sums(z: mx.array) -> SoftmaxSums:
-    """The sums of float32 logits. A logit of −∞ adds nothing."""
+    """Sums over float32 logits. A logit of −∞ contributes nothing."""
     top = mx.stop_gradient(z.max(axis=-1, keepdims=True))
     below = z - top
     weight = exp(below)
@@ -49,7 +49,7 @@ def softmax_sums(z: mx.array) -> SoftmaxSums:
 
 
 def softmax(x: mx.array) -> mx.array:
-    """Softmax along the last axis, in float32 inside."""
+    """Softmax along the last axis, computed in float32."""
     fast = find("softmax", x)
     return mx.softmax(x, axis=-1, precise=True) if fast is None else fast(x)
 

@@ -1,10 +1,10 @@
 """The only interface of the backends: finds this machine's fast function for a named operation.
 
-A backend is a folder beside this file, named after its device. Its `__init__` has two tables:
-MECHANISMS, from the name of an operation to (submodule, attribute, predicate), and NUMBERS, the
-constants that were measured on it as other ones than those below. The predicate is a function of
-the submodule that checks whether the mechanism supports the arguments of `find`; "" means that it
-supports all. Submodules are imported at their first use.
+A backend is a folder next to this file, named after its device. Its `__init__` has two tables:
+MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS contains
+the constants that differ from those below. The predicate is a function of the submodule that checks
+whether the mechanism supports the arguments of `find`; "" means that it supports all arguments.
+Submodules are imported at their first use.
 """
 
 import difflib
@@ -111,8 +111,8 @@ def has_cuda() -> bool:
 
 
 def find(name: str, *arguments: Any) -> Any:
-    """This machine's fast function for an operation with such arguments; None: compute the composed
-    form.
+    """This machine's fast function for an operation with these arguments; None if the caller must
+    compute the composed form.
 
     Raises:
         ValueError: `OPERATIONS` has no such name.
@@ -137,7 +137,7 @@ def number(name: str) -> int:
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
     """Compile a large step. On CUDA nothing is fused: a gradient's eighty kernels would take
-    minutes to compile, and a compiled step mainly saves the Python that describes it."""
+    minutes to compile, and the main gain of a compiled step is that it skips Python."""
     return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))
 
 
@@ -145,7 +145,7 @@ def enabled(name: str) -> bool:
     """Whether one of `SWITCHES` is on.
 
     Raises:
-        ValueError: `SWITCHES` has no such name.
+        ValueError: `SWITCHES` does not contain the name.
     """
     if name not in SWITCHES:
         raise ValueError(_unknown(name, SWITCHES))
@@ -153,19 +153,19 @@ def enabled(name: str) -> bool:
 
 
 def disabled_names() -> tuple[str, ...]:
-    """The mechanisms that are turned off, in alphabetical order."""
+    """The disabled mechanisms, in alphabetical order."""
     return tuple(sorted(name for name, function in _replaced.items() if function is None))
 
 
 def check_mechanism(name: str) -> None:
-    """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` has the
+    """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` contains the
     name."""
     if name not in OPERATIONS and name not in SWITCHES:
         raise ValueError(_unknown(name, {**OPERATIONS, **SWITCHES}))
 
 
 def disable(*names: str) -> None:
-    """Turn mechanisms off for the rest of the process; see `disabled`."""
+    """Turns mechanisms off for the rest of the process; see `disabled`."""
     for name in names:
         check_mechanism(name)
     _replaced.update(dict.fromkeys(names))
@@ -173,10 +173,10 @@ def disable(*names: str) -> None:
 
 @contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off until the end of the `with` block.
+    """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off inside the `with` block.
 
-    Layers that were patched and steps that were compiled before stay as they are: make the policy
-    inside.
+    Layers that were already patched and steps that were already compiled do not change: make the
+        policy inside.
     """
     with substituted(**dict.fromkeys(names)):
         yield
@@ -184,7 +184,7 @@ def disabled(*names: str) -> Iterator[None]:
 
 @contextmanager
 def substituted(**functions: Any) -> Iterator[None]:
-    """Replaces the results of `find` by these functions, for any arguments; for tests."""
+    """Replaces the results of `find` by these functions, for all arguments; for tests."""
     for name in functions:
         check_mechanism(name)
     saved = dict(_replaced)

@@ -58,8 +58,8 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens that an environment gave are context: they count
-    nowhere.
+    """All rows of a rollout as one batch. Tokens that an environment gave are context: they are
+    masked.
 
     Args:
         rollout: B = P·G completions.
@@ -131,8 +131,8 @@ def batch_of(
 ) -> Batch:
     """A batch of any rows, with an advantage and a weight for each token of a completion.
 
-    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts
-    nowhere.
+    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 is
+    masked.
 
     Args:
         rows: (prompt, completion): token ids, none of them empty.

@@ -22,7 +22,7 @@ from grpo_fn.trees import Tree
 
 @attrs.frozen(eq=False)
 class Teacher:
-    """A model whose distribution the student approaches, at the tokens that the student sampled."""
+    """A model that the student's distribution approaches at the tokens that the student sampled."""
 
     policy: Policy
     params: Tree  # {} for a policy made for inference
@@ -35,7 +35,7 @@ def make_logprob_step(
     """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without
     gradient.
 
-    For π_old if a rollout serves several updates, and for π_ref if it should be kept. Pure,
+    Used for π_old if a rollout serves several updates, and for π_ref if it is kept. Pure,
     compiled once per shape.
     """
     step = compiled_step(
@@ -72,11 +72,11 @@ class RoutingStats(NamedTuple):
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
-    """How a model's routers spread the counted tokens of a batch. Eager: shapes change from call to
-    call.
+    """The load of a model's routers over the counted tokens of a batch. Eager: shapes change from
+    call to call.
 
     Raises:
-        ValueError: the batch shares prompts, or as `Policy.hidden_and_routing`.
+        ValueError: the batch shares prompts, or the errors of `Policy.hidden_and_routing`.
     """
     check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
@@ -92,11 +92,11 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
-    """`Batch.experts_blnk` as chosen by this policy's routers: uint16 [B,L,N,k]. Eager, like
+    """`Batch.experts_blnk` as this policy's routers choose them: uint16 [B,L,N,k]. Eager, like
     `routing_stats`.
 
-    With a sampler's policy and parameters these are the experts with which the completions were
-    drawn, so that the learner can use the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters, these are the experts that were used for sampling, so
+    that the learner can use the same ones (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: as `routing_stats`.

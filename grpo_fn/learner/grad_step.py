@@ -51,7 +51,7 @@ class GradStep:
 
     @property
     def traces(self) -> int:
-        """How often the step was traced: once per shape of a (micro-)batch."""
+        """Number of times that the step was traced: once per shape of a (micro-)batch."""
         return self.micro_step.traces
 
     def __call__(
@@ -62,18 +62,19 @@ class GradStep:
         submitted: Callable[[mx.array], None] | None = None,
         logprobs: list[mx.array] | None = None,
     ) -> tuple[TrainState, LossStats]:
-        """Add a batch's gradient and denominator to the state's; one batch step.
+        """Adds a batch's gradient and denominator to the state's; one batch step.
 
-        A loss that is not finite makes the denominator NaN, so that its update is skipped.
+        A loss that is NaN or infinite makes the denominator NaN, so that its update is skipped.
 
         Args:
-            state: the gradient is that of its params; its ref_params are used if the spec has a KL
-                term.
+            state: the gradient is computed at its params; its ref_params are used if the spec has a
+                KL term.
             batch: one batch, or its micro-batches.
-            submitted: takes, after each micro-batch but the last, a 0-d array that is computed with
-                it: who evaluates the one before waits until the device is one micro-batch behind.
+            submitted: called after each micro-batch except the last with a 0-d array that is
+                computed with it: evaluate the previous value to stay at most one micro-batch ahead
+                    of the device.
 
-            logprobs: gets, for each micro-batch, the log π_θ of its tokens [B,T] with which the
+            logprobs: extended by the log π_θ of each micro-batch's tokens [B,T] with which the
                 loss was computed, as in `logprob_step`.
 
         Raises:
@@ -141,16 +142,16 @@ def make_grad_step(
     teacher: Teacher | None = None,
     compile: bool = True,
 ) -> GradStep:
-    """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
+    """The learner's first step: adds the gradient of `spec`'s loss to the accumulated gradient.
 
     Args:
         policy: the model as a function of its parameters.
         spec: the algorithm.
-        temperature: of the sampler; divides the learner's logits too.
+        temperature: the sampler's; also divides the learner's logits.
         max_completion_length: L_max, needed by the aggregation `constant`.
-        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None:
+        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None:
             `policy`.
-        router_aux_coef: of a model with experts: the coefficient of `load_balancing_loss` over the
+        router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
             counted tokens, a mean over its routers. Each micro-batch balances its own tokens, with
             its weight in the loss. 0: none.
         teacher: if its `kl_coef` > 0, the exact KL to it is part of each token's loss.
@@ -172,8 +173,8 @@ def make_grad_step(
         batch: Batch,
         trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """Exact and differentiable, if it is in the loss; else estimated from the sampled tokens,
-        or None."""
+        """Exact and differentiable if it is in the loss; otherwise estimated from the sampled
+        tokens, or None."""
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
@@ -264,14 +265,13 @@ def make_grad_step(
 def make_sft_step(
     policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True
 ) -> GradStep:
-    """The grad step of supervised fine-tuning: the cross-entropy of completions that are given, not
-    sampled.
+    """The grad step of supervised fine-tuning: the cross-entropy of given completions.
 
         loss = −Σ A·log π_θ(token) / number of tokens
 
     over the tokens of all completions, at temperature 1.
 
     A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of
-    the completions. It is `make_grad_step` with a loss that uses no ratio; the arguments are its.
+    the completions. It is `make_grad_step` with a loss without ratios, and has the same arguments.
     """
     return make_grad_step(policy, SFT, router_aux_coef=router_aux_coef, compile=compile)

@@ -18,7 +18,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 class OptimizerNumbers(NamedTuple):
-    """What an update of every leaf uses: 0-d, float32 but for the step."""
+    """The values that an update of every leaf uses: 0-d, float32 except for the step."""
 
     rate: mx.array  # the learning rate, η
     decay: mx.array  # 1 − η λ
@@ -30,7 +30,7 @@ class OptimizerNumbers(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What one update uses in place of the optimizer's own settings: numbers or 0-d arrays."""
+    """Values for one update that replace the optimizer's own settings: numbers or 0-d arrays."""
 
     learning_rate: float | mx.array
     betas: tuple[float, float] = (0.9, 0.999)
@@ -47,9 +47,9 @@ class Optimizer:
     numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32,
         counted from 0, and drives the schedule; `Rates` replace schedule and constants.
     apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)`
-        turns a new value, float32 where it is a number, into the one that takes the old one's
-        place: every leaf goes through it once. `factor`, 0-d float32, is a factor of all gradients;
-        it may be left out.
+        converts a new value (float32 if it is a number) into the one that replaces the old
+        value: every leaf passes through it once. `factor`, 0-d float32, is an optional factor of
+        all gradients.
     """
 
     init: Callable[[Tree], Tree]
@@ -68,15 +68,15 @@ def adamw(
     """AdamW (arXiv 1711.05101, algorithm 2).
 
     Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this
-    is Adam. It computes in float32, whatever the dtypes of parameters and moments, one leaf after
-    the other.
+    is Adam. It computes in float32 for all dtypes of parameters and moments, one leaf after
+    another.
 
     Args:
         learning_rate: a number, or a schedule of the update's number.
         betas: the paper's β1 and β2.
         eps: the paper's ε, added to the root of the second moment.
         weight_decay: the paper's λ; it is multiplied by the learning rate.
-        moment_dtype: in which the two moments are stored, float32 or bfloat16.
+        moment_dtype: the dtype in which the two moments are stored, float32 or bfloat16.
 
     Raises:
         ValueError: a value is out of range.
@@ -174,8 +174,8 @@ def warmup_schedule(
 ) -> Schedule:
     """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
 
-    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first one
-    already has an effect (Hugging Face's schedule gives it 0).
+    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first update
+    already has an effect (in Hugging Face's schedule, its rate is 0).
 
     Raises:
         ValueError: the kind is unknown or a number is out of range.

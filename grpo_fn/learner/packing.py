@@ -1,8 +1,8 @@
-"""Micro-batches: cuts a batch to fit the learner's memory, in few shapes and with little padding.
+"""Micro-batches: splits a batch to fit the learner's memory, in few shapes and with little padding.
 
-Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A
-run costs the positions of its shape, including padding, and a constant. A shape without a compiled
-step costs more, so that a larger known shape may be used instead.
+Rows are sorted by length. Dynamic programming finds the cheapest way to split that order into runs.
+A run costs its positions, including padding, plus a constant. A shape without a compiled step costs
+more, so a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +23,7 @@ HEAD_SHARE = 0.25  # cost of a completion token's log-prob, in tokens that go th
 
 
 class Shape(NamedTuple):
-    """The sizes on which a compiled step depends."""
+    """The sizes that a compiled step depends on."""
 
     prompts: int  # rows of `tokens_bl` if groups share their prompt; 0: each row has its own
     length: int  # columns of `tokens_bl`
@@ -32,12 +32,12 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Positions that go through the model's blocks."""
+        """Positions that pass through the model's blocks."""
         shared = self.prompts * self.length + self.rows * self.width
         return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
-        """Whether a batch of the other shape fits in by padding."""
+        """Whether a batch of the other shape fits into this one by padding."""
         longer = self.length >= other.length and self.width >= other.width
         more = self.rows >= other.rows and self.prompts >= other.prompts
         return longer and more and (self.prompts == 0) == (other.prompts == 0)
@@ -56,7 +56,7 @@ class Row:
 
 @attrs.frozen
 class PackedRun:
-    """A planned micro-batch: its rows, and the shape they are padded to."""
+    """A planned micro-batch: its rows, and the shape to which they are padded."""
 
     rows: tuple[Row, ...]
     shape: Shape
@@ -64,7 +64,7 @@ class PackedRun:
 
 @attrs.frozen(kw_only=True)
 class Packer:
-    """The settings of a packing; those without a comment as in `split_batch`."""
+    """The settings of a packing; see `split_batch`."""
 
     max_tokens: int
     bucketed: bool
@@ -78,7 +78,7 @@ class Packer:
         return round_up(size) if self.bucketed else size
 
     def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
-        """All rows in runs; with `share_prompts` groups stay together, where that is cheaper."""
+        """All rows in runs; with `share_prompts`, groups stay together if that is cheaper."""
         cost, runs = self._pack_rows(rows)
         if share_prompts:
             shared_cost, shared_runs = self._pack_groups(rows)
@@ -174,7 +174,7 @@ class Packer:
 
 
 def piece_tokens(parameters: int) -> int:
-    """The fixed cost in tokens of a micro-batch of a model with so many parameters."""
+    """The fixed cost of a micro-batch, in tokens, for a model with this many parameters."""
     return max(PIECE_TOKENS, number("launch") // parameters)
 
 
@@ -194,25 +194,25 @@ def split_batch(
     new_shape_tokens: int = 0,
     piece_tokens: int = PIECE_TOKENS,
 ) -> list[Batch]:
-    """Cut a batch into micro-batches of at most `max_tokens` tokens each, including padding.
+    """Splits a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
-    Rows of similar length come into one micro-batch. With `bucketed` sizes are rounded up, by
-    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask
-    and count nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
+    Rows of similar length are put into the same micro-batch. With `bucketed`, sizes are rounded up
+    by at most an eighth, so that the compiled step sees few shapes. Padding rows have an empty mask
+    and do not count. A single row longer than `max_tokens` gets a micro-batch of its own.
 
-    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where
-    that takes fewer tokens. The model has to support it: see `can_share`. Given experts are for
-    whole rows: they are not shared.
+    With `share_prompts`, a group's rows may stay together and use one copy of their prompt, if that
+    takes fewer tokens. The model must support this: see `can_share`. Rows with given experts are
+    not shared.
 
-    Any split gives the same update: the micro-batches' counts add up to the batch's.
+    Any split gives the same update, because the micro-batches' counts add up to the batch's.
 
     Args:
-        known: shapes that the step has been compiled for.
-        new_shape_tokens: how many tokens of padding are accepted to avoid a new shape.
+        known: shapes for which the step has been compiled.
+        new_shape_tokens: tokens of padding that are accepted to avoid a new shape.
         piece_tokens: a micro-batch's fixed cost in tokens.
 
     Raises:
-        ValueError: max_tokens < 1, or prompts cannot be shared as the batch has no groups.
+        ValueError: max_tokens < 1, or prompts cannot be shared because the batch has no groups.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")

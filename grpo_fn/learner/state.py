@@ -17,7 +17,7 @@ class TrainState:
     """A run between two steps, as a tree of arrays. Functions return a new one.
 
     Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that
-    MLX can reuse the old value's buffers. `mx.eval` ignores it without an error: use `materialize`.
+    MLX can reuse the old state's buffers. `mx.eval` silently ignores it: use `materialize`.
     """
 
     params: Tree  # π_θ: trainable leaves, master precision
@@ -58,8 +58,8 @@ def init_state(
 
 
 def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
-    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one it copies
-    nothing."""
+    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one, nothing is
+    copied."""
     return attrs.evolve(
         state, old_params=state.params if transform is None else transform(state.params)
     )
@@ -73,7 +73,8 @@ def sync_ref(
     `transform` is the one that made `ref_params` (a quantizer), if any: α must then be 1.
 
     Raises:
-        ValueError: there is no reference, `mixup` is outside (0, 1], or below 1 with a transform.
+        ValueError: there is no reference, `mixup` is outside (0, 1], or it is below 1 with a
+            transform.
     """
     if state.ref_params is None:
         raise ValueError(
@@ -87,8 +88,8 @@ def sync_ref(
         )
     if transform is not None:
         raise ValueError(
-            f"mixup = {mixup}: a transformed reference is not what could be mixed with the "
-            "policy's weights; expected 1"
+            f"mixup = {mixup}: a transformed reference cannot be mixed with the policy's "
+            "weights; expected 1"
         )
 
     store = storing(state.ref_params, fold_in(state.key, REFERENCE_ROUNDING, state.update_step))
@@ -100,5 +101,5 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shape of `params` that use no memory: one number, broadcast."""
+    """Float32 zeros in the shape of `params` without memory: one number, broadcast."""
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

@@ -17,7 +17,7 @@ from grpo_fn.trees import Tree, arrays_of
 
 
 class UpdateStats(NamedTuple):
-    """The figures of one optimizer update: 0-d arrays."""
+    """The statistics of one optimizer update: 0-d arrays."""
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
     learning_rate: mx.array  # of this update, float32
@@ -29,15 +29,15 @@ def make_update_step(
 ) -> Callable[..., tuple[TrainState, UpdateStats]]:
     """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
 
-    It divides the accumulated gradient by its weight, clips it and applies the optimizer. With
-    `Rates`, these replace the optimizer's own learning rate and constants, and the bound, for this
-    update: new values need no new trace.
+    It divides the accumulated gradient by its weight, clips it and applies the optimizer. `Rates`
+    replace the optimizer's own learning rate and constants, and the norm bound, for this update;
+    new values need no new trace.
 
-    If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they
-    are. Only the counters and the accumulated sums change, and the stats report it. A leaf also
-    keeps its values if its new ones are not finite. This is decided leaf by leaf, because waiting
-    for all leaves would need memory for all of them. Leaves of 16 bits are rounded stochastically,
-    with a key from the state's key and the update's number.
+    If a loss, a gradient or the learning rate is not finite, parameters and moments do not change.
+    Only the counters and the accumulated sums change, and the stats report this. A leaf also keeps
+    its values if its new values are not finite. This is decided per leaf, because waiting for all
+    leaves would need memory for all of them. Leaves of 16 bits are rounded stochastically, with a
+    key from the state's key and the update's number.
 
     Args:
         optimizer: see `adamw`.
@@ -111,5 +111,5 @@ def make_update_step(
 
 
 def sum_of(x: mx.array) -> mx.array:
-    """The sum of all numbers, by columns first, because a CPU sums several columns at a time."""
+    """The sum of all numbers, computed by columns, because a CPU adds several columns at a time."""
     return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()

@@ -1,11 +1,11 @@
-"""Calibrated rounding: few-bit weights that keep a layer's outputs on its own inputs.
+"""Calibrated rounding: few-bit weights that preserve a layer's outputs on its own inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
-largest inputs first, and the error of each is carried on to the later ones as the inputs' second
-moments say. Here this happens within blocks of at most `WIDTH` columns: the moments of D inputs
-take D·WIDTH numbers, and the blocks of all layers are rounded side by side. Each group's range is
-shrunk to the least error, before. Formats and kernels are mlx's affine ones: only which numbers are
-stored differs.
+largest inputs first, and later columns compensate for each error according to the inputs' second
+moments. Here this happens within blocks of at most `WIDTH` columns: the moments of D inputs need
+D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's range is first
+shrunk to the least error. Formats and kernels are mlx's affine ones; only the stored numbers
+differ.
 """
 
 import functools
@@ -35,8 +35,8 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """How errors are carried on, from the moments of blocks. Made once; each rounding uses it
-    again."""
+    """Factors that distribute rounding errors, computed from the moments of blocks. Computed once,
+    and used by each rounding."""
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
     # row k: what later columns take over of column k's error; bfloat16, in this order
@@ -57,13 +57,13 @@ def input_moments(
     names: Sequence[str],
     group: int,
 ) -> dict[str, mx.array]:
-    """Second moments of the inputs of these weights' layers over rows of tokens; moments of rows
-    add up.
+    """Second moments of the inputs of these weights' layers over rows of tokens; moments of several
+    batches can be added.
 
     Args:
         policy, params: the model in full precision.
         tokens_bl: rows [B,L], padded on the right.
-        lengths_b: tokens of each row that count.
+        lengths_b: number of tokens of each row that count.
         names: weights; those of experts, and of layers that are not called as a product, get no
             moments.
         group: weights that share a scale; blocks are whole groups.
@@ -94,8 +94,7 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """Moments of the rows of both; an empty one counts nothing. Layers that share theirs still
-    do."""
+    """The sum of both moments; an empty one adds nothing. Layers that share moments still do."""
     if not first:
         return dict(second)
     sums: dict[int, mx.array] = {}
@@ -107,7 +106,7 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
 
 
 def folded(moments: Moments) -> Moments:
-    """The moments to keep: upper triangles alone, [N,W/2,W+1]. Layers that share theirs still
+    """The moments to save: only upper triangles, [N,W/2,W+1]. Layers that share moments still
     do."""
     kept = {id(found): _folded(found) for found in moments.values()}
     materialize(kept)
@@ -132,7 +131,7 @@ def _whole(moments: mx.array) -> mx.array:
 
 
 def block_width(columns: int, group: int) -> int:
-    """The widest block of at most `WIDTH` columns, in whole groups, that divides so many
+    """The widest block of at most `WIDTH` columns, in whole groups, that divides this many
     columns."""
     return max(
         w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0
@@ -206,15 +205,15 @@ def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
 def round_calibrated(
     weights: Mapping[str, mx.array], carries: Carries, mode: QuantMode
 ) -> dict[str, dict[str, mx.array]]:
-    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with errors carried
-    on.
+    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with error
+    compensation.
 
-    Matrices of one shape and dtype are rounded side by side, at most `PART` weights at a time.
+    Matrices of the same shape and dtype are rounded in parallel, at most `PART` weights at a time.
 
     Raises ValueError for a mode that is not affine.
     """
     if mode.mode != "affine":
-        raise ValueError(f"calibrated rounding has affine formats only; found {mode.mode}")
+        raise ValueError(f"calibrated rounding supports only affine formats; found {mode.mode}")
     alike: dict[Any, list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((tuple(weight.shape), weight.dtype), []).append(name)

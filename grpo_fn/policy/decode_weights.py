@@ -1,17 +1,18 @@
-"""A model's weights as used for decoding: the same function, with fewer products to launch.
+"""A model's weights in the form used for decoding: the same function, with fewer products to
+launch.
 
-- Packed weights in full size, if they are small. A decoding step has tens of rows: too many for
-  products with packed weights, too few to unpack every weight again each time.
-- Adapters merged into the weights that they adapt:
+- Packed weights are unpacked if the model is small. A decoding step has tens of rows: too many for
+  products with packed weights, too few to unpack every weight in each step.
+- Adapters are merged into the weights that they adapt:
 
       y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
 
-  In a small model, launching the three products is most of a decoding step. In a large model most
-  of the time is for reading weights, and merged weights would need memory in addition: it is not
-  merged. Weights of 16 bits are rounded stochastically: rounding to nearest would remove a new
-  adapter, which adds less than half the distance between two such numbers. The random draws are the
-  same each time.
-- On CUDA whole blocks as one kernel each; nothing is in memory twice.
+  In a small model, launching the three products is most of a decoding step. In a large model, most
+  of the time is spent reading weights, and merged weights would need additional memory, so nothing
+  is merged. 16-bit weights are rounded stochastically: rounding to nearest would remove a new
+  adapter, whose contribution is smaller than the rounding error. The random numbers are the same
+  each time.
+- On CUDA, whole blocks become one kernel each; nothing is kept twice.
 """
 
 from collections.abc import Iterator
@@ -36,11 +37,11 @@ MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones
 def unpacked_weights(
     module: nn.Module, compute: mx.Dtype | None = None
 ) -> Iterator[list[nn.Module]]:
-    """The module with plain layers in place of packed ones, until the end of the `with` block.
+    """The module with plain layers instead of packed ones inside the `with` block.
 
-    None are replaced if they would be large, or if products with packed weights are fast for many
-    rows (Metal). Nothing is computed yet. `compute` is the model's compute dtype; None: that of its
-    leaves.
+    Nothing is replaced if the unpacked weights would be large, or if products with packed weights
+    are fast for many rows (Metal). Nothing is computed yet. `compute` is the model's compute dtype;
+    None means the leaves' own.
 
     Yields the plain layers.
     """
@@ -51,7 +52,7 @@ def unpacked_weights(
 
 
 def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The packed layers that `unpacked_weights` unpacks, by path; found from shapes."""
+    """The packed layers that `unpacked_weights` unpacks, by path; determined from shapes."""
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
     pays = enabled("unpacked_weights") and number("unpack_rows") > 0
@@ -87,10 +88,9 @@ def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
 
 @contextmanager
 def merged_adapters(module: nn.Module) -> Iterator[None]:
-    """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with`
-    block.
+    """The module with plain layers instead of LoRA and DoRA layers inside the `with` block.
 
-    Packed weights are not merged: they would have to be packed again.
+    Adapters on packed weights are not merged, because the result would have to be packed again.
     """
     adapted = mergeable(module)
     merged = []
@@ -141,8 +141,7 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """The module with these weights for that many rows at a time, until the end of the `with`
-    block."""
+    """The module with these weights for this many rows at a time, inside the `with` block."""
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
         stack.enter_context(merged_adapters(module))
@@ -159,10 +158,9 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 
 
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
-    """Bytes of these weights in addition to the module's own, for a model that computes in this
-    dtype.
+    """Additional bytes of these weights, for a model that computes in this dtype.
 
-    None: each weight's own dtype. Nothing is computed; the shapes are enough.
+    None: each weight's own dtype. Determined from shapes; nothing is computed.
     """
     with unpacked_weights(module, compute) as plain:
         layers = [layer.linear for _, layer in mergeable(module, compute)]
@@ -172,10 +170,10 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
 
 
 def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether this machine's compiled decoding steps support the model, which shares prefixes: by
-    trying.
+    """Whether this machine's compiled decoding steps support a model that shares prefixes,
+    determined by trying.
 
-    `compute` is its compute dtype; None: that of its weights.
+    `compute` is its compute dtype; None means its weights' own.
     """
     program = find("kernel_steps")
     if program is None:

@@ -1,9 +1,9 @@
 """The head of a model, from hidden states to logits, and its place in an mlx-lm model, found by
-trying.
+trial.
 
-mlx-lm's models differ in how they go from the last hidden state to logits: tied or untied, scaled,
-soft capped. None of that is rewritten here: the head is the model itself, called with its backbone
-replaced by an object that returns given hidden states.
+mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
+soft-capped. None of that is reimplemented here: the head is the model itself, called with its
+backbone replaced by an object that returns given hidden states.
 """
 
 import functools
@@ -58,13 +58,11 @@ class HeadSplit:
     """The place of the head in an architecture.
 
     path: attributes from the root to the backbone; None if the head is inside it (the whole model
-        then counts as backbone, and its logits as hidden states).
-    trainable: names of the trainable leaves that the head uses.
-    weight: name of the leaf [V,D] where the logits are cap · tanh(scale · x / cap) of the product x
-        with it, or scale · x without a cap; else None.
-    scale: that number.
-    cap: that number; None: no cap.
-    over_caches: whether the model needs its own caches to compute what it decodes.
+        is then the backbone, and its logits are the hidden states). trainable: names of the
+        trainable leaves that the head uses. weight: name of the leaf [V,D] if the logits are cap ·
+        tanh(scale · x / cap) of the product x with it, or scale · x without a cap; else None.
+        scale: that number. cap: that number, or None. over_caches: whether the model needs its own
+        caches to compute what it decodes.
     """
 
     path: tuple[str, ...] | None
@@ -100,7 +98,7 @@ class HeadSplit:
 
 
 def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
-    """Find the backbone and head of `module`; runs it on a single token.
+    """Finds the backbone and head of `module` by running it on a single token.
 
     Args:
         module: an mlx-lm model with its weights.

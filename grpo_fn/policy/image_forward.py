@@ -2,7 +2,7 @@
 token.
 
 Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or
-one for each row) for text, and `Positions` here.
+    one per row) for text, and a `Positions` here.
 """
 
 import functools
@@ -20,13 +20,13 @@ from grpo_fn.trees import group_numbers
 
 @attrs.frozen(eq=False)
 class Positions:
-    """Time, row and column of each token, in place of an offset."""
+    """Time, row and column of each token, instead of an offset."""
 
     positions_b3l: mx.array  # int32
 
 
 def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
-    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as
+    """Lets this model's layers rotate by `Positions` if a cache has them; text is rotated as
     before.
 
     Call it before `Policy.from_module`.
@@ -107,7 +107,7 @@ class WholeRows:
         return keys, values
 
     def make_mask(self, length: int, **kwargs: Any) -> str | None:
-        """Each token sees those before it, and itself."""
+        """Each token sees itself and the tokens before it."""
         return "causal" if length > 1 else None
 
 

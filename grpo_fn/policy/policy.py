@@ -1,7 +1,8 @@
 """Policy: a language model as a pure function of a parameter tree.
 
-An mlx-lm module stands for its function: during a call its leaves are replaced by the given
-parameters, and then restored. The module decides what is trainable (all of it, or LoRA's adapters).
+An mlx-lm module provides the function: during a call, its leaves are replaced by the given
+parameters, and then restored. The module decides what is trainable (all leaves, or LoRA's
+adapters).
 """
 
 import copy
@@ -33,9 +34,9 @@ from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leav
 
 @attrs.frozen(eq=False)
 class Policy:
-    """A model with its parameters taken out; make one with `Policy.from_module`.
+    """A model without its parameters; make one with `Policy.from_module`.
 
-    During a call the module holds the given parameters: one thread at a time.
+    During a call, the module contains the given parameters: use it in one thread at a time.
     """
 
     module: nn.Module  # the function; its leaves are replaced during a call
@@ -59,11 +60,11 @@ class Policy:
     def from_module(
         cls, module: nn.Module, *, compute_dtype: mx.Dtype | None = None, patched: bool = True
     ) -> "Policy":
-        """Split a module into its function and its leaves.
+        """Splits a module into its function and its leaves.
 
-        If only some leaves train, first freeze the others (`module.freeze()`, mlx-lm's
-        `linear_to_lora_layers`). The arrays are shared with the module, not copied. From then on
-        its layers call this library's functions (`patch_layers`), unless `patched` is False.
+        To train only some leaves, first freeze the others (`module.freeze()`, mlx-lm's
+        `linear_to_lora_layers`). The arrays are shared with the module, not copied. Afterwards, its
+        layers call this library's functions (`patch_layers`), unless `patched` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -78,8 +79,8 @@ class Policy:
 
     @classmethod
     def for_inference(cls, module: nn.Module) -> "Policy":
-        """A policy that samples with the weights that the module holds: `params` is {} and nothing
-        trains."""
+        """A policy that samples with the weights in the module: `params` is {}, and nothing is
+        trainable."""
         check_process()
         patch_layers(module)
         return cls._probed(module, {}, {}, None)
@@ -107,20 +108,20 @@ class Policy:
         )
 
     def without_weights(self) -> "Policy":
-        """The same function without the initial parameters, over a module that holds no trainable
+        """The same function without the initial parameters, over a module without trainable
         weights.
 
-        For long runs: otherwise `params` and the module would keep the initial weights in memory.
-        The module is emptied in place; use it through `bound` from then on.
+        For long runs: otherwise, `params` and the module would keep the initial weights in memory.
+        The module is emptied in place; afterwards, use it through `bound`.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
 
     def twin(self) -> "Policy":
-        """The same function over a module of its own, which shares all arrays with this one.
+        """The same function over its own module, which shares all arrays with this one.
 
-        A call swaps the leaves of its policy's module. So two threads, or a learner and a rollout
-        that waits between two of its steps, need a module each.
+        A call replaces the leaves of its policy's module. So two threads, or a learner and a
+        rollout that is suspended between two steps, need separate modules.
         """
         held = self.module.parameters()
         blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
@@ -130,19 +131,19 @@ class Policy:
         return attrs.evolve(self, module=module)
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
-        """A backend's forward of that name over this policy, compiled; made once."""
+        """A backend's forward function of that name for this policy, compiled once."""
         if name not in self.compiled_programs:
             self.compiled_programs[name] = compiled(partial(forward, self.bound))
         return self.compiled_programs[name]
 
     def bound(self, params: Tree, frozen: Tree | None = None) -> AbstractContextManager[nn.Module]:
-        """The module with these parameters in it, until the end of the `with` block."""
+        """The module with these parameters inside the `with` block."""
         frozen = self.frozen if frozen is None else frozen
         return parameters_replaced(self.module, self.cast(frozen), self.cast(params))
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """`bound` for decoding so many rows, with `decode_weights` if the policy
+        """`bound` for decoding this many rows, with `decode_weights` if the policy
         `joins_weights`."""
         with self.bound(params) as module:
             if not self.joins_weights:
@@ -167,9 +168,9 @@ class Policy:
         )
 
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
-        """Next-token logits [B,L,V] in the compute dtype; a given cache is extended.
+        """Next-token logits [B,L,V] in the compute dtype; extends the cache, if given.
 
-        Raises ValueError without a cache for more tokens than there are learned positions.
+        Raises ValueError for more tokens than there are learned positions, if there is no cache.
         """
         if cache is None:
             check_positions("tokens_bl", tokens_bl.shape[1], self.positions)
@@ -188,8 +189,8 @@ class Policy:
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments,
         because a traced function keeps the arrays that it closes over. `images` are those of the
-        rows; None: there are none. With `experts_blnk` each token gets these experts, not those
-        that the routers would choose: see `replayed_routing`.
+        rows; None: there are none. With `experts_blnk`, each token uses these experts instead of
+        the routers' choice: see `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
             if images is not None:
@@ -206,10 +207,10 @@ class Policy:
         experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
         """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of
-        experts that `experts_blnk` excludes.
+        excluded experts.
 
         Raises:
-            ValueError: `routers` does not know how the model's experts are chosen, or it has none.
+            ValueError: `routers` does not support the model's experts, or it has none.
         """
         with (
             self.learning(params, frozen) as module,

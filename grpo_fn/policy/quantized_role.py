@@ -1,13 +1,12 @@
-"""Quantized roles: the sampler, or the reference, may have few-bit weights; the learner keeps its
-own.
+"""Quantized roles: the sampler or the reference can have few-bit weights; the learner's are never
+rounded.
 
-The linear layers and experts inside the model's blocks are quantized, and embeddings and head if
-asked for. Norms keep their precision. `dequantized` storage rounds the weights at each sync and
-computes with them at full speed; `packed` keeps them small (see `packed`). Both compute with the
-same rounded weights.
+The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
+head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
+with them at full speed; `packed` keeps them small (see `packed`). Both compute with the same
+rounded weights.
 
-Bits may be where they are needed: each weight's format by what its rounding does to log-probs, in a
-budget.
+Formats can be chosen per weight, by the effect of rounding on log-probs, within a budget of bits.
 """
 
 import copy
@@ -45,7 +44,8 @@ GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed group
 
 @attrs.frozen(eq=False)
 class QuantizedRole:
-    """A policy with quantized weights, and how to fill it from the learner's parameters."""
+    """A policy with quantized weights, and the function that fills it from the learner's
+    parameters."""
 
     policy: Policy
     # learner params -> this policy's params; for `sync_old`, `sync_ref`
@@ -61,7 +61,7 @@ class QuantizedRole:
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:
-        """Bits of a quantized weight on average, with its share of scales; `params` give the
+        """Average bits of a quantized weight, including its share of scales; `params` determine the
         sizes."""
         sizes = {
             name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes
@@ -88,14 +88,14 @@ def quantized_role(
         name: a key of MODES, such as `affine-4`.
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
-        head: embeddings and head too; tied ones are one matrix.
-        moments: see `input_moments`; weights that have none, and all if it is None, are rounded to
+        head: whether embeddings and head are quantized too; tied ones are one matrix.
+        moments: see `input_moments`; weights without moments, or all if it is None, are rounded to
             nearest.
-        formats: of the weights that have another format than `name`, with the same group size.
+        formats: for weights with another format than `name`, with the same group size.
 
     Raises:
-        ValueError: a name is unknown, the mode has no such group or no calibrated rounding, the
-            model is quantized already, or none of its weights can be.
+        ValueError: a name is unknown, the mode does not support the group or calibrated rounding,
+            the model is already quantized, or none of its weights can be.
     """
     check_choice("storage", storage, STORAGES)
     if policy.params is None:
@@ -105,7 +105,7 @@ def quantized_role(
         )
     if is_quantized(policy.module):
         raise ValueError(
-            "the model's weights are quantized already: both roles then run the same ones"
+            "the model's weights are already quantized: both roles then use the same weights"
         )
     leaves = named_leaves(policy.module.parameters())
     dtypes = {leaf_name: policy.compute_dtype or leaf.dtype for leaf_name, leaf in leaves.items()}
@@ -125,7 +125,7 @@ def quantized_role(
     ) -> QuantizedRole:
         mode = quant_mode(name, group_size)
         if moments is not None and mode.mode != "affine":
-            raise ValueError(f"calibrated rounding has affine formats only; found {name}")
+            raise ValueError(f"calibrated rounding supports only affine formats; found {name}")
         modes = {
             each: quant_mode((formats or {}).get(each, name), group_size)
             for each, width in widths.items()
@@ -133,7 +133,7 @@ def quantized_role(
         }
         if not modes:
             raise ValueError(
-                f"no weight can be quantized as {name}: none has rows in multiples of "
+                f"no weight can be quantized as {name}: no row's length is a multiple of "
                 f"{mode.group_size}"
             )
         carries = carries_of(
@@ -154,10 +154,10 @@ def quantized_role(
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
-    """The mode of that name, with another group size if one is given (only affine modes).
+    """The mode of that name, optionally with another group size (only affine modes).
 
     Raises:
-        ValueError: the name is unknown, or the mode has no such group.
+        ValueError: the name is unknown, or the mode does not support the group.
     """
     check_choice("quantization", name, MODES)
     mode = MODES[name]
@@ -182,7 +182,8 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
-    """Whether a role rounds this layer's weights, if its rows are multiples of the group."""
+    """Whether a role rounds this layer's weights, if the length of its rows is a multiple of the
+    group."""
     from mlx_lm.models.switch_layers import SwitchLinear
 
     if head and isinstance(module, nn.Embedding):
@@ -256,11 +257,11 @@ def rounding_effects(
     lengths_b: mx.array,
     key: mx.array,
 ) -> dict[str, float]:
-    """The mean square of a token's change in log-prob if one weight alone is rounded, to first
+    """The mean square of a token's change in log-prob if a single weight is rounded, to first
     order.
 
     With random signs r the gradient g of Σ r·log p gives E⟨g,δ⟩² = Σ (δ log p)² over the tokens,
-    for the change δ of a weight. The rows of a weight are taken as independent, which needs fewer
+    for the change δ of a weight. The rows of a weight are treated as independent, which needs fewer
     probes.
 
     Args:
@@ -312,11 +313,11 @@ def formats_within(
     group_size: int,
     budget: float,
 ) -> dict[str, str]:
-    """The format of each weight, so that all effects together are least within an average of
-    `budget` bits.
+    """The format of each weight that minimizes the sum of the effects within an average of `budget`
+    bits.
 
-    An effect is taken to shrink fourfold with each bit. Bits go where they help most for their
-    size.
+    An effect is assumed to shrink fourfold with each bit. Bits are assigned where they help most
+    for their size.
 
     Args:
         effects: of rounding each weight to `bits` bits; sizes: how many numbers each has.

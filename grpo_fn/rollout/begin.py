@@ -1,4 +1,4 @@
-"""Rows begin: what can be computed together in one prefill, then steps for its rows."""
+"""Starting rows: groups entries that share one prefill, and makes the steps for their rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -80,7 +80,7 @@ def _size(count: int) -> int:
 
 
 def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
-    """Whether its rows are decoded over one copy of the prompt."""
+    """Whether its rows are decoded with one copy of the prompt."""
     if entry.keep or not policy.shares_prefix:
         return False
     if entry.images is not None:
@@ -103,7 +103,7 @@ def _kind(policy: Policy, start: Start, shared: bool) -> tuple[Any, ...]:
 def prefilled(
     policy: Policy, model: nn.Module, starts: Sequence[Start], shared: bool
 ) -> Prefill[tuple[mx.array, Steps]]:
-    """Logits [P,V] after the prompts, and the steps that decode from there."""
+    """Logits [P,V] after the prompts, and the steps for decoding from there."""
     prompts = [start.entry.prompt for start in starts]
     lengths = [len(prompt) for prompt in prompts]
     groups = [len(start.rows) for start in starts]

@@ -1,7 +1,6 @@
-"""The decode loop: rows begin, draw a token each, take a step, and leave when they have ended.
+"""The decode loop: rows start, sample a token each, take a step, and leave when they are finished.
 
-It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the
-steps.
+It is a generator: the caller gets each step's tokens as a `Column`, and control between the steps.
 """
 
 from collections.abc import Generator
@@ -22,7 +21,7 @@ COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
 @attrs.frozen(eq=False)
 class Column:
-    """One decoding step: a token of each row of a batch, possibly still being computed."""
+    """One decoding step: a token for each row of a batch, possibly not computed yet."""
 
     # Their numbers. Among them are some that ended in the last few steps, and −1 for places without
     # a row.
@@ -37,15 +36,15 @@ Columns = Generator[Column | None, None, T]
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. It affects only speed and memory; the numbers are the same, to
+    """How completions are decoded. It affects only speed and memory; results are the same up to
     rounding.
 
     Attributes:
-        max_batch: the most rows decoded together; 0: all. Whole groups, at least one.
-        check_every: steps between checks which rows have ended, and which may begin; a check waits
-            for the device.
-        pipelined: submit each step to the device without waiting for the last (hides launch time on
-            a GPU; costs a copy of the cache).
+        max_batch: the most rows decoded together; 0 for all. Always whole groups, at least one.
+        check_every: steps between checks for finished rows and for rows that can start; a check
+            waits for the device.
+        pipelined: submit each step to the device before the previous one is finished (hides launch
+            time on a GPU, but needs a copy of the cache).
         share_prefix: keep a prompt's keys and values once for all its completions, if the model
             can; None: on CPU and CUDA.
         turns_together: in conversations, begin a turn when no row decodes any more and all replies
@@ -68,13 +67,13 @@ class Decoding:
 def decode_queue(
     policy: Policy, params: Tree, queue: RowQueue, decoding: Decoding | None = None
 ) -> Columns[None]:
-    """Decode until the queue is empty; gives each step's tokens, and None after a piece of a
+    """Decodes until the queue is empty; yields each step's tokens, and None after a piece of a
     prefill.
 
-    Between two steps the caller may add, cancel and take rows, and the policy's module holds the
-    parameters. Rows that were added join those that decode at the next check for ended rows, or
-    before it if they are many. If the generator is closed, rows that were decoding are not
-    continued by another one: cancel them.
+    Between two steps, the caller may add, cancel and take rows; the policy's module contains the
+    parameters. Added rows join the decoding rows at the next check for finished rows, or earlier if
+    there are many. If the generator is closed, another generator does not continue its rows: cancel
+    them.
     """
     check_process()
     decoding = decoding or Decoding()
@@ -122,7 +121,7 @@ def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
 
 
 def compacts(batch: RowBatch) -> bool:
-    """Whether the rows that have ended leave the batch: enough of them have."""
+    """Whether enough rows have finished for the batch to be compacted."""
     return (
         enabled("row_compaction")
         and batch.steps.drops_rows

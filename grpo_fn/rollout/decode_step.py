@@ -1,12 +1,12 @@
-"""Rows that are decoded together: prefill of given tokens, prompts and later replies, and decoding
+"""Rows that are decoded together: prefill of given tokens (prompts and replies), and decoding
 steps.
 
-A step takes a token of each row and gives the logits after it. `CacheSteps` call the unchanged
-model, over any caches. A backend may have a compiled program for steps over one copy of each
+A step takes a token of each row and returns the logits after it. `CacheSteps` call the unmodified
+model, with any caches. A backend may have a compiled program for steps with one copy of each
 prompt.
 
-The functions of the prefill are generators: they give control after each layer, because a long
-prefill takes seconds.
+The prefill functions are generators that yield after each layer, because a long prefill takes
+seconds.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -40,34 +40,34 @@ class Steps(Protocol):
     drops_rows: bool  # whether `keep_rows` may be called
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        """Feed each row its token: logits [B,V] of the next."""
+        """Feeds each row its token: logits [B,V] of the next."""
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep these rows, in rising order."""
+        """Keeps these rows, in ascending order."""
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """Take in the rows of other steps; None: nothing has changed, as they cannot be decoded
-        together.
+        """Takes in the rows of other steps; returns None, without a change, if they cannot be
+        decoded together.
 
         Args:
-            other: steps that were not taken yet, after a prefill.
-            old: the rows that stay.
-            new: numbers for the others.
+            other: steps right after a prefill.
+            old: the rows to keep.
+            new: numbers for the new rows.
 
         Returns:
-            the row at each place; -1 if it is nobody's.
+            the row at each place; -1 for an empty place.
         """
         ...
 
 
 class CacheSteps:
-    """Steps of a model over caches with a copy of the prompt for each row."""
+    """Steps of a model with a copy of the prompt for each row."""
 
     drops_rows = True
 
     def __init__(self, model: nn.Module, caches: Caches, *, joins: bool = False) -> None:
-        """`joins`: whether rows of other lengths may join: `kv_caches.hold_all_tokens`."""
+        """`joins`: whether rows of other lengths can join: `kv_caches.hold_all_tokens`."""
         self._model, self.caches, self._joins = model, caches, joins
         self._joined = False
 
@@ -93,7 +93,7 @@ class CacheSteps:
 
 
 class PrefixSteps(CacheSteps):
-    """Steps of a model over one copy of each prompt."""
+    """Steps of a model with one copy of each prompt."""
 
     def keep_rows(self, rows: list[int]) -> None:
         keep_prefix_rows(self.caches, rows)
@@ -104,7 +104,7 @@ class PrefixSteps(CacheSteps):
 
 @attrs.define(eq=False)
 class RowBatch:
-    """Rows that take their decoding steps together, and their state."""
+    """Rows that are decoded together, and their state."""
 
     steps: Steps
     logits_bv: mx.array  # of the next token
@@ -130,7 +130,7 @@ class RowBatch:
         return self.count == self.bits_nbw.shape[0]
 
     def draw(self) -> None:
-        """Draw the next token of each row."""
+        """Samples the next token of each row."""
         if self.seen_bv is not None:
             self.logits_bv = penalize(
                 self.logits_bv, self.seen_bv, self.distribution.repetition_penalty
@@ -141,7 +141,7 @@ class RowBatch:
         self.count += 1
 
     def drop_ended(self) -> list[int]:
-        """Keep only the rows that have not ended; returns their places before."""
+        """Keeps only the unfinished rows; returns their previous places."""
         places = self._alive_places()
         self.steps.keep_rows(places)
         index = mx.array(places)
@@ -151,8 +151,8 @@ class RowBatch:
         return places
 
     def join(self, other: "RowBatch") -> bool:
-        """Take in the rows of another batch that has drawn nothing yet; False: they stay side by
-        side."""
+        """Takes in the rows of a batch that has not sampled yet; False if they must stay
+        separate."""
         if self.distribution != other.distribution:
             return False
         new = range(len(self.rows), len(self.rows) + len(other.rows))
@@ -183,11 +183,10 @@ class RowBatch:
 def prefill(
     model: nn.Module, prompts: Sequence[Sequence[int]], caches: Caches | None = None
 ) -> Prefill[tuple[mx.array, Caches]]:
-    """Run prompts through the model: logits [P,V] after each prompt's last token, and the caches
-    there.
+    """Runs prompts through the model: logits [P,V] after each prompt's last token, and the caches.
 
-    `caches` hold the tokens before the prompts (ragged caches if these differ in length); None:
-    there are none.
+    `caches` contain the tokens before the prompts (ragged caches if these differ in length); None
+    if there are none.
     """
     lengths = [len(prompt) - 1 for prompt in prompts]  # the last token is fed separately
     longest = max(lengths)
@@ -220,9 +219,9 @@ def prefill_once(
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None] | None = None,
 ) -> Prefill[tuple[mx.array, Caches]]:
-    """`prefill` of prompts whole, padded on the right: logits [P,V], and plain caches of P rows.
+    """`prefill` of complete prompts, padded on the right: logits [P,V], and plain caches of P rows.
 
-    `images` are those of each prompt; None: no prompt has any.
+    `images` are those of each prompt; None if no prompt has any.
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -248,7 +247,7 @@ def prefill_once(
 
 
 def result_of(steps: Generator[Any, None, T]) -> T:
-    """Runs a generator to its end: what it returns."""
+    """Runs a generator to its end and returns its result."""
     while True:
         try:
             next(steps)
@@ -257,7 +256,7 @@ def result_of(steps: Generator[Any, None, T]) -> T:
 
 
 def computed(layers: Iterable[Any]) -> Prefill[None]:
-    """Computes the arrays of each layer in turn."""
+    """Evaluates the arrays of each layer in turn."""
     for layer in layers:
         mx.eval(list(arrays_of(layer)))
         yield
@@ -265,12 +264,12 @@ def computed(layers: Iterable[Any]) -> Prefill[None]:
 
 def caches_of_row(caches: Caches, place: int, surplus: int) -> Caches | None:
     """Plain caches of one row of a batch, without its last `surplus` tokens; None if they cannot be
-    cut."""
+    truncated."""
     return shortened([_row_of(cache, place) for cache in caches], surplus)
 
 
 def shortened(caches: Caches, surplus: int) -> Caches | None:
-    """The caches without their last `surplus` tokens; None if they cannot be cut."""
+    """The caches without their last `surplus` tokens; None if they cannot be truncated."""
     from mlx_lm.models.cache import can_trim_prompt_cache
 
     if surplus and not can_trim_prompt_cache(caches):

@@ -2,9 +2,9 @@
 
     prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ completions
 
-Everything is explicit: caches go in and come out, keys are counted, nothing global is read or
-written. A completion depends only on its key, its prompt and the model (to the rounding of batched
-products).
+Everything is explicit: caches are passed in and out, keys are counted, and there is no global
+    state. A completion depends only on its key, its prompt and the model (up to the rounding of
+    batched products).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from grpo_fn.trees import Tree, on_host
 
 
 class Interrupted(Exception):
-    """Thrown into `decode`, or raised by replies: the rollout ends with what has been sampled so
+    """Thrown into `decode`, or raised by replies: the rollout ends with the tokens sampled so
     far."""
 
 
@@ -43,23 +43,23 @@ def generate(
     images: Sequence[PromptImages | None] | None = None,
     decoding: Decoding | None = None,
 ) -> Rollout:
-    """Sample G completions of each prompt, or conversations if there are `replies`.
+    """Samples G completions per prompt, or conversations if there are `replies`.
 
     Args:
         policy: the model that samples.
         params: its trainable leaves.
         prompts: token ids of each prompt, at least one token each.
-        sampling: G, the distribution, and what ends a completion.
-        key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
-        prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
-        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None: there is
+        sampling: G, the distribution, and how a completion ends.
+        key: PRNG key; the n-th token of completion g of prompt p depends on (key, p, g).
+        prompt_numbers: p of each prompt, if these are part of a larger set; None: 0, 1, 2, …
+        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None if there is
             none.
-        replies: answers turns that have ended with the tokens that follow them; None: no turn is
-            answered. The n-th sampled token of a conversation draws as above. Conversations are
-            decoded with a copy of the prompt for each row.
-        images: those of each prompt, None if it has none; None: no prompt has any. Such completions
-            are decoded over one copy of each prompt, and without a backend's compiled steps.
-        decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to
+        replies: returns the tokens that follow a finished turn; None: no turn is
+            answered. The random numbers of a conversation continue over its turns. Conversations
+            are decoded with a copy of the prompt for each row.
+        images: those of each prompt, or None; None if no prompt has any. Such completions
+            are decoded with one copy of each prompt, and without a backend's compiled steps.
+        decoding: settings for speed and memory; None: `Decoding()`. The same numbers, to
             rounding.
 
     Raises:
@@ -98,10 +98,10 @@ def decode(
     images: Sequence[PromptImages | None] | None = None,
     decoding: Decoding | None = None,
 ) -> Columns[Rollout]:
-    """`generate` step by step: gives each step's tokens, and returns the rollout.
+    """`generate` step by step: yields each step's tokens, and returns the rollout.
 
-    Between the steps the policy's module holds the parameters. If `Interrupted` is thrown in, it
-    returns what has been sampled up to the last check for ended rows.
+    Between the steps, the policy's module contains the parameters. If `Interrupted` is thrown in,
+    it returns the tokens sampled up to the last check for finished rows.
     """
     check_process()
     check_prompts(policy, prompts, sampling.max_new_tokens)

@@ -1,12 +1,11 @@
-"""The queue of rows to decode: entries that wait, rows that decode, what they have drawn, and kept
-caches.
+"""The queue of rows to decode: waiting entries, decoding rows with their tokens, and kept caches.
 
     add ─→ entries that wait ─due→ rows that decode ─ended→ take
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-It lives on the host and computes nothing. `decode_queue` asks it what to begin, and tells it what
-has ended.
+It is on the host and computes nothing. `decode_queue` asks it which rows start, and reports
+finished rows to it.
 """
 
 import math
@@ -31,17 +30,17 @@ from grpo_fn.trees import arrays_of
 
 @attrs.frozen(eq=False, kw_only=True)
 class Entry:
-    """Rows that begin after one prompt.
+    """Rows that start after one prompt.
 
     Attributes:
-        rows: their numbers, unique in the queue's life.
+        rows: their numbers, unique in the queue's lifetime.
         prompt: token ids.
-        keys: the PRNG key of each row, as `completion_keys` makes it, in plain numbers.
-        sampling: the distribution, and what ends a row; its `num_generations` and
+        keys: the PRNG key of each row, as returned by `completion_keys`, as plain numbers.
+        sampling: the distribution, and how a row ends; its `num_generations` and
             `first_generation` are not used.
-        find_stop: finds `sampling.stop` in tokens; None: there is nothing to find.
-        images: those of the prompt; None: it has none.
-        drawn: tokens that were drawn with these keys before: the n-th token uses the (`drawn` +
+        find_stop: finds `sampling.stop` in tokens; None if there is nothing to find.
+        images: those of the prompt, or None.
+        drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
         continues: a row that was kept. It saves computing the tokens at the prompt's beginning that
@@ -80,7 +79,7 @@ class Row:
 
 @attrs.frozen(eq=False)
 class Start:
-    """An entry whose rows begin now."""
+    """An entry whose rows start now."""
 
     entry: Entry
     rows: list[int]  # those that were not cancelled
@@ -92,7 +91,7 @@ class RowQueue:
     """Entries in the order in which they were added, and their rows until they are taken."""
 
     def __init__(self, policy: Policy) -> None:
-        """`policy` says which token ids, positions and images there may be."""
+        """`policy` defines the valid token ids, positions and images."""
         self._policy = policy
         self.rows: dict[int, Row] = {}  # those that wait or decode
         self._entries: list[Entry] = []  # in no round yet
@@ -107,11 +106,11 @@ class RowQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether something may begin that does not decode yet."""
+        """Whether a waiting entry could start."""
         return bool(self._entries or self._rounds)
 
     def add(self, entry: Entry) -> None:
-        """Put an entry at the queue's end.
+        """Adds an entry at the end of the queue.
 
         Raises:
             ValueError: the prompt is empty or has a token id outside of the model's embedding,
@@ -131,9 +130,9 @@ class RowQueue:
             self.rows[row] = Row(entry, key, nothing_yet(entry.sampling))
 
     def cancel(self, rows: Iterable[int]) -> None:
-        """Rows that wait or decode leave, the latter at the next check.
+        """Removes rows that wait or decode, the latter at the next check.
 
-        Kept caches are freed: those of these rows, and those that the rows would have continued.
+        Frees the kept caches of these rows, and of the rows that they would have continued.
         """
         for row in rows:
             continued = self.rows[row].entry.continues if row in self.rows else None
@@ -152,7 +151,7 @@ class RowQueue:
             row.entry = attrs.evolve(row.entry, sampling=sampling)
 
     def take(self) -> dict[int, Ended]:
-        """The rows that have ended since the last call."""
+        """The rows that finished since the last call."""
         ended = self._ended
         self._ended = {}
         return ended
@@ -163,20 +162,20 @@ class RowQueue:
         return [*done.tokens], [*done.logp]
 
     def widest(self, most: int) -> int:
-        """The most rows of which a round consists, by what waits now; `most` as in `due`."""
+        """The most rows in a round, given the waiting entries; `most` as in `due`."""
         rounds = [*self._rounds, *_rounds(self._entries, most)]
         return max((sum(len(entry.rows) for entry in each) for each in rounds), default=1)
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """What begins now, beside so many rows that decode.
+        """The entries that start now, given the number of decoding rows.
 
-        If nothing decodes, all entries that wait are cut into rounds. Later entries join the rows
-        that decode once every round has begun. Those that continue kept rows go first, as their
-        caches hold memory.
+        If nothing is decoding, all waiting entries are split into rounds. Later entries join the
+        decoding rows once every round has started. Entries that continue kept rows start first,
+        because their caches use memory.
 
         Args:
             decoding: rows that decode.
-            most: rows that may be decoded together; 0: any number.
+            most: the most rows that may be decoded together; 0 for no limit.
         """
         self._entries = [entry for entry in self._entries if self._alive(entry)]
         if not decoding and not self._rounds:
@@ -189,7 +188,7 @@ class RowQueue:
         return self._starts(begun)
 
     def rows_due(self, decoding: int, most: int) -> int:
-        """Rows that could begin now, as `due` has it."""
+        """Rows that could start now, see `due`."""
         return sum(len(entry.rows) for entry in self._fitting(decoding, most))
 
     def _fitting(self, decoding: int, most: int) -> list[Entry]:
@@ -199,9 +198,9 @@ class RowQueue:
         return _first(entries, (most or math.inf) - decoding)
 
     def ended(self, batch: RowBatch, place: int, length: int, finished: bool) -> None:
-        """A row of a batch has ended after so many tokens.
+        """Records that a row of a batch has ended after this many tokens.
 
-        Every token that it drew so far was fed to the batch's steps, but for the last one.
+        Every token that it has sampled, except the last one, has been fed to the batch's steps.
         """
         number = batch.rows[place]
         row = self.rows.pop(number)
@@ -219,7 +218,7 @@ class RowQueue:
                 self._kept[number] = [*row.entry.prompt, *row.done.tokens[:held]], caches
 
     def completions(self, rows: int) -> list[Ended]:
-        """The rows 0, 1, … as far as they have come; those that have ended are taken."""
+        """The rows 0, 1, … in their current state; finished rows are taken."""
         ended = self.take()
         return [ended.get(row) or self.rows[row].done for row in range(rows)]
 
@@ -276,7 +275,7 @@ def check_entry(policy: Policy, entry: Entry) -> None:
 
 
 def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> None:
-    """Raise ValueError unless the model can continue each of the prompts by `most` tokens."""
+    """Raises ValueError if the model cannot continue one of the prompts by `most` tokens."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         found = [len(prompt) for prompt in prompts]
         raise ValueError(f"expected at least one prompt, and no empty one, found lengths {found}")
@@ -287,15 +286,15 @@ def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -
 
 
 def check_images(policy: Policy, entry: Entry) -> None:
-    """Raise ValueError unless the model takes the entry's images, if it has any."""
+    """Raises ValueError if the model does not accept the entry's images."""
     if entry.images is None:
         return
     if entry.keep:
-        raise ValueError("images and replies, or rows that are kept, do not go together")
+        raise ValueError("images cannot be combined with replies or kept rows")
     if not (policy.shares_prefix and takes_images(policy.module)):
         raise ValueError(
-            "this policy takes no images: expected a module with `use_multimodal_rope`, whose "
-            "completions can be decoded over one copy of their prompt"
+            "this policy does not accept images: expected a module with `use_multimodal_rope`, "
+            "whose completions can be decoded with one copy of their prompt"
         )
 
 

@@ -1,5 +1,5 @@
-"""`Sampling`, and drawing with explicit keys, one per row and step: a row's draw depends on no
-other row."""
+"""`Sampling`, and draws with explicit keys, one per row and step: a row's draw does not depend on
+other rows."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,21 +24,20 @@ FindStop = Callable[[Sequence[int], int], int | None]
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How completions are sampled: from which distribution, how many of each prompt, and where they
-    end.
+    """How completions are sampled: the distribution, their number per prompt, and how they end.
 
     Attributes:
-        num_generations: completions of each prompt, G.
-        first_generation: the number of the first one, if the group is drawn in stages.
+        num_generations: completions per prompt, G.
+        first_generation: the number of the first one, if the group is sampled in stages.
         max_new_tokens: length limit of a completion in tokens; in conversations with replies, of
             all turns together.
-        temperature: divides the logits; 0 takes the most likely token.
+        temperature: divides the logits; 0 uses the most likely token.
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
-        repetition_penalty: on tokens of the prompt and the completion so far, see `penalize`; 1:
+        repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1:
             none.
-        eos_ids: tokens that end a completion; the token stays in the completion and counts.
+        eos_ids: tokens that end a completion; the end token is part of the completion and counts.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
-        with_entropy: whether to record the entropy of the whole distribution at each position.
+        with_entropy: whether to record the entropy of the full distribution at each position.
 
     Raises ValueError if a number is out of range.
     """
@@ -72,9 +71,10 @@ class Sampling:
     def end_of(
         self, tokens: Sequence[int], start: int, find_stop: FindStop | None = None
     ) -> int | None:
-        """The number of tokens to keep if a completion has ended at or after `start`, else None.
+        """The number of tokens to keep if a completion has ended at or after `start`, otherwise
+        None.
 
-        `find_stop` finds an end other than an end token, such as `stop`; None: there is none.
+        `find_stop` finds other ends than end tokens, such as `stop`; None if there are none.
 
         Raises ValueError if `find_stop` keeps more tokens than there are.
         """
@@ -99,17 +99,17 @@ def draw_bits(keys_b2: mx.array, first: int | mx.array, count: int) -> mx.array:
 
 
 def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str, mx.array]:
-    """Draw a token of each row by inverting the cumulative distribution (see `draw_tokens`).
+    """Draws a token of each row by inverting the cumulative distribution (see `draw_tokens`).
 
     Args:
         logits_bv: [B,V], any floating dtype.
         bits_bw: random bits, from `draw_bits`.
-        sampling: its distribution; the repetition penalty is not applied here.
+        sampling: its distribution is used, without the repetition penalty.
 
     Returns:
         "tokens" int32 [B], "logp" float32 [B] and, if asked for, "entropy" float32 [B]. The
-        log-probability is that of the distribution drawn from (tempered, truncated and normalised
-        again); at temperature 0 it is the model's own.
+        log-probability is that of the distribution used for the draw (tempered, truncated and
+        normalised again); at temperature 0, it is the model's own.
     """
     check_rank("logits_bv", logits_bv, 2)
     token_b, logp_b = _drawn(logits_bv, bits_bw, sampling)
@@ -120,16 +120,14 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
 
 
 def distribution_of(sampling: Sampling) -> Sampling:
-    """The same distribution, and nothing else: equal for samplings that differ in limits, ends or
-    G."""
+    """The distribution alone: equal for samplings that differ in limits, ends or G."""
     return attrs.evolve(
         sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
     )
 
 
 def compiled_draw(sampling: Sampling) -> Compiled:
-    """`draw` with this sampling, compiled; one object for each distribution, traced once for each
-    shape."""
+    """`draw` with this sampling, compiled; one object per distribution, traced once per shape."""
     return _compiled_draw(attrs.evolve(distribution_of(sampling), repetition_penalty=1.0))
 
 
@@ -153,7 +151,7 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
 
 
 def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits with every token outside the included set at −inf. Ties at a threshold are all
+    """The logits with every token outside the included set at −inf. All ties at a threshold are
     included.
 
     In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest
@@ -180,7 +178,7 @@ def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
-    """Whether each prompt has each token: bool [P,V]."""
+    """Whether each prompt contains each token: bool [P,V]."""
     seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
     rows = mx.array(group_numbers(map(len, prompts)), mx.int32)
     seen_pv[rows, mx.array(flat(prompts), mx.int32)] = True
@@ -193,17 +191,17 @@ def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
 
 
 def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
-    """Logits with the repetition penalty: for seen tokens, z/penalty where z > 0, else z·penalty.
+    """Logits with the repetition penalty: for seen tokens, z/penalty if z > 0, else z·penalty.
 
-    CTRL's (arXiv 1909.05858, section 4.1), in the form that depends on the sign, as in transformers
-    and mlx-lm.
+    This is CTRL's penalty (arXiv 1909.05858, section 4.1), in the sign-dependent form of
+    transformers and mlx-lm.
     """
     scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
     return mx.where(seen_bv, scaled_bv, logits_bv)
 
 
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
-    """Entropy of each row's whole distribution at a temperature > 0, nats, float32 [B]."""
+    """Entropy of each row's full distribution at a temperature > 0, nats, float32 [B]."""
     z_bv = logits_bv.astype(mx.float32)
     return softmax_sums(z_bv if temperature == 1 else z_bv / temperature).entropy
 
@@ -213,19 +211,19 @@ def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.a
     sum.
 
     A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before
-    it: a third of 150,000 nearly equal tokens. And a random number in float32 has at most 24 bits.
-    So the vocabulary is cut into groups of `WIDTH` tokens, and a large one into blocks of `WIDTH`
-    groups. A block is drawn, then a group of it, then a token of that, each with its own 32 random
-    bits.
+    it: for example, a third of 150,000 nearly equal tokens. Also, a random number in float32 has at
+        most 24 bits. So the vocabulary is split into groups of `WIDTH` tokens, and a large one into
+        blocks of `WIDTH` groups. First a block is drawn, then one of its groups, then one of its
+        tokens, each with its own 32 random bits.
 
-    A draw counts in integers, whose sums are exact: a weight is its share of 2^30, rounded up. So
-    no token with a weight is lost. Weights below 2^−30 at their level are drawn too often: in at
-    most 2e-7 of all draws.
+    Draws use integers, whose sums are exact: each weight is its share of 2^30, rounded up. So no
+        token with a positive weight becomes impossible. Weights below 2^−30 at their level are
+        drawn too often: in at most 2e-7 of all draws.
 
-    A row without any weight above zero gives token 0. Returns (int32 [B], float32 [B]).
+    A row without a positive weight gives token 0. Returns (int32 [B], float32 [B]).
 
     Args:
-        weights_bv: float32, none below zero; they need not add up to 1.
+        weights_bv: float32, not negative; they need not add up to 1.
         bits_bw: random bits, uint32 [B,`RANDOM_NUMBERS`]. Equal bits and weights give equal tokens.
     """
     levels = [_grouped(weights_bv)]

@@ -1,10 +1,9 @@
-"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all
-tokens so far.
+"""Conversations in the decoding loop: waiting rows, continuing rows, and all tokens so far.
 
     sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
 Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its
-replies, to the rounding of batched products.
+replies, up to the rounding of batched products.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,13 @@ from grpo_fn.rollout.row_queue import Entry, Row, RowQueue, Start, nothing_yet
 
 
 class Replies(Protocol):
-    """The decoding loop's interface to the answers of turns. Rows are those of the `Rollout`."""
+    """The decoding loop's interface to replies. Rows are numbered as in the `Rollout`."""
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """A turn has ended, by an end token or a stop; `tokens` are the turn's, its end included.
+        """Called when a turn has ended, by an end token or a stop; `tokens` are the turn's,
+        including its end.
 
-        Returns whether there may be a reply; False ends the conversation. It must not wait.
+        Returns whether a reply may follow; False ends the conversation. It must not wait.
         """
         ...
 
@@ -38,11 +38,11 @@ class Replies(Protocol):
 
 
 class Respond:
-    """`Replies` from a plain function, which is called row by row when its reply is collected."""
+    """`Replies` from a plain function, which is called for each row when its reply is collected."""
 
     def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
-        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's
-        end."""
+        """`function(row, tokens)` returns the tokens that follow, or None to end the
+        conversation."""
         self._function = function
         self._begun: dict[int, Sequence[int]] = {}
 
@@ -64,7 +64,7 @@ class Conversation:
     sampled: list[bool] = attrs.field(factory=list)
 
     def add(self, turn: Ended, *, sampled: bool = True) -> None:
-        """Append a turn, or tokens that were not sampled."""
+        """Appends a turn, or tokens that were not sampled."""
         self.done.tokens.extend(turn.tokens)
         self.done.logp.extend(turn.logp)
         if self.done.entropy is not None:
@@ -85,14 +85,14 @@ class _Talk(Conversation):
 
 
 class Turns(RowQueue):
-    """A queue whose rows are turns: one that has ended may have a reply, and continues after it.
+    """A queue whose rows are turns: a finished turn may get a reply, and then continues.
 
     Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
     """
 
     def __init__(self, policy: Policy, replies: Replies, together: bool) -> None:
-        """`together`: turns begin when no row decodes any more; else as soon as replies are
-        there."""
+        """`together`: turns start when no row is decoding; otherwise, as soon as their replies
+        arrive."""
         super().__init__(policy)
         self._replies, self._together = replies, together
         self.talks: list[_Talk] = []
@@ -101,21 +101,20 @@ class Turns(RowQueue):
 
     @property
     def waiting(self) -> bool:
-        """Whether a turn waits, or a reply is still to come."""
+        """Whether a turn waits, or a reply is still expected."""
         return super().waiting or bool(self._asked)
 
     def add(self, entry: Entry) -> None:
-        """Add the first turns of conversations, in the order of their rows."""
+        """Adds the first turns of conversations, in the order of their rows."""
         super().add(entry)
         self.talks += [
             _Talk(done=nothing_yet(entry.sampling), entry=entry, key=key) for key in entry.keys
         ]
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """As `RowQueue`; turns with new replies wait from now on.
+        """As in `RowQueue`; turns with new replies wait from now on.
 
-        Raises ValueError if replies are of other rows than asked for, or token ids are out of
-        range.
+        Raises ValueError if replies belong to unexpected rows, or if token ids are out of range.
         """
         if self._asked and not (self._together and decoding):
             least = 0 if decoding else 1
@@ -123,7 +122,7 @@ class Turns(RowQueue):
         return super().due(decoding, most)
 
     def completions(self, rows: int) -> list[Ended]:
-        """The conversations 0, 1, … as far as they have come."""
+        """The conversations 0, 1, … in their current state."""
         for number, row in self.rows.items():
             self.talks[number % rows].add(row.done)
         return [talk.done for talk in self.talks]
@@ -146,7 +145,7 @@ class Turns(RowQueue):
         found = self._replies.collect(least)
         if not found.keys() <= self._asked.keys() or len(found) < least:
             raise ValueError(
-                f"replies came of rows {sorted(found)}: expected at least {least} of the rows "
+                f"replies arrived for rows {sorted(found)}: expected at least {least} of the rows "
                 f"{sorted(self._asked)}"
             )
         for talk_number in sorted(found):

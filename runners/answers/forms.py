@@ -1,9 +1,9 @@
 """The forms of an answer, `answer.form`: how each is read from a completion and asked for in the
 prompt.
 
-Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this
-table alone. Built-in forms take time linear in the text; patterns and functions of the user run in
-a process with limits.
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers only with
+this table. Built-in forms take linear time; the user's patterns and functions run in a process with
+limits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AnswerForm:
     thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
 
     def read(self, text: str) -> str | None:
-        """The answer in a completion, the nudge in front; None: there is none."""
+        """The answer in a completion (including the nudge); None if there is none."""
         said = split_thoughts(text, self.thoughts)[1]
         if said is None:
             return None
@@ -82,8 +82,8 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in the data's text: a solution may end in ``\\boxed{}``,
-        a JSON object has the field."""
+        """The answer in the data's text: a solution may end with ``\\boxed{}``,
+        and a JSON object may contain the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
@@ -111,7 +111,7 @@ class AnswerForm:
         return [verdict.share * (each is not None) for each, verdict in pairs]
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
-        """A line if programs may pass tests that they do not solve."""
+        """A message if programs may pass tests that they do not solve."""
         if self.forges is None:
             return []
         forging = list(filter(None, map(self.forges, texts)))
@@ -119,21 +119,21 @@ class AnswerForm:
             return []
         names = listed(sorted(set().union(*forging)))
         return [
-            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program can "
-            "pass tests that it does not solve: look at those that are right"
+            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program "
+            "can pass tests without solving them: check the completions that count as right"
         ]
 
     def is_right(self, text: str, gold: str) -> bool:
-        """Whether a completion has the gold answer."""
+        """Whether a completion has the reference answer."""
         return self.agree(self.read(text), gold)
 
 
 def extract_answer(text: str) -> str | None:
     """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
-    A pair is an opening tag and the first closing tag after it, with no other opening tag between:
-    an unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is
-    no answer.
+    A pair is an opening tag and the first closing tag after it, without another opening tag between
+        them: an unclosed ``<answer>`` is ignored, and of nested ones the innermost is used. An
+        empty pair is no answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -162,7 +162,7 @@ def _boxed(text: str, _: str) -> str | None:
 
 
 def _marked(text: str, _: str) -> str | None:
-    """The rest of the line behind the last ``####``."""
+    """The rest of the line after the last ``####``."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() if mark else None
 
@@ -250,7 +250,7 @@ FORMS: dict[str, AnswerForm] = {
     "letter": AnswerForm(
         lambda text, _: letter(text),
         f"The answer is {PLACE}",
-        "a letter that stands alone",
+        "a single letter",
         'Choose one of the options. End with "Answer: " and the letter of your choice.',
     ),
     "json": AnswerForm(
@@ -309,8 +309,8 @@ def answer_form(
     program_seconds: int = 2,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". ValueError, with what is expected,
-    for any other.
+    """The form for `answer.form`; None for "none". Raises ValueError, with what is expected, for
+    any other.
 
     Args:
         given: the nudge, in front of each completion that is read.
@@ -330,7 +330,7 @@ def answer_form(
             try:
                 re.compile(argument)
             except re.error as error:
-                raise ValueError(f"a regular expression behind regex: ({error})") from error
+                raise ValueError(f"a regular expression after regex: ({error})") from error
         registered = FORMS[name]
         form = attrs.evolve(
             registered,
@@ -361,9 +361,11 @@ def answer_form(
 def fitting_form(
     texts: Sequence[str], golds: Sequence[str], thoughts: tuple[str, ...] = TAGS
 ) -> tuple[str, int, int] | None:
-    """The form that most completions have, with how many have it and how many are right in it.
+    """The form that fits most completions, with the number of completions that it fits, and how
+    many are right.
 
-    None if none has half of them. Of several the one with most right answers, then the narrowest.
+    None if no form fits half of them. Among equals, the form with the most right answers is used,
+    then the narrowest.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
     fields = Counter[str]()

@@ -1,7 +1,7 @@
 """Answers in running text: the last number, and the letter of a choice.
 
-What a reader could take in two ways is no answer: a number inside an expression, a list or a range,
-and two letters. All patterns are applied to a bounded part of the text.
+Ambiguous text has no answer: a number inside an expression, a list or a range, or two letters. All
+    patterns are applied to a limited part of the text.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _NEGATION = re.compile(r"\b(?:not|no|nor|never|neither|except|than)\b|n't\b", re
 
 
 def last_number(text: str) -> str | None:
-    """The last number with its unit; None if it is a part of something else (``10-5``, ``1.2.3``).
+    """The last number with its unit; None if it is part of something else (``10-5``, ``1.2.3``).
 
-    Digits of names (``x2``, ``H2O``) and ordinals (``2nd``) are no numbers.
+    Digits of names (``x2``, ``H2O``) and ordinals (``2nd``) are not numbers.
     """
     ends = [found.end() for found in _LAST_DIGIT.finditer(text)]
     for end in reversed(ends[-_LINES:]):
@@ -117,9 +117,9 @@ def _number(before: str, run: str, behind: str) -> str | None:
 def letter(text: str) -> str | None:
     """The letter of a choice; None if there is none, or more than one.
 
-    It is the whole text, or the last letter that the text calls its answer. In a text without such
-    words it is the only letter that begins a line as an option (``B) iron``), or else the only
-    capital that stands alone. A letter that is denied (``not C``, ``C is wrong``) does not count.
+    It is the whole text, or the last letter that the text calls its answer. Otherwise, it is the
+    only letter at the start of a line (``B) iron``), or the only capital that stands alone. A
+    letter that is denied (``not C``, ``C is wrong``) does not count.
     """
     alone = _ALONE.fullmatch(text) if len(text) <= 100 else None
     if alone:

@@ -1,4 +1,4 @@
-"""A model's thoughts and its answer: the one place that separates them."""
+"""A model's thoughts and its answer: the only code that separates them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ TAGS = ("<think>", "</think>")
 
 
 def split_thoughts(text: str, tags: Sequence[str] = TAGS) -> tuple[str, str | None]:
-    """The thoughts of a completion, tags included, and its answer:
-    the text behind the last closing tag.
+    """The thoughts of a completion, including tags, and its answer: the text after the last closing
+    tag.
 
-    The answer is None if a thought is still open at the end: the completion was cut off inside it.
-    A text may begin inside a thought whose opening tag is in the prompt. Without tags the whole
-    text is the answer.
+    The answer is None if a thought is still open at the end, because the completion was cut off
+    inside it. A text may start inside a thought whose opening tag is in the prompt. Without tags,
+    the whole text is the answer.
     """
     if not tags:
         return "", text

@@ -1,8 +1,7 @@
-"""Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX;
-else texts.
+"""Answers compared by value: numbers with units, fractions, percentages, LaTeX; otherwise as texts.
 
-All of it takes time linear in the text: a policy writes these texts, and it will find the input on
-which a backtracking pattern takes exponential time.
+Everything takes linear time, because a policy writes these texts and would find inputs on which a
+backtracking pattern takes exponential time.
 """
 
 from __future__ import annotations
@@ -106,12 +105,12 @@ class Quantity(NamedTuple):
 def answers_agree(
     found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False
 ) -> bool:
-    """Whether an answer means the same as the reference answer: numbers by value,
-    other texts by letter.
+    """Whether an answer means the same as the reference answer: numbers by value, other texts
+    character by character.
 
-    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50
-    and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the
-    reference answer.
+    A unit that only one of them has is ignored; if both have units, they must be the same. ``50%``
+    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or the reference
+    answer's.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)
@@ -127,21 +126,21 @@ def answers_agree(
 
 
 def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
-    """The exact value and the unit of a text that is one number and nothing else, or None.
+    """The exact value and the unit of a text that is a single number, or None.
 
     Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
-    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``),
+    groups of three (comma or space), decimals after a point, an exponent (``5e3``, ``5 × 10^3``),
     a fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5
     m²``), LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full
-    stop behind.
+    stop after it.
 
     Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
-    of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are
-    no unit (``5 tenths``, ``2 pi``), more than 400 characters.
+        of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that
+        are not units (``5 tenths``, ``2 pi``), more than 400 characters.
 
     Args:
-        unit: one that is accepted besides the known ones; if it is None, up to four plain words are
-            one too, as in a reference answer.
+        unit: a unit that is accepted in addition to the known ones; if it is None, up to four plain
+            words are accepted too, as in a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
@@ -166,7 +165,7 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a reference answer that is a number, whatever its unit."""
+    """The value of a reference answer that is a number, with any unit."""
     found = parse_quantity(text, None)
     return None if found is None else found.value
 
@@ -240,13 +239,13 @@ def _cents(quantity: Quantity) -> Fraction:
 
 
 def _share(quantity: Quantity) -> Fraction:
-    """Of a percentage, if it is at most 100, the share; else the value."""
+    """The share, for a percentage of at most 100; otherwise the value."""
     is_share = quantity.unit == "percent" and abs(quantity.value) <= 100
     return quantity.value / 100 if is_share else quantity.value
 
 
 def without_latex(text: str) -> str:
-    """The text without quotes, emphasis, and LaTeX's marks around numbers and words."""
+    """The text without quotes, emphasis, and LaTeX markup around numbers and words."""
     text = text.strip("*` \n\t\r")
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return text.strip()
@@ -260,10 +259,10 @@ def without_latex(text: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5),
-    18 for the float 18.0.
+    """A row's value as text: 0.00005 for 5e-05 (which math-verify reads as 5·e − 5), 18 for the
+    float 18.0.
 
-    A text stays as it is.
+    A text is returned unchanged.
     """
     if isinstance(value, str):
         return value
@@ -274,5 +273,5 @@ def value_text(value: object) -> str:
 
 
 def without_exponent(text: str) -> str:
-    """A text that is a number with an exponent as a plain decimal; any other text as it is."""
+    """A text that is a number with an exponent as a plain decimal; any other text unchanged."""
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text

@@ -1,4 +1,4 @@
-"""A run's folder on disk: locked, saved, pruned, and opened again.
+"""A run's folder on disk: locking, saving, pruning, and opening it again.
 
 It does not depend on the training loop.
 """

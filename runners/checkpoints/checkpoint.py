@@ -1,10 +1,11 @@
-"""Checkpoints: folders that mlx-lm opens, written completely or not at all, and read back bit for bit.
+"""Checkpoints: folders that mlx-lm can open, written atomically, and read back bit for bit.
 
-The weights are the masters (float32, exact). The rest of a TrainState and the trees that belong to it are
-flat named arrays: safetensors has names but no trees, so the structure of the trees (dict order, list or
-tuple, empty parts, None) is saved as JSON in the file's metadata. An array that roles share is written once
-and is shared again after loading. A broadcast zero, such as the accumulated gradients between updates, is not
-written at all. trainer_state.json has the plain values; it may come from anybody.
+The weights are the master weights (float32, exact). The rest of a TrainState and its trees are flat
+named arrays: safetensors has names but no trees, so the structure of the trees (dict order, list or
+tuple, empty parts, None) is saved as JSON in the file's metadata. An array that several roles share
+is written once, and is shared again after loading. A broadcast zero, such as the accumulated
+gradients between updates, is not written. trainer_state.json contains the plain values, which are
+untrusted.
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ def write_checkpoint(
     *,
     prompt: PromptSettings | None = None,
 ) -> Path:
-    """Writes `run_dir/checkpoint-{step}` and returns it. A folder of that name is replaced.
+    """Writes `run_dir/checkpoint-{step}` and returns it. Replaces a folder of that name.
 
     Args:
         run_dir: the run's folder.
         step: the batch step.
         state: the training state.
         loaded: the model the state belongs to.
-        trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
+        trainer_state: JSON values of the loop; `prune_checkpoints` ranks folders by "em" and
+            "reward".
         loop: trees of arrays that belong to the state.
-        prompt: how the model is asked; written to a separate file.
+        prompt: the prompt format, which is written to a separate file.
 
-    Raises UserError if the disk refuses; then the existing files are unchanged.
+    Raises UserError if writing fails; then the existing files are unchanged.
     """
     weights = trained(state.params, loaded)
     arrays, metadata = pack_state(state, weights, loop or {})
@@ -84,7 +86,8 @@ def write_checkpoint(
 def pack_state(
     state: TrainState, weights: Mapping[str, mx.array], loop: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Arrays and metadata of the state's file; arrays of the `weights`' file are only referred to."""
+    """Arrays and metadata of the state's file; arrays in the `weights` file are only referred
+    to."""
     arrays: dict[str, mx.array] = {}
     known = {id(array): f"weights:{name}" for name, array in weights.items()}
     names = [field.name for field in attrs.fields(type(state))]
@@ -98,8 +101,8 @@ def pack_state(
 def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
 
-    Shared arrays are shared again. Raises UserError if a file is missing, cut off, lacks an array, or has a
-    weight or moment that is not finite.
+    Shared arrays are shared again. Raises UserError if a file is missing, truncated or incomplete,
+    or has a weight or moment that is not finite.
     """
     from grpo_fn.learner import TrainState
 
@@ -126,20 +129,23 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         RecursionError,
     ) as error:
         raise UserError(
-            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: {first_line(error)})"
+            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: "
+            f"{first_line(error)})"
         ) from error
 
 
 def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
-    """Adds the tree's arrays to `arrays` under names that start with `name`; returns its shape as JSON.
+    """Adds the tree's arrays to `arrays` under names that start with `name`; returns its structure
+    as JSON.
 
     Args:
         tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
         name: the prefix of the tree, such as "opt_state".
-        arrays: flat name -> array; grows.
-        known: id -> name of the arrays seen so far; grows. A known array is referred to, not added again.
+        arrays: flat name -> array, extended in place.
+        known: id -> name of the arrays seen so far, extended in place. A known array is referred to
+            instead of added again.
 
-    Raises TypeError for anything else, ValueError if two leaves get the same name.
+    Raises TypeError for other values, and ValueError if two leaves have the same name.
     """
     if isinstance(tree, mx.array):
         if id(tree) not in known and _is_spread_zero(tree):
@@ -166,7 +172,8 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
-    """The tree that `pack` described. KeyError if an array is missing, and others for a damaged shape."""
+    """The tree that `pack` described. Raises KeyError if an array is missing, and other errors for
+    a damaged structure."""
     ((kind, content),) = shape.items()
     if kind == "array":
         return arrays[content]
@@ -191,7 +198,8 @@ def _is_spread_zero(array: mx.array) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Decided:
-    """Keys of [rollout] that the config left to the machine, as the run's first process found them."""
+    """Keys of [rollout] that the config leaves to the machine, as determined by the run's first
+    process."""
 
     launch: str = attrs.field(
         validator=lambda _, __, value: rules.check(
@@ -203,7 +211,8 @@ class Decided:
 
 @attrs.frozen(kw_only=True)
 class TrainerState:
-    """What trainer_state.json holds: the run's own state (`loop`), and what a resumed run compares."""
+    """The contents of trainer_state.json: the run's own state (`loop`), and the values that a
+    resumed run compares."""
 
     step: int = rules.key(attrs.NOTHING, "batch steps", ">= 0")
     em: float | None  # of the last evaluation; with the next two it ranks checkpoints
@@ -219,22 +228,25 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """A checkpoint's trainer_state.json. Raises UserError for anything that no run has saved."""
+    """A checkpoint's trainer_state.json. Raises UserError for anything that a run cannot have
+    saved."""
     file = folder / TRAINER_STATE
     content = read_json(file)
     if content.get("version") != VERSION:
         raise UserError(
-            f"{file}: expected version {VERSION}, found {show(content.get('version'))}: another grpo_fn "
-            "saved it; finish the run with that one, or start again with --overwrite"
+            f"{file}: expected version {VERSION}, found {show(content.get('version'))}: it was "
+            "saved by another version of grpo_fn; finish the run with that version, or start "
+            "over with --overwrite"
         )
     return decoded(content, TrainerState, str(file))
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
-    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; with `keep_last` 0 none.
+    """Deletes checkpoints except the last `keep_last` and the best `keep_best`; with `keep_last` 0,
+    none.
 
-    Best is the highest "em" in trainer_state.json, then the highest "eval_reward", then "reward", then the
-    newest; a missing or null number ranks lowest.
+    The best has the highest "em" in trainer_state.json, then the highest "eval_reward", then
+    "reward", then the newest step; a missing or null number ranks lowest.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:

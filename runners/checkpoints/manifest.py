@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes manifest.json for all files in the folder. OSError if the disk refuses."""
+    """Writes manifest.json for all files in the folder. Raises OSError if writing fails."""
     names = (
         path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
     )
@@ -25,10 +25,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises UserError unless every file of the manifest is there as it was written."""
+    """Raises UserError unless every file of the manifest exists unchanged."""
     files = read_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise UserError(f"{folder / MANIFEST}: its table of files is damaged")
+        raise UserError(f"{folder / MANIFEST}: its list of files is damaged")
     # Links are not followed, so that no name of the manifest leads out of the folder.
     present = {
         path.relative_to(folder).as_posix(): path
@@ -44,13 +44,13 @@ def check_manifest(folder: Path) -> None:
         with disk_errors(f"{path}: cannot be read"):
             found = digest(path)
         if found != facts.get("sha256"):
-            raise UserError(f"{path}: its content is not what was written (SHA-256)")
+            raise UserError(f"{path}: its content has changed (SHA-256)")
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint in a folder whose files match its manifest.
 
-    `note` gets a line for each damaged one.
+    `note` receives a message for each damaged one.
     """
     for path in reversed(checkpoint_folders(folder).values()):
         try:
@@ -63,10 +63,10 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
 
 
 def model_of_run(name: str, note: Callable[[str], None]) -> str:
-    """The model of a run's folder: `final`, else its newest whole checkpoint.
+    """The model of a run's folder: `final`, or its newest complete checkpoint.
 
-    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each
-    damaged one. Raises UserError if the run has neither.
+    Any other name is returned unchanged. `note` receives a message if a checkpoint is used, and for
+    each damaged one. Raises UserError if the run has neither.
     """
     folder = Path(name).expanduser()
     if not (folder / RESOLVED).is_file():
@@ -75,8 +75,8 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
         return str(folder / "final")
     path = newest_whole(folder, note)
     if path is None:
-        raise UserError(f"{name}: this run has no final model and no whole checkpoint")
-    note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
+        raise UserError(f"{name}: this run has no final model and no complete checkpoint")
+    note(f"{name}: this run has no final model; using its newest complete checkpoint, {path.name}")
     return str(path)
 
 

@@ -1,5 +1,5 @@
-"""Continuing from a checkpoint: finds it, checks it, and compares config and inputs with its
-own."""
+"""Resuming from a checkpoint: finds and checks it, and compares its config and inputs with the
+current ones."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class Origin:
 
 
 def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) -> Origin | None:
-    """The checkpoint that a run continues from, or None if the run's folder has none yet.
+    """The checkpoint to resume from, or None if the run's folder has none yet.
 
     Args:
         folder: the run's.
-        wish: a checkpoint, or a folder with checkpoints; None: the run's own.
-        note: gets a line for each damaged one, which is skipped.
+        wish: a checkpoint, or a folder with checkpoints; None for the run's own.
+        note: receives a message for each damaged checkpoint, which is skipped.
 
-    Raises UserError if the named checkpoint is damaged, if all are, or if one is of another
-    version.
+    Raises UserError if the named checkpoint is damaged, if all are, or if one has another version.
     """
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))
@@ -64,7 +63,7 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
         return Origin(path, read_trainer_state(path))
     if found:
         raise UserError(
-            f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over"
+            f"{searched}: none of its {found} checkpoints is complete; --overwrite starts over"
         )
     if (folder / "final").exists():
         raise UserError(
@@ -75,17 +74,18 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
 
 
 def first_start(origin: Origin | None) -> datetime:
-    """When a run whose chat template writes the date was first started; of other runs and new ones:
-    now."""
+    """The first start of a run whose chat template contains the date; for other and new runs, the
+    current time."""
     with suppress(ValueError):
         return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
     return datetime.now().replace(microsecond=0)
 
 
 def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:
-    """Raises UserError if the folder holds a run, or (with `replace_finished`) an interrupted one.
+    """Raises UserError if the folder contains a run or, with `replace_finished`, an interrupted
+    run.
 
-    `key` is the config's key, for the message.
+    `key` is the config key for the message.
     """
     checkpoint = interrupted(folder)
     left = [
@@ -102,16 +102,16 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
             f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
-            "over, another run.name leaves it alone"
+            "over, another run.name keeps it"
         )
 
 
 def compare_config(
     config: Config, origin: Origin, note: Callable[[str], None], *, allowed: bool
 ) -> None:
-    """Notes the keys in which the config differs from the checkpoint's.
+    """Notes the keys whose values differ from the checkpoint's.
 
-    Raises UserError if weights or completions depend on one of them, unless that is `allowed`.
+    Raises UserError if weights or completions depend on one of them, unless `allowed`.
     """
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was = flattened(origin.facts.config)
@@ -149,14 +149,14 @@ def compare_inputs(
     *,
     allowed: bool,
 ) -> None:
-    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of
+    """Notes inputs that differ from the checkpoint's (see `run_inputs`), and changed facts of
     `Platform.arithmetic`.
 
-    Raises UserError if weights or completions depend on such an input, unless that is `allowed`.
+    Raises UserError if weights or completions depend on such an input, unless `allowed`.
     """
     was = origin.facts.inputs
     found = [name for name, value in inputs.items() if was.get(name) != value]
-    line = f"{', '.join(found)}: not what {origin.folder} was trained with"
+    line = f"{', '.join(found)}: different from what {origin.folder} was trained with"
     if {*found} - {HELD_OUT} and not allowed:
         raise UserError(f"{line}; --allow-config-change continues anyway")
     if found:
@@ -169,8 +169,8 @@ def compare_inputs(
     ]
     if rows:
         note(
-            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for "
-            "bit those of an uninterrupted run"
+            f"{origin.folder} was computed with a different {', '.join(rows)}: results differ in "
+            "the last bits from those of an uninterrupted run"
         )
 
 
@@ -179,7 +179,7 @@ def _change(name: str, was: Any, now: Any) -> str:
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """The decisions of an earlier process for this config; None if their keys of [rollout] have
+    """The choices of an earlier process for this config; None if their keys of [rollout] have
     changed."""
     asked = origin.facts.config.get("rollout")
     if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(
@@ -190,5 +190,5 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """The decisions that `earlier_decisions` returns, from a config in which all is decided."""
+    """The choices that `earlier_decisions` returns, from a complete config."""
     return {name: getattr(config.rollout, name) for name in DECIDED}

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its checkpoints, and what an earlier run has left in it."""
+"""The folder of a run: its lock, its checkpoints, and the remains of an earlier run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[Path]:
-    """The folder, created if missing, for this process alone; `key` is its name in messages.
+    """Creates the folder if necessary and locks it for this process; `key` is its name in messages.
 
-    The lock is the kernel's and ends with the process, however it ends; its file stays.
+    The kernel releases the lock when the process ends for any reason; its file stays.
 
-    Raises UserError if another process uses it, or if it cannot be written to.
+    Raises UserError if another process uses the folder, or if it cannot be written to.
     """
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,8 @@ def _take(lock: int, folder: Path) -> None:
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """What distinguishes a folder from a later one of the same path; None: there is none."""
+    """Identifies a folder, as opposed to a later one with the same path; None if there is no
+    folder."""
     with suppress(OSError):
         facts = os.stat(folder)
         return facts.st_dev, facts.st_ino
@@ -65,13 +66,13 @@ def place_of(folder: Path) -> tuple[int, int] | None:
 
 
 def check_place(folder: Path, place: tuple[int, int] | None) -> None:
-    """Raises UserError if `folder` is no longer the one of which `place_of` gave this: it was
-    renamed, and what has its path now may belong to another run."""
+    """Raises UserError if `folder` is not the folder that `place_of` returned this for: it was
+    renamed, and its path may now belong to another run."""
     found = place_of(folder)
     if found != place:
         raise UserError(
-            f"{folder}: expected the folder in which this run began, found "
-            f"{'another' if found else 'none'}; nothing is saved until it has its name back"
+            f"{folder}: expected the folder in which this run started, found "
+            f"{'another' if found else 'none'}; nothing is saved until the folder has its name back"
         )
 
 
@@ -84,16 +85,17 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest step first."""
+    """The run's complete checkpoints, oldest step first."""
     return [
         path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()
     ]
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of the newest checkpoint of a run that has not finished since; else None.
+    """The name of the newest checkpoint of a run that has not finished since; otherwise None.
 
-    Its last event tells, not a time stamp, which a copy changes; without events its final model.
+    Its last event decides, because copying changes time stamps; without events, its final model
+    decides.
     """
     with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
@@ -107,7 +109,8 @@ def interrupted(folder: Path) -> str | None:
 
 
 def clear(folder: Path) -> None:
-    """Removes an earlier run's checkpoints and model; its logs are renamed when new ones begin."""
+    """Removes an earlier run's checkpoints and model; its logs are renamed when new ones are
+    created."""
     with disk_errors(f"{folder} cannot be cleared"):
         for found in (*checkpoint_folders(folder).values(), folder / "final"):
             if found.is_dir() and not found.is_symlink():
@@ -115,7 +118,7 @@ def clear(folder: Path) -> None:
 
 
 def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
-    """Renames the checkpoints of later steps, because the run continues from an earlier one.
+    """Renames the checkpoints of later steps, because the run resumes from an earlier one.
     Returns the old and the new names.
 
     The new name is NAME.aside, or NAME.aside-2 and so on if that exists: nothing is replaced.

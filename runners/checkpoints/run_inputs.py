@@ -1,6 +1,6 @@
-"""Digests of a run's inputs besides its config; a resumed run compares them.
+"""Digests of a run's inputs other than its config, which a resumed run compares.
 
-Digests are SHA-256. Files and columns are read whole; for the weights under adapters see
+Digests are SHA-256. Files and columns are read completely; for the weights under adapters, see
 `base_digest`.
 """
 
@@ -54,7 +54,7 @@ def run_inputs(
     if writes_date(template):
         found[START] = loaded.tokenizer.start.isoformat()
     if gold:
-        found["the gold completions"] = _digest(
+        found["the reference completions"] = _digest(
             repr((example.tokens, example.gold)) for example in gold
         )
     if loaded.base_digest:

@@ -1,4 +1,4 @@
-"""Lists the runs in a folder: progress, results, and how to continue each. Nothing is changed."""
+"""Lists the runs in a folder: progress, results, and how to resume each. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runners.report.run_record import RunRecord, is_running
 
 @attrs.frozen
 class RunSummary:
-    """The facts in one run's folder. None: the folder does not tell."""
+    """The facts in one run's folder. None if the folder does not contain them."""
 
     folder: str
     state: str  # running; finished; interrupted: has a checkpoint to resume from; stopped: has none
@@ -31,18 +31,18 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and below it, the last changed one first. UserError if it does not
+    """The runs in a folder and below it, most recent first. Raises UserError if it does not
     exist."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: there is no such folder; expected one that holds runs, such as outputs"
+            f"{folder}: there is no such folder; expected one that contains runs, such as outputs"
         )
     found = {file.parent for file in folder.rglob(RESOLVED) if file.is_file()}
     return sorted(map(summarize, found), key=lambda run: (-run.changed, run.folder))
 
 
 def summarize(folder: Path) -> RunSummary:
-    """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
+    """One run. Skips lines of its log that are not JSON, because a run may be writing there."""
     record = RunRecord(folder)
     state = "stopped"
     if is_running(folder):

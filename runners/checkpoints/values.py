@@ -1,6 +1,7 @@
-"""Values of attrs as plain trees of arrays, and back: every field by its type, checked by its range.
+"""Converts attrs values to plain trees of arrays and back: every field is checked by its type and
+range.
 
-What a checkpoint holds may come from anybody: whatever is not of its field's type is refused.
+Checkpoints are untrusted: values that do not fit their field's type are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _Kind = TypeVar("_Kind")
 
 
 def encoded(value: Any) -> Any:
-    """A value as dicts, lists, arrays of MLX and scalars; fields with `unsaved` in their metadata are left
-    out."""
+    """A value as dicts, lists, MLX arrays and scalars; fields with `unsaved` in their metadata are
+    omitted."""
     if attrs.has(type(value)):
         fields = [
             field.name for field in attrs.fields(type(value)) if "unsaved" not in field.metadata
@@ -42,16 +43,16 @@ def encoded(value: Any) -> Any:
 
 
 def has_arrays(tree: Any) -> bool:
-    """Whether an encoded value has an array in it."""
+    """Whether an encoded value contains an array."""
     if isinstance(tree, dict):
         return any(has_arrays(part) for part in tree.values())
     return isinstance(tree, mx.array) or (isinstance(tree, list) and any(map(has_arrays, tree)))
 
 
 def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
-    """The inverse of `encoded`, for a class of attrs; `given` are fields that the tree does not have.
+    """The inverse of `encoded`, for an attrs class; `given` are fields that are not in the tree.
 
-    Raises UserError, which begins with `where` and names the field, for anything else.
+    Raises UserError, starting with `where` and naming the field, for invalid values.
     """
     if not isinstance(tree, dict):
         raise UserError(f"{where}: expected a table, found {show(tree)}")

@@ -28,10 +28,10 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose `commands` are names of modules' attributes, imported only when they are shown
-    or run.
+    """A group whose `commands` are names of module attributes, imported only when they are shown or
+    run.
 
-    A command's module imports nothing heavy at its top, so that the group's help can show its first
+    A command's module imports nothing heavy at the top, so that the group's help can show its first
     line.
     """
 
@@ -49,7 +49,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits
     with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory and errors of the operating system count as user errors. Any other
+    Running out of memory and errors of the operating system are treated as user errors. Any other
     exception is a bug and keeps its traceback.
     """
 
@@ -111,7 +111,7 @@ def flag(name: str, meaning: str) -> Part:
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a command of a function, which then `ends_with_a_line`. The parts are its arguments,
+    """Makes a command of a function and applies `ends_with_a_line`. The parts are its arguments,
     options and groups of options, in order; `notes` are printed below its help."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:

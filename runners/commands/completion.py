@@ -18,7 +18,7 @@ _FILES = {  # by shell: where it looks for completions; zsh's file has to be nam
 
 
 def install_completion(command: click.Command) -> None:
-    """Writes the completion script for the shell in $SHELL, and prints where it is.
+    """Writes the completion script for the shell in $SHELL, and prints its path.
 
     Raises UserError for any other shell, or if the file cannot be written.
     """

@@ -1,6 +1,4 @@
-"""`grpo doctor`: what this machine provides for a run, what will be slow, and the command that
-fixes it.
-"""
+"""`grpo doctor`: the machine's capabilities, slow parts, and the commands that fix them."""
 
 from __future__ import annotations
 

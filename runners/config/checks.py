@@ -1,4 +1,4 @@
-"""Checks beyond a single key: that files exist, and that keys fit each other. Nothing is loaded."""
+"""Checks beyond a single key: files must exist, and keys must be consistent. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _ONLY_IF = {
 
 
 def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
-    """The sections with their paths resolved. A section that is None had faults and is left alone.
+    """The sections with their paths resolved. A section that is None had errors and is skipped.
 
-    Faults go to `found.problems`, one line each.
+    Errors are added to `found.problems`, one line each.
     """
     result = dict(built)
     paths = _Paths(found)
@@ -86,11 +86,11 @@ class _Paths:
     found: Settings
 
     def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
-        """The three sections with what belongs to the form of answers, where the config does not
-        set it.
+        """The three sections, completed with the values of the answer's form where the config does
+        not set them.
 
-        The form's prompt is put only before questions of a chat: other texts and messages are whole
-        prompts.
+        The form's prompt is added only to questions in a chat: other texts and messages are
+        complete prompts.
         """
 
         def given(key: str) -> bool:
@@ -148,7 +148,7 @@ class _Paths:
         )
 
     def completions(self, name: str, key: str) -> str:
-        """A file, or that of a run's folder."""
+        """A file, or the file in a run's folder."""
         place = self.existing(name) if name else None
         return self.file(
             os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key
@@ -171,8 +171,8 @@ class _Paths:
         return tuple(name if name in REWARD_NAMES else one(name) for name in names)
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
-        """A custom function as a config names it, with the path of a Python file resolved; empty:
-        none.
+        """A custom function named in a config, with the path of a Python file resolved; empty if
+        there is none.
         """
         module, _, function = name.rpartition(":")
         is_file = module.endswith(".py")
@@ -186,14 +186,14 @@ class _Paths:
         return f"{self.file(module, key)}:{function}" if is_file else name
 
     def is_example(self, functions: tuple[str, ...]) -> bool:
-        """Whether these are the one that `grpo init` wrote, unchanged."""
+        """Whether these are the unchanged reward that `grpo init` wrote."""
         file, _, name = "".join(functions).rpartition(":")
         if name != "reward" or not os.path.isfile(file):
             return False
         return Path(file).read_bytes().endswith(EXAMPLE_REWARD.encode())
 
     def file(self, name: str, key: str, kind: str = "file") -> str:
-        """The path of a file, or of a folder, that has to exist; empty: none."""
+        """The path of a file or folder that must exist; empty if there is none."""
         path = self.existing(name) if name else ""
         if path is None or (
             path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)
@@ -202,8 +202,8 @@ class _Paths:
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
-        """The path of a model or of data; a shipped name and a possible name on the Hub stay as
-        they are.
+        """The path of a model or of data; shipped names and possible names on the Hub do not
+        change.
         """
         if name in SHIPPED or not name:
             return name
@@ -225,7 +225,7 @@ class _Paths:
         return name
 
     def existing(self, path: str) -> str | None:
-        """The first that exists: `path` itself, with ~ expanded, or beside the config file."""
+        """The first one that exists: `path` itself, with ~ expanded, or next to the config file."""
         expanded = os.path.expanduser(path)
         beside = os.path.normpath(os.path.join(self.found.folder, expanded))
         return next(
@@ -294,7 +294,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (
-        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps no weights to mix with"
     )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
@@ -305,12 +305,12 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             "less than rollout.num_generations"),
         ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
-            f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
+            f"1.0 with {REWARD_NAMES[0]}, where right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
             'a file of `grpo difficulty` with data.curriculum = "static"'),
         ("rollout.group_size",
             rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
-            f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size"),
+            f"0 with {' and '.join(sorted(modes))}, which need groups of a fixed size"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
             '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
@@ -327,9 +327,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"at least one entry{unread}, {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
             f"a list of {len(rewards)}, one for each of reward.functions"),
-        ("reward.weights", weights and not any(weights), "one that is not 0"),
+        ("reward.weights", weights and not any(weights), "a value other than 0"),
         ("teacher.hint", teacher == SELF and not hint,
-            f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),
+            f'a text with {{answer}} for the teacher, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),
             "a text with {answer}, and a column of answers in data.answer"),
     ):  # fmt: skip

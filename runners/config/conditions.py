@@ -18,7 +18,7 @@ _CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+
 
 @attrs.frozen
 class Condition:
-    """Ends a run when a metric has been on one side of a limit for some readings in a row."""
+    """Ends a run when a metric has been beyond a limit for several consecutive readings."""
 
     metric: str
     sign: str
@@ -47,7 +47,7 @@ class Condition:
 
 
 def condition_fault(text: str, rewards: Iterable[str]) -> str:
-    """What is wrong with an entry of `stop.when`; "" if it can be read and its metric is logged.
+    """The error in an entry of `stop.when`; "" if it can be read and its metric is logged.
 
     `rewards` are the config's reward.functions.
     """

@@ -1,8 +1,7 @@
-"""MLX-GRPO's flat keys, at the top level of a file or in its table [mlx_grpo], and what they are
-here.
+"""MLX-GRPO's flat keys, at the top level of a file or in its table [mlx_grpo], and their keys here.
 
 MLX-GRPO has a default for every key, and some values that its script fixes. A flat file keeps both,
-so that its meaning does not change. docs/migrating.md is made from the tables below.
+so that its meaning does not change. docs/migrating.md is generated from the tables below.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def flat_table(table: Mapping[str, Any], sections: Collection[str]) -> Mapping[s
 
 
 def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """The (section.key, value, flat key) of a file's flat keys, and notices on values that are not
-    used.
+    """The (section.key, value, flat key) of a file's flat keys, and notices about unused values.
 
     Types and ranges are checked later, with the sections.
     """

@@ -1,4 +1,4 @@
-"""What a key is, for docs/config.md and `grpo-run --explain KEY`."""
+"""The description of a key, for docs/config.md and `grpo-run --explain KEY`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from runners.errors import ConfigError, spell
 
 
 def explain(name: str) -> str:
-    """What docs/config.md says of a key such as "optim.eps", or of all keys of a section or table.
+    """The description of a key such as "optim.eps", or of all keys of a section or table.
 
-    Raises ConfigError for an unknown one, with the nearest spelling.
+    Raises ConfigError, with the nearest spelling, for an unknown key.
     """
     asked = tuple(name.split("."))
     found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}

@@ -1,6 +1,6 @@
 """The config of a run: loaded, checked and frozen before anything heavy is imported.
 
-Later values win: defaults, then the loss preset's, then the file's, then --set.
+Precedence: defaults, then the loss preset's values, then the file's, then --set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """The whole config of a run, one attribute for each section of the TOML file."""
+    """The complete config of a run, one attribute for each section of the TOML file."""
 
     run: sections.RunConfig = attrs.field(factory=sections.RunConfig)
     model: sections.ModelConfig
@@ -59,18 +59,18 @@ class Config:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders in which custom files and modules are searched: the current one, then the
+        """The folders that are searched for custom files and modules: the current one, then the
         config's.
         """
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines on values of the file that are not used."""
+        """Messages about unused values of the file."""
         return tuple(self.settings.notices) if self.settings else ()
 
     def where(self, key: str) -> str:
-        """The place where `section.key` was set, for messages: `train.toml: data.source`."""
+        """The origin of `section.key` for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
 
     def having(self, section: str, **values: Any) -> Config:
@@ -79,7 +79,7 @@ class Config:
 
     @property
     def answer_form(self) -> AnswerForm | None:
-        """The form of answers; None: no answer is read."""
+        """The form of answers; None if no answer is read."""
         answer = self.answer
         return answer_form(
             answer.form,
@@ -94,7 +94,7 @@ class Config:
     def loss_spec(self) -> LossSpec:
         """The LossSpec of [loss]: the preset's, with the given fields replaced.
 
-        Raises ConfigError if the combination has no meaning. Imports grpo_fn, and so MLX.
+        Raises ConfigError if the combination is invalid. Imports grpo_fn, and therefore MLX.
         """
         from grpo_fn import LossSpec, preset
 
@@ -108,9 +108,9 @@ class Config:
             raise ConfigError([f"{self.where(key)}: {error}"]) from error
 
     def check(self) -> Config:
-        """This config with [loss] complete: fields that were not set have the preset's values.
+        """This config with a complete [loss]: fields that were not set have the preset's values.
 
-        Raises ConfigError as `loss_spec` does. Imports grpo_fn, and so MLX.
+        Raises the errors of `loss_spec`. Imports grpo_fn, and therefore MLX.
         """
         from grpo_fn import PRESETS
 
@@ -137,7 +137,7 @@ class Config:
         return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The sections for JSON, without the keys that are still left to the preset."""
+        """The sections for JSON, without the keys that are left to the preset."""
         return {
             name: attrs.asdict(
                 getattr(self, name),
@@ -150,7 +150,7 @@ class Config:
         }
 
     def to_toml(self) -> str:
-        """The sections as TOML; `load_config` reads it back to an equal config."""
+        """The sections as TOML, from which `load_config` reads an equal config."""
         return toml_text(self.to_dict())
 
 
@@ -172,12 +172,12 @@ def load_config(
     overrides.
 
     It may also be a run's config.resolved.json. None means the defaults with the overrides; then
-    `recorded` may give values by section and key, which messages call `label`.
+    `recorded` may contain values by section and key, which messages call `label`.
 
-    Relative paths in it are looked up in the current folder first, then beside the file.
+    Relative paths are looked up in the current folder first, then next to the file.
 
     Raises:
-        ConfigError: one line for every fault: file, key, what was expected and found, the nearest
+        ConfigError: one line per error: file, key, expected and found value, the nearest
             spelling.
     """
     found = Settings(label=label, folder=Path())
@@ -233,7 +233,8 @@ def _check_complete(config: Config) -> None:
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,
-            '0 with loss.baseline = "batch_mean", by which groups without variance teach too'),
+            '0 with loss.baseline = "batch_mean", where groups without variance have a gradient '
+            'too'),
     ):  # fmt: skip
         if wrong:
             section, name = key.split(".")
@@ -249,7 +250,7 @@ def _check_complete(config: Config) -> None:
 
 
 def known_values(path: KeyPath, raw: Any, found: Settings) -> dict[str, Any]:
-    """The possible values of a table's known keys; other keys are faults in `found.problems`."""
+    """The valid values of a table's known keys; other keys are added to `found.problems`."""
     if not isinstance(raw, Mapping):
         found.fault(path, f"expected a table, found {show(raw)}")
         return {}

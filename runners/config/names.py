@@ -1,4 +1,4 @@
-"""Names that a config may use in place of files and functions: of models, data and rewards."""
+"""Names that a config can use instead of files and functions: of models, data and rewards."""
 
 import re
 
@@ -56,10 +56,10 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://"
 _OTHER_NAMES = {
     r"[a-z]:[\\/].*|.*\\.*": (
-        "a path of Windows; expected one of macOS or Linux, such as /mnt/c/models/qwen in WSL"
+        "a Windows path; expected a macOS or Linux path, such as /mnt/c/models/qwen in WSL"
     ),
     rf"(?:{_HUB})(?:datasets/)?([\w.-]+/[\w.-]+)(?:[/?#].*)?": (
-        'an address on the Hub; expected its name, "{0}"'
+        'a Hub address; expected the name, "{0}"'
     ),
     r"[a-z0-9+.-]+://.*": "an address; expected a folder, or a name on the Hub",
     r"([\w.-]+(?:/[\w.-]+)?)[@:]([\w./-]+)": (
@@ -69,7 +69,7 @@ _OTHER_NAMES = {
 
 
 def other_name(text: str) -> str:
-    """What a text is that names no folder and nothing on the Hub, and what is expected; "": nothing
+    """An explanation for a text that is neither a folder nor a name on the Hub; "" if nothing is
     known.
     """
     for pattern, meaning in _OTHER_NAMES.items():

@@ -25,7 +25,7 @@ KeyPath = tuple[str, ...]
 
 @attrs.define
 class Settings:
-    """The values merged so far, by section, with their origins; the faults and notices so far."""
+    """The values merged so far, by section, with their origins; the errors and notices so far."""
 
     label: str  # the file, as messages name it
     folder: Path  # what relative paths may also refer to
@@ -37,7 +37,7 @@ class Settings:
     flat_names: dict[KeyPath, str] = attrs.field(factory=dict)
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Set one value; a table is merged into an existing table."""
+        """Sets one value; a table is merged into an existing table."""
         table = self.values
         for key in path[:-1]:
             table = table.setdefault(key, {})
@@ -62,7 +62,7 @@ class Settings:
         return f"{origin}: {written or '.'.join(path)}"
 
     def fault(self, path: KeyPath | str, message: str) -> None:
-        """Adds the line of a fault at a key, such as "rollout.top_p"."""
+        """Adds the message about an error at a key, such as "rollout.top_p"."""
         path = tuple(path.split(".")) if isinstance(path, str) else path
         self.problems.append(f"{self.where(path)}: {message}")
 
@@ -75,9 +75,9 @@ def preset_names() -> list[str]:
 def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Settings:
     """The values of a config file, or of a packaged preset named `config`.
 
-    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It has
-    sections, or the keys of MLX-GRPO. `keys` has all keys. Raises ConfigError if the file does not
-    exist or cannot be read as TOML or JSON.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It contains
+    sections, or MLX-GRPO's keys. `keys` has all keys. Raises ConfigError if the file does not exist
+    or cannot be read as TOML or JSON.
     """
     path, label = _locate(config)
     settings = Settings(label=label, folder=path.parent)
@@ -92,7 +92,8 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
             settings.put((key,), value, label)
         else:
             moved = (
-                "; MLX-GRPO's keys are in sections here: docs/migrating.md; a file has either kind"
+                "; MLX-GRPO's keys have other names in sections: docs/migrating.md; a file "
+                "contains either flat keys or sections"
             )
             hint = moved if key in ("model_name", flat_keys.TABLE) else key_hint((key,), keys)
             settings.fault((key,), f"unknown key{hint}")
@@ -118,7 +119,7 @@ def apply_override(
 ) -> None:
     """Apply one `--set section.key=value`.
 
-    The value is TOML; if the key holds a string, quotes may be left out.
+    The value is TOML; if the key is a string, quotes may be omitted.
     """
     key, equals, written = (part.strip() for part in override.partition("="))
     path = tuple(key.split("."))
@@ -137,8 +138,8 @@ def apply_override(
 
 
 def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
-    """A hint for an unknown key: the nearest name, in its section if there is one, or what there
-    is.
+    """A hint for an unknown key: the nearest name, in its section if there is one, or the known
+    names.
     """
     sections = dict.fromkeys(known[0] for known in keys)
     inside = [known for known in keys if known[0] == path[0]]
@@ -173,10 +174,10 @@ def _locate(config: str) -> tuple[Path, str]:
 def parse(
     path: Path, label: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
 ) -> dict[str, Any]:
-    """The tables of a file, JSON if its name ends in .json, else TOML; `label` names it in
+    """The tables of a file, JSON if its name ends in .json, otherwise TOML; `label` names it in
     messages.
 
-    Raises ConfigError, in bounded time, if it cannot be read, or is larger than a config may be.
+    Raises ConfigError, in bounded time, if it cannot be read or is too large for a config.
     """
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:

@@ -1,7 +1,7 @@
-"""Keys of the config: a field's type, default, range and meaning, and the check of a value by them.
+"""Keys of the config: a field's type, default, range and meaning, and the check of its values.
 
-Types are strict: only an integer is converted, if a number is expected. "3" and 1.0 are not
-integers, and true is not a number.
+Types are strict: an integer is converted if a number is expected, and nothing else. "3" and 1.0 are
+    not integers, and true is not a number.
 """
 
 import math
@@ -47,7 +47,7 @@ _WORDS = {
 class Mismatch(ValueError):
     """A value that its key does not accept.
 
-    `expected` says what it accepts, with the nearest spelling.
+    `expected` describes the accepted values, with the nearest spelling.
     """
 
     def __init__(self, value: object, expected: str, name: str = "", hint: str = ""):
@@ -63,17 +63,17 @@ class Mismatch(ValueError):
 def key(
     default: Any, meaning: str, within: str = "", choices: tuple[str, ...] = (), **more: Any
 ) -> Any:
-    """A field of a section, with its meaning in Markdown: docs/config.md and --explain show it.
+    """A field of a section, with its meaning in Markdown for docs/config.md and --explain.
 
     `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices`
-    are the names that a text may be, if its type does not list them.
+    are the valid texts, if the field's type does not list them.
     """
     metadata = {"meaning": meaning, "range": within, "choices": choices}
     return attrs.field(default=default, validator=_validate, metadata=metadata, **more)
 
 
 def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
-    """The names that a field accepts; () if it accepts any."""
+    """The valid names of a field; () if any is accepted."""
     kinds = (field.type, *get_args(field.type))
     listed = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return field.metadata.get("choices") or listed
@@ -98,7 +98,7 @@ def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
 
 
 def is_within(value: Any, within: str) -> bool:
-    """Whether a value lies in a range as a key states it."""
+    """Whether a value is in the range of a key."""
     if within in _RULES:
         return _RULES[within](value)
     if within.startswith("each: "):
@@ -135,7 +135,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     ),
     "none twice": lambda values: len(set(values)) == len(values),
     "0 <= low < high": lambda pair: 0 <= pair[0] < pair[1],
-    "what the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},
+    "arguments that the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},
 }
 
 
@@ -155,14 +155,14 @@ def words(kind: Any) -> str:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a field of this type holds a string (on the command line it needs no quotes)."""
+    """Whether a field of this type is a string (on the command line, it needs no quotes)."""
     return any(one is str or get_origin(one) is Literal for one in (kind, *get_args(kind))) and (
         get_origin(kind) not in (tuple, dict)
     )
 
 
 def check(value: object, field: attrs.Attribute) -> Any:
-    """`value` as a field has it. Raises Mismatch if its type or its range does not take it."""
+    """`value` in the type of a field. Raises Mismatch if its type or its range is wrong."""
     found = structure(value, field.type)
     if field.validator is not None:
         field.validator(None, field, found)
@@ -170,7 +170,7 @@ def check(value: object, field: attrs.Attribute) -> Any:
 
 
 def structure(value: Any, kind: Any) -> Any:
-    """`value` (from TOML or JSON) as a `kind`. Raises Mismatch if it is not one."""
+    """`value` (from TOML or JSON) as a `kind`. Raises Mismatch if its type is wrong."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if type(None) in arguments:
@@ -200,7 +200,7 @@ def structure(value: Any, kind: Any) -> Any:
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer
         raise Mismatch(value, words(kind))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise Mismatch(value, "text that UTF-8 can hold")
+        raise Mismatch(value, "text that UTF-8 can represent")
     return value
 
 
@@ -210,7 +210,7 @@ def _float(value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
-        raise Mismatch(value, "a number that float64 can hold") from None
+        raise Mismatch(value, "a number that float64 can represent") from None
     if not math.isfinite(number):
         raise Mismatch(value, "a finite number")
     return number

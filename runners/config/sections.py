@@ -1,5 +1,6 @@
-"""The config's keys: each class is a table of the TOML file, and each line is a key with its default, its
-meaning in Markdown, and its range. docs/config.md and `grpo-run --explain` are made from them."""
+"""The config's keys: each class is a table of the TOML file, and each line is a key with its
+default, its meaning in Markdown, and its range. docs/config.md and `grpo-run --explain` are
+generated from them."""
 
 import json
 from pathlib import Path
@@ -101,7 +102,7 @@ class DataConfig:
     system_prompt: str = key(FORMS["xml"].instruction, "system message; empty: none. If not set, it is the one that asks for `answer.form` (shown: the one for `xml`), or none with `data.prompt`")
     nudge: str = key("<reasoning>", "first words of every completion, written into the prompt; rewards and evaluation see them too. If not set, it follows `answer.form`; none with `data.prompt`")
     thoughts: tuple[str, ...] = key(TAGS, "opening and closing tag of a model's reasoning. Answers, formats and tool calls inside the tags are ignored; a completion that is cut off inside them has no answer. `[]`: the whole completion is read: see [thoughts](your-task.md#thoughts)", "an opening and a closing tag, or nothing")
-    chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "extra arguments for the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
+    chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "extra arguments for the chat template, such as `{enable_thinking = false}`", "arguments that the template itself reads", hash=False)
     chat_template: str = key("", "file with the chat template to use, in the Jinja format of transformers; it is saved with the run's models. Empty: the model's own")
     prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is plain text that the model continues, without chat template, roles or system prompt, for [base models](own-data.md#base-models)")
     max_samples: int = key(0, "number of rows to train on, from the start of the data; 0: all", ">= 0")
@@ -133,7 +134,7 @@ class RolloutConfig:
     """[rollout]: how completions are sampled."""
 
     num_generations: int = key(8, "completions per prompt, G", ">= 2")
-    first_stage: int = key(0, "sample this many completions of each prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](cold-start.md#two-stages)", "0 or >= 2")
+    first_stage: int = key(0, "sample this many completions per prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](cold-start.md#two-stages)", "0 or >= 2")
     max_new_tokens: int = key(512, "maximum length of a completion, in tokens; L_max of the aggregation `constant`", ">= 1")
     temperature: float = key(1.0, "divisor of the logits, in the sampler and in the learner", "> 0")
     top_p: float = key(1.0, "applied second: keep the smallest set of tokens with this share of the probability left by `top_k`; 1: all", "0 < x <= 1")
@@ -152,7 +153,8 @@ class RolloutConfig:
     max_batch: int = key(0, "maximum number of completions that are decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:
-        """The group size for a format: `group_size` if the format leaves the choice, else 0 for the format's own."""
+        """The group size for a format: `group_size` if the format leaves the choice, otherwise 0
+        for the format's own."""
         return self.group_size if quantization.startswith("affine") else 0
 
 

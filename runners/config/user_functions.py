@@ -28,19 +28,18 @@ def resolve_function(
 
     A relative file is searched in each of `base_dirs` in turn (without them, in the working
     directory). The folders of `base_dirs` and the file's own folder are appended to Python's path,
-    so that modules there can be named and a file can import its neighbours. They stay there,
-    because an import may come later.
+    so that their modules can be named and a file can import its neighbours. They stay there,
+    because later imports may need them.
 
     Args:
         name: as in the config.
         base_dirs: usually the working directory and the config's folder.
         key: its name in messages, such as "model.loader".
-        takes: the names of the positional arguments that it will get; None: not checked.
-        classes: a class is accepted too; it is called to make an instance.
+        takes: the names of the positional arguments that it is called with; None: not checked.
+        classes: whether a class is accepted too; it is called to make an instance.
 
     Raises UserError, in one line, for a missing file or module, a failing import, a missing
-    function (with the nearest spelling), or something that cannot be called at all or not with
-    these arguments.
+    function (with the nearest spelling), or an object that cannot be called with these arguments.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
@@ -53,9 +52,7 @@ def resolve_function(
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if not callable(function) or (inspect.isclass(function) and not classes):
-        expected = (
-            "one class, whose reset(**row) can choose by a column" if classes else "a function"
-        )
+        expected = "one class; its reset(**row) can choose by a column" if classes else "a function"
         is_class = inspect.isclass(function)
         found = f"the class {attribute}" if is_class else type(function).__name__
         raise UserError(f"{what}: expected {expected}, found {found}")
@@ -71,10 +68,9 @@ def resolve_function(
 def public_functions(
     file: str, base_dirs: Iterable[str | Path] = (), *, key: str
 ) -> dict[str, Callable[..., Any]]:
-    """The functions that a Python file defines, by name, without those that start with an
-    underscore.
+    """The public functions that a Python file defines, by name.
 
-    Raises UserError as `resolve_function` does, and if the file defines no function.
+    Raises the errors of `resolve_function`, and UserError if the file defines no function.
     """
     what = f"{key} {show(file)}"
     module = _load_file(what, file, _folders(base_dirs))
@@ -86,12 +82,12 @@ def public_functions(
         and not name.startswith("_")
     }
     if not found:
-        raise UserError(f"{what}: expected a function at least, or file.py:function, found none")
+        raise UserError(f"{what}: expected at least one function, or file.py:function, found none")
     return found
 
 
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
-    """The file of the module in which `resolve_function` found a function; None if it has
+    """The file of the module that contains a function found by `resolve_function`; None if it has
     no file.
     """
     place = name.rpartition(":")[0]
@@ -103,9 +99,9 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
 
 
 def own_answer(name: str, text: str) -> dict[str, Any]:
-    """The answer that the function of `answer.form` finds in a text, or the line of its fault.
+    """The answer that the function of `answer.form` finds in a text, or a message about its error.
 
-    It is called in a process with limits (`runners.answers.forms`).
+    Called in a process with limits (`runners.answers.forms`).
     """
     try:
         found = resolve_function(name, key="answer.form", takes=["text"])(text)
@@ -166,7 +162,7 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
         if missing is None or not f"{place}.".startswith(f"{missing}."):
             raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
         looked = f"no module named {missing} on Python's path or in {', '.join(map(str, dirs))}"
-        raise UserError(f"{what}: {looked}; a file is written path/to/file.py:function") from error
+        raise UserError(f"{what}: {looked}; for a file, use path/to/file.py:function") from error
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Models in and out: other formats to mlx-lm folders, and runs to folders for the Hub.
+"""Converts models: from other formats to mlx-lm folders, and from runs to folders for the Hub.
 
 No training here.
 """

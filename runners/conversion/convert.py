@@ -1,5 +1,5 @@
-"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized if
-asked.
+"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, optionally
+quantized.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def convert(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes the MLX folder `target`, completely or not at all, and returns it.
+    """Writes the MLX folder `target` atomically, and returns it.
 
     Args:
-        source: a folder or Hub name that mlx-lm knows, a GGUF file, or a folder of nanochat's
+        source: a folder or Hub name that mlx-lm can load, a GGUF file, or a folder of nanochat's
             checkpoints.
         target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
@@ -54,15 +54,18 @@ def convert(
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         calibrate: a file of prompts, with their `column`; the model completes them, and linear
             layers are rounded to keep their outputs there. Empty: to nearest.
-        step: which nanochat checkpoint; None: the last.
+        step: which nanochat checkpoint; None for the last.
         text_only: convert only the language part of a vision-language model.
-        trust_remote_code: run code that comes with the model.
-        note: receives lines on the progress of `calibrate`.
+        trust_remote_code: run code that is part of the model.
+        note: receives messages about the progress of `calibrate`.
 
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
     if calibrate and not quantization.affine:
-        raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
+        raise UserError(
+            "--calibrate requires --bits or --recipe, because only affine formats are rounded in "
+            "this way"
+        )
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
     check_target(target, force)
@@ -74,8 +77,8 @@ def convert(
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:
             raise UserError(
-                f"{path}: the model sees; mlx_vlm.convert converts it, --text-only its language "
-                "part"
+                f"{path}: this is a vision-language model; mlx_vlm.convert converts it, and "
+                "--text-only its language part"
             )
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
@@ -111,15 +114,17 @@ def convert(
 
 
 def check_apart(target: Path, *sources: Path) -> None:
-    """Raises UserError if a source is the target, or lies in it."""
+    """Raises UserError if a source is the target, or is in it."""
     inside = target.resolve()
     for source in sources:
         if inside in (source.resolve(), *source.resolve().parents):
-            raise UserError(f"{target}: the source {source} lies there; expected another folder")
+            raise UserError(
+                f"{target}: the source {source} is in that folder; expected another folder"
+            )
 
 
 def write_weights(folder: Path, module: nn.Module, config: dict[str, Any]) -> None:
-    """Writes config.json and the weights into a folder, in place of those it has; the module is
+    """Writes config.json and the weights into a folder, replacing existing ones; the module is
     emptied.
     """
     from mlx_lm.utils import save_config, save_model

@@ -1,4 +1,5 @@
-"""Exports a model: a folder with fused adapters, quantized if asked for, a card, and an upload."""
+"""Exports a model: a folder with merged adapters, optionally quantized, a model card, and an
+upload."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _IS_LICENCE = re.compile(r"(https://)?[A-Za-z0-9 ._/+#()-]{1,200}")
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A model to be exported, its adapters fused."""
+    """A model to be exported, with its adapters merged."""
 
     folder: Path  # its own, or its adapters'
     model: Path  # its own, or the base's of adapters
@@ -57,7 +58,7 @@ class Opened:
 
     @property
     def base(self) -> str:
-        """The Hub name that the model comes from, "" where it has none."""
+        """The model's Hub name, or ""."""
         is_name = (
             "/" in self.origin
             and HUB_NAME.fullmatch(self.origin)
@@ -74,14 +75,14 @@ def open_source(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name, to be
-    written to a target; an existing one needs `force`.
+    """The model of a run's folder, a folder of a model or of adapters, or a Hub name, to be written
+    to a target; an existing target needs `force`.
 
-    For a run it is `final`, else the newest whole checkpoint. Adapters are fused into the weights
-    by mlx-lm's `fuse`. On packed weights the layers that they change become unpacked, because
-    rounding them again would undo much of a small update. `note` takes notices.
+    For a run it is `final`, or the newest complete checkpoint. mlx-lm's `fuse` merges adapters into
+    the weights. On packed weights, the layers that they change are unpacked, because rounding them
+    again would undo much of a small update. `note` takes notices.
 
-    Raises UserError for missing or unfit parts, and for a target that cannot be written.
+    Raises UserError for missing or unsuitable parts, and for a target that cannot be written.
     """
     check_target(target, force)
     model, adapters = find_model(name, "", note)
@@ -115,16 +116,16 @@ def export_folder(
     title: str = "",
     online: bool = False,
 ) -> None:
-    """Writes a model folder with a card, completely or not at all.
+    """Writes a model folder with a card, atomically.
 
     Args:
         target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm; packed ones are unpacked and packed again.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
-        title: the card's; "" is the target's name.
-        online: the base model's licence may be looked up on the Hub.
+        title: the card's title; "" uses the target's name.
+        online: whether the base model's licence may be looked up on the Hub.
 
-    Raises UserError for a quantization that does not fit, and if the disk refuses.
+    Raises UserError for an unsuitable quantization, and if writing fails.
     """
     again = quantization.wanted
     module, config = repack(opened.module, opened.config, quantization, dtype, dequantize=again)
@@ -145,9 +146,10 @@ def export_folder(
 
 
 def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -> Path:
-    """Writes one file for llama.cpp and a Modelfile for Ollama beside it, whose path is returned.
+    """Writes one file for llama.cpp and a Modelfile for Ollama next to it; returns the Modelfile's
+    path.
 
-    Raises UserError as `write_gguf` and `modelfile` do.
+    Raises the errors of `write_gguf` and `modelfile`.
     """
     ollama = file.parent / "Modelfile"
     check_target(ollama, force)
@@ -161,9 +163,9 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
 
 
 def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], None]) -> None:
-    """Writes a run's or a folder's adapters for PEFT, completely or not at all.
+    """Writes a run's or a folder's adapters for PEFT, atomically.
 
-    Raises UserError for a model without adapters, and for adapters that have no form in PEFT.
+    Raises UserError for a model without adapters, and for adapters that PEFT cannot represent.
     """
     check_target(target, force)
     folder = Path(model_of_run(name, note)).expanduser()
@@ -179,10 +181,10 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Uploads a folder to the Hub, creates the repository if it is missing, and returns the
-    commit's address.
+    """Uploads a folder to the Hub, creates the repository if necessary, and returns the commit's
+    address.
 
-    It does not use mlx-lm's `upload_to_hub`, which replaces the folder's card. Raises UserError if
+    mlx-lm's `upload_to_hub` is not used, because it replaces the folder's card. Raises UserError if
     the Hub refuses or cannot be reached.
     """
     from httpx2 import HTTPError
@@ -192,7 +194,7 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message="Upload by grpo export"
+            repo_id=repo, folder_path=folder, commit_message="Upload with grpo export"
         )
     except (HTTPError, OSError, ValueError) as error:
         raise UserError(

@@ -1,6 +1,6 @@
 """The README.md of an exported model: its origin, its training and its results.
 
-It shows a run's config and results, and nothing of the machine: no folder, no host, no user.
+It contains a run's config and results, and nothing about the machine: no folder, host or user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runners.machine.terminal import visible
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-# About the run's machine: not what the model learns.
+# About the run's machine: it differs from what the model learns.
 _SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
 _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
@@ -45,10 +45,10 @@ class RunFacts:
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts of the run of a folder `final` or `checkpoint-N`; None if it belongs to no run, or
-    to one that does not tell what was trained on what.
+    """The facts about the run of a folder `final` or `checkpoint-N`; None if it belongs to no run,
+    or to one without information about model and data.
 
-    For a checkpoint only events up to its step count. Raises UserError for files that cannot be
+    For a checkpoint, only events up to its step count. Raises UserError for files that cannot be
     read.
     """
     run = model.resolve().parent
@@ -68,7 +68,7 @@ def run_facts(model: Path) -> RunFacts | None:
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A resolved config without keys about the machine, and with names in place of paths."""
+    """A resolved config without keys about the machine, and with names instead of paths."""
 
     def shared(key: str, value: Any) -> Any:
         if key not in _PATHS or not value:
@@ -109,11 +109,11 @@ def model_card(
 
     Args:
         title: the model's name.
-        facts: of its run; None: no run.
-        prompt: how the model was asked in training; None: not known.
-        quantized: how the weights are packed, in words; "" if they are not.
+        facts: about its run; None without a run.
+        prompt: the prompt format of training; None if unknown.
+        quantized: a description of how the weights are packed; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
-        licence: license, license_name and license_link of the base model's card, as far as they are
+        licence: license, license_name and license_link of the base model's card, if they are
             known.
     """
     from huggingface_hub import ModelCardData
@@ -142,7 +142,7 @@ def model_card(
                 f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}"
             )
         lines.append("")
-        packed += " The results are those of full precision."
+        packed += " The results were measured in full precision."
     lines += [packed, ""] if quantized else []
     lines += _results(facts) if facts else []
     lines += _prompt(prompt) if prompt else []
@@ -153,8 +153,8 @@ def model_card(
     if prompt is not None:
         lines += _fenced(f'grpo generate {named} "…"', "sh")
         lines += [
-            f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
-            "file; it takes the system message as `--system-prompt` and the first words as "
+            f"It uses the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
+            "file; pass the system message as `--system-prompt` and the first words as "
             "`--prefill-response`:",
             "",
         ]
@@ -209,15 +209,15 @@ def _prompt(prompt: PromptSettings) -> list[str]:
     kwargs = prompt.chat_template_kwargs
     shown = {
         "System message:": prompt.system_prompt.strip(),
-        "First words of the reply, given to it:": prompt.nudge,
+        "First words of the reply, part of the prompt:": prompt.nudge,
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
-        "The chat template got, besides the messages:": spell(kwargs) if kwargs else "",
+        "Arguments of the chat template, besides the messages:": spell(kwargs) if kwargs else "",
     }
     lines = ["## Prompt", ""]
     for what, text in shown.items():
         if text:
             lines += [what, "", *_fenced(text)]
-    return [*lines, f"A reply had at most {prompt.max_new_tokens:,} tokens.", ""]
+    return [*lines, f"Maximum length of a reply: {prompt.max_new_tokens:,} tokens.", ""]
 
 
 def _code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Ollama's Modelfile for an exported model: it asks as training asked.
+"""Ollama's Modelfile for an exported model, with the prompt format of training.
 
 Format: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx; templates are Go's.
 """
@@ -17,12 +17,12 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 
 
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
-    """The text, for the GGUF file of that name beside it. `prompt`: how the model was asked; None:
+    """The text, for a GGUF file of that name next to it. `prompt`: the prompt format; None if
     unknown.
 
-    A system message that SYSTEM cannot hold is part of the template. Raises UserError for a chat
-    template that hides what it is given, and for a stop string or a file name that a Modelfile
-    cannot hold.
+    A system message that SYSTEM cannot contain becomes part of the template. Raises UserError for a
+    chat template that hides its messages, and for a stop string or a file name that a Modelfile
+    cannot contain.
     """
     nudge = prompt.nudge if prompt else ""
     raw = prompt is not None and prompt.prompt_form == "raw"
@@ -91,7 +91,7 @@ def _between(
         before, met, text = text.partition(word)
         if not met:
             raise UserError(
-                "the chat template does not show every turn: no Modelfile can be made of it"
+                "the chat template does not show every turn, so it cannot become a Modelfile"
             )
         found.append(before)
     return [*found, text]
@@ -127,5 +127,7 @@ def _value(what: str, text: str) -> str:
     """A value as Ollama reads it: one word, or in quotes that end where a line does."""
     fault = _fault(text)
     if fault:
-        raise UserError(f"{what}: a Modelfile cannot hold it: {fault}; found {one_line(text, {})}")
+        raise UserError(
+            f"{what}: a Modelfile cannot contain it: {fault}; found {one_line(text, {})}"
+        )
     return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

@@ -1,11 +1,10 @@
-"""nanochat's files, of which nothing runs what a pickle could: checkpoints of PyTorch,
-tokenizer.pkl.
+"""nanochat's files (PyTorch checkpoints and tokenizer.pkl), read without running code from their
+pickles.
 
 model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm
-uses nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled
-with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the
-opcodes that hold texts, bytes, numbers and tables, and one name, that of Encoding, in whose place
-it makes an empty object.
+uses nanochat's. This needs PyTorch (extra `torch`). The file is memory-mapped and unpickled with
+`weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts only the opcodes
+for texts, bytes, numbers and tables, and one name, Encoding, for which it makes an empty object.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ _FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path] | None:
-    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one;
-    None if it has no checkpoints.
+    """model_*.pt, meta_*.json and tokenizer.pkl of the last or the given step in a folder; None if
+    it has no checkpoints.
 
     nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and
-    BASE/tokenizer/tokenizer.pkl, but the tokenizer may lie in the folder. Raises UserError if that
-    step or the tokenizer is missing.
+    BASE/tokenizer/tokenizer.pkl, but the tokenizer may be in the same folder. Raises UserError if
+    that step or the tokenizer is missing.
     """
     files = folder.iterdir() if folder.is_dir() else ()
     matches = [(_MODEL.fullmatch(file.name), file) for file in files]
@@ -90,9 +89,9 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
 def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
-    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises
-    UserError without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is
-    seen by loading it.
+    Padding rows of the embedding and the head are removed, because nanochat ignores them. Raises
+    UserError without PyTorch, and for files that cannot be read. Loading the result shows whether
+    mlx-lm supports all tensors.
     """
     sizes = _sizes(meta)
     config = {
@@ -125,7 +124,9 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
 def _sizes(meta: Path) -> dict[str, int]:
     found = read_json(meta).get("model_config")
     if not isinstance(found, Mapping):
-        raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
+        raise UserError(
+            f"{meta}: the key model_config is missing, which contains the model's sizes"
+        )
     for name in _SIZES:
         size = found.get(name)
         if type(size) is not int or size < 1:
@@ -137,8 +138,8 @@ def _sizes(meta: Path) -> dict[str, int]:
     others = found.keys() - {*_SIZES} - plain
     if others:
         raise UserError(
-            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not "
-            "have"
+            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does "
+            "not support"
         )
     return {name: found[name] for name in _SIZES}
 
@@ -157,9 +158,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout);
-    or None.
-    """
+    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next((place for place in places if place.is_file()), None)
 
@@ -167,8 +166,8 @@ def find_pickle(folder: Path) -> Path | None:
 def read_encoding(file: Path) -> tiktoken.Encoding:
     """The encoding in a pickle of protocol 4 or 5.
 
-    Raises UserError if the file cannot be read, if it names something else than tiktoken's
-    Encoding, which is neither imported nor called, or if its content is not a vocabulary.
+    Raises UserError if the file cannot be read, if it refers to anything else than tiktoken's
+    Encoding (which is neither imported nor called), or if its content is not a vocabulary.
     """
     import tiktoken
 
@@ -176,28 +175,28 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
         content = file.read_bytes()
         for opcode, _, _ in pickletools.genops(content):
             if opcode.name not in _ADMITTED:
-                raise UserError(f"found the opcode {opcode.name}; nothing was run")
+                raise UserError(f"found the opcode {opcode.name}; no code was run")
         return tiktoken.Encoding(**_checked(vars(_Reader(io.BytesIO(content)).load())))
     except Exception as error:  # a broken pickle, or pattern, can fail with any error
         why = str(error) if isinstance(error, UserError) else error_line(error)
-        raise UserError(f"{file}: no pickle of tiktoken's Encoding: {why}") from error
+        raise UserError(f"{file}: this is not a pickle of tiktoken's Encoding: {why}") from error
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """In place of Encoding what keeps its state; UserError for every other name: nothing is
-        imported.
+        """Replaces Encoding with an object that keeps its state; raises UserError for other names:
+        nothing is imported.
         """
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":
-            raise UserError(f"it asks for {show(name)}; nothing was run")
+            raise UserError(f"it refers to {show(name)}; no code was run")
         return SimpleNamespace
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
     """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
     if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
-        raise UserError("it has no vocabulary of its own")
+        raise UserError("it does not contain a vocabulary")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
     kinds = (
@@ -211,8 +210,8 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         or not all(0 <= number < 2**31 for number in ids)
     ):
         raise UserError(
-            "its vocabulary is no table from bytes and names to different numbers below 2^31"
+            "its vocabulary does not map bytes and names to different numbers below 2^31"
         )
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError("it has no token for some byte, so not every text has tokens")
+        raise UserError("it has no token for some byte, so some texts cannot be tokenized")
     return {key: state[key] for key in _FIELDS}

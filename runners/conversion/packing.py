@@ -1,4 +1,4 @@
-"""How `grpo convert` and `grpo export` pack weights: to nearest by mlx-lm, or calibrated on
+"""How `grpo convert` and `grpo export` pack weights: rounded to nearest by mlx-lm, or calibrated on
 prompts.
 """
 
@@ -30,7 +30,7 @@ Collect = Callable[[nn.Module, int], Moments]
 
 @attrs.frozen(kw_only=True)
 class QuantizationOptions:
-    """How weights are packed; without any option they are not packed."""
+    """How weights are packed; without options, they are not packed."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
     bits: int | None = None  # of "affine"
@@ -39,12 +39,12 @@ class QuantizationOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether any option asks for packing."""
+        """Whether any option requires packing."""
         return bool(self.mode or self.recipe or self.bits)
 
     @property
     def affine(self) -> bool:
-        """Whether the weights get the one mode that has calibration and recipes."""
+        """Whether the weights use the mode that supports calibration and recipes."""
         return self.wanted and self.mode in ("", "affine")
 
     def __attrs_post_init__(self) -> None:
@@ -55,8 +55,7 @@ class QuantizationOptions:
             )
         if self.recipe and (self.bits or not self.affine):
             raise UserError(
-                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode "
-                "out"
+                "--recipe determines the bits of affine quantization itself; omit --bits and --mode"
             )
 
 
@@ -67,7 +66,7 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
     """A function (module, group size) -> moments of its linear layers, on a file's prompts and
     completions.
 
-    The completions are the model's own, drawn with a fixed key. UserError for the file as
+    The completions are the model's own, sampled with a fixed key. Raises the errors of
     `read_prompts`.
     """
     rows = read_prompts(file, column, option="--calibrate")
@@ -106,12 +105,12 @@ def repack(
     dequantize: bool = False,
     collect: Collect | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The module cast, unpacked and packed by mlx-lm as asked, in place, and its new config.json.
+    """Casts, unpacks and packs the module in place, by mlx-lm, and returns its new config.json.
 
-    Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect` linear layers
-    are rounded by the moments that it gives. Raises UserError if the recipe does not fit the model,
-    or if nothing could be packed: mlx-lm silently skips a layer whose width is no multiple of the
-    group.
+    Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect`, linear
+    layers are rounded by the moments that it returns. Raises UserError if the recipe does not fit
+    the model, or if nothing could be packed: mlx-lm silently skips layers whose width is not a
+    multiple of the group size.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import dequantize_model, quantize_model

@@ -1,1 +1,1 @@
-"""From a file, folder or Hub name to the prompts of a run, without rewards or models' weights."""
+"""From a file, folder or Hub name to the prompts of a run; no rewards, no model weights."""

@@ -1,13 +1,13 @@
-"""Which prompts a run draws: those whose pass rate is near a target teach most.
+"""Which prompts a run samples: preferably those with a pass rate near a target.
 
-    p̂ = (passes + m) / (weight + 1)                 a prompt's rate, pooled with one of m
+    p̂ = (passes + m) / (weight + 1) a prompt's rate, pooled with one completion of rate m
     w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw, with age in batch steps
 
-m is the rate of all completions so far, itself pooled with one of the target rate; a new prompt has
-m. The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log
-of the likelihood ratio); the second lets a prompt rest after it was drawn. What is known of a
-prompt fades with its age, passes and weight alike, so that prompts are drawn again once the policy
-may have changed.
+m is the rate of all completions so far, itself pooled with one completion of the target rate; a new
+prompt has the rate m. The first factor decreases as a group of G with this rate becomes unlikely to
+show the target (−2 log of the likelihood ratio); the second makes a prompt less likely right after
+it was sampled. A prompt's statistics decay with age, passes and weight alike, so that prompts are
+sampled again once the policy may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each bel
 
 @attrs.frozen(eq=False)
 class Estimates:
-    """What a run knows of its N training prompts."""
+    """A run's statistics about its N training prompts."""
 
     passes_n: np.ndarray  # float32: completions that passed, faded up to step_n
     weight_n: np.ndarray  # float32: completions, faded in the same way
@@ -45,7 +45,7 @@ class Estimates:
 
     @classmethod
     def of(cls, counts: Sequence[tuple[float, float]]) -> Estimates:
-        """Of prompts whose (passes, completions) were measured before the run; (0, 0): not
+        """From (passes, completions) measured before the run; (0, 0) if a prompt was not
         measured."""
         passes_n, weight_n = np.array(counts, np.float32).reshape(-1, 2).T.copy()
         first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(
@@ -59,8 +59,8 @@ Outcome = tuple[int, int, int]
 
 
 def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
-    """After the groups of a batch step. A prompt without a reward is one that was drawn all the
-    same."""
+    """The statistics after the groups of a batch step. A prompt without a reward still counts as
+    sampled."""
     new = Estimates(
         known.passes_n.copy(), known.weight_n.copy(), known.step_n.copy(), known.first_n.copy()
     )
@@ -77,7 +77,7 @@ def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: flo
 def draw_weights(
     known: Estimates, step: int, *, target: float, decay: float, size: int
 ) -> np.ndarray:
-    """The weight w of each prompt, float64 [N], in a draw at a batch step of groups of `size`."""
+    """The weight w of each prompt, float64 [N], at a batch step with groups of `size`."""
     faded_n = decay ** np.maximum(step - np.maximum(known.step_n, 0), 0).astype(np.float64)
     passes_n = known.passes_n * faded_n
     weight_n = known.weight_n * faded_n
@@ -92,10 +92,11 @@ def draw_weights(
 def drawn_by_weight(
     weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int
 ) -> list[int]:
-    """Prompts drawn by their weights without replacement, none of `taken` while there are others.
+    """Prompts sampled by weight without replacement, avoiding those in `taken` while there are
+    others.
 
-    The bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w
-    win. They depend on the seed and on how many prompts came before alone, so that all ranks draw
+    A prompt's random bits decide its rank (Efraimidis and Spirakis, 2006): the largest log(u) / w
+    win. They depend only on the seed and on the number of earlier prompts, so that all ranks sample
     the same.
     """
     key = fold_in(mx.random.key(seed), CURRICULUM, position)
@@ -107,8 +108,7 @@ def drawn_by_weight(
 
 
 def explores(position: int, share: float) -> int | None:
-    """The place in the usual order that draw number `position` takes; None: it is drawn by
-    weight."""
+    """The place in the usual order for draw number `position`; None if it is sampled by weight."""
     before = int(position * share)
     after = int((position + 1) * share)
     return before if after > before else None
@@ -117,15 +117,15 @@ def explores(position: int, share: float) -> int | None:
 def passed(
     names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float
 ) -> np.ndarray:
-    """Whether each completion passed, bool [B]: a right answer by the built-in reward that compares
-    with the gold one; where the rewards lack it, a combined reward of `at_least`."""
+    """Whether each completion passed, bool [B]: the built-in correctness reward says that its
+    answer is right or, without that reward, its combined reward is at least `at_least`."""
     if REWARD_NAMES[0] in names:
         return values_kb[list(names).index(REWARD_NAMES[0])] > 0
     return rewards_b >= at_least
 
 
 def prompt_id(example: Example) -> str:
-    """A hash of a prompt's messages, images and gold answer: the same for every model."""
+    """A hash of a prompt's messages, images and reference answer: the same for every model."""
     images = [image.name for image in example.images]
     text = json.dumps([example.messages, images, example.answer], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -135,7 +135,7 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
     """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes,
     completions).
 
-    A prompt's first group sets its first rate, and so is counted as `new` alone.
+    A prompt's first group sets its first rate, so it counts only as `new`.
     """
     groups: dict[str, list[tuple[int, int]]] = {name: [] for name in ("new", *BANDS)}
     for first, passes, completions in outcomes:
@@ -154,7 +154,8 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
 
 
 def read_difficulty(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; docs/cold-start.md lists their keys. UserError if it is no such file."""
+    """The lines of a file; docs/cold-start.md lists their keys. Raises UserError for other
+    files."""
     bad: list[int] = []
     lines = list(read_lines(path, bad=bad))
     keys = ("prompt", "passes", "samples")
@@ -177,8 +178,8 @@ def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
 def with_difficulty(
     examples: Sequence[Example], config: DataConfig
 ) -> tuple[list[Example], Estimates | None, list[str]]:
-    """The training prompts as data.curriculum has them, numbered in their order; what a run knows
-    of them before its first step, None without a curriculum; and a line on those that are left out.
+    """The training prompts that data.curriculum selects, numbered in order; their statistics before
+    the first step (None without a curriculum); and a message about skipped prompts.
 
     Raises UserError if none is left, or if no prompt is in the file.
     """
@@ -200,7 +201,7 @@ def with_difficulty(
             )
     notice = (
         f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are "
-        "left out, as their pass rate is outside of data.pass_rates, or was not measured"
+        "skipped, because their pass rate is outside of data.pass_rates, or was not measured"
     )
     numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
     known = Estimates.of([count for _, count in kept])

@@ -1,5 +1,5 @@
-"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by
-row."""
+"""Questions and reference answers from the Hub, a local file or folder, or the package, checked row
+by row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,18 +46,18 @@ _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed 
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
-    """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
+    """The rows to train on (the first `max_samples`) and those to evaluate on.
 
     A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
     "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth
     of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained
-    on. `data.transform` (found in `folders`, as in `resolve_function`) gets each row first; it
-    returns the row to use, or None.
+    on. `data.transform` (found in `folders`, see `resolve_function`) is applied to each row first;
+    it returns the row to use, or None.
 
-    A row without a question and, unless `data.answer` is empty, an answer is a bad row:
-    `on_bad_row` "raise" raises an error with its place, "skip" leaves it out and notes it in
-    `Rows.faults`. Raises UserError for a missing source, split or field (with those found), a bad
-    row, and a split without a usable row.
+    A row without a question or (unless `data.answer` is empty) an answer is invalid: with
+    `on_bad_row` "raise" it raises an error with its place; with "skip" it is skipped and recorded
+    in `Rows.faults`. Raises UserError for a missing source, split or field (with those found), an
+    invalid row, and a split without usable rows.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
@@ -69,7 +69,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
             wanted = (
-                "expected two usable rows at least, as one is held out for evaluation, found one"
+                "expected at least two usable rows, because one is held out for evaluation, "
+                "found one"
             )
             raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
@@ -83,11 +84,12 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`; a
-    default system prompt that asks for a number asks for an answer if most gold ones are none.
+    """The config for these rows: without reference answers if no row has the column `data.answer`;
+    a default system prompt that asks for a number asks for an answer instead if most reference
+    answers are not numbers.
 
-    Raises UserError where programs have no sandbox, for tests that no program can pass, and for
-    lists that answer another form than "code".
+    Raises UserError if programs have no sandbox, for tests that no program can pass, and for lists
+    with another form than "code".
     """
     form = config.answer.form
     name = config.data.answer
@@ -105,7 +107,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
                 raise ValueError(
-                    'expected a text or a number; the tests of a program need form = "code"'
+                    'expected a text or a number; tests of a program require form = "code"'
                 )
     read = [gold_answer(row.get(name)) for row in rows[:_LOOKED_AT]]
     golds = [gold for gold in read if gold is not None]
@@ -121,10 +123,9 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
 def load_split(
     config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
 ) -> Rows:
-    """All usable rows of one split, or of a single file whatever the split's name; nothing is held
-    out.
+    """All usable rows of one split, or of a single file for any split name; nothing is held out.
 
-    `key` is the config's for the split. Raises UserError as `load_rows` does.
+    `key` is the config key of the split. Raises the errors of `load_rows`.
     """
     name = config.transform
     transform = (
@@ -143,8 +144,7 @@ def load_split(
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its n examples: an int64 permutation, pure in its
-    arguments."""
+    """The order of the n examples in an epoch: an int64 permutation, pure in its arguments."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
@@ -155,7 +155,7 @@ def _local(config: DataConfig) -> Path | None:
         if config.name:
             name = f"data.name is {show(config.name)}, a configuration on the Hub"
             raise UserError(
-                f"{name}, but data.source {show(config.source)} is local; leave data.name out"
+                f"{name}, but data.source {show(config.source)} is local; omit data.name"
             )
         return source
     # A Hub name has at most one slash and no suffix of a file.
@@ -186,7 +186,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
             continue
         message = f"{row.place}: {fault}"
         if config.on_bad_row == "raise":
-            raise UserError(f'{message} (data.on_bad_row = "skip" would leave it out)')
+            raise UserError(f'{message} (data.on_bad_row = "skip" skips such rows)')
         rows.faults[row.place] = message
     if not rows:
         raise UserError("; ".join([f"{where} has no usable row", *rows.notices("its", 0, 0)]))
@@ -201,7 +201,7 @@ def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
-                hint = '; data.answer = "" if your own rewards measure'
+                hint = '; set data.answer = "" if only your own rewards score completions'
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
@@ -218,7 +218,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     fault = prompt_fault(question)
     if fault:
         ended = gold_turn(question) is not None and config.completion != field
-        hint = f"; data.completion = {show(field)} takes that turn as the gold completion"
+        hint = f"; data.completion = {show(field)} uses that turn as the reference completion"
         return f"{field} {fault}{hint if ended else ''}"
     if config.prompt_form == "raw" and not isinstance(question, str):
         return f'{field}: expected a text with data.prompt_form = "raw", found a list of messages'
@@ -233,13 +233,15 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f"{config.image} {error}"
     except UnicodeEncodeError as error:
         return (
-            f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+            f"half of a surrogate pair, {error.object[error.start]!a}, which tokenizers cannot "
+            "process"
         )
     return ""
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
-    """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
+    """The rows of a split. Raises UserError, with the split's `key`, if the Hub does not return
+    it."""
     other = other_name(config.source)
     if other:
         raise UserError(f"data.source = {show(config.source)} is {other}")
@@ -256,11 +258,11 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     # from the Hub, the network, the disk or the format: each is shown to the user
     except Exception as error:
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
-        raise UserError(f"{place}, which the Hub did not give: {error_line(error)}") from error
+        raise UserError(f"{place}, which could not be downloaded: {error_line(error)}") from error
 
 
 def task_rows(config: DataConfig, split: str) -> list[Row]:
-    """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
+    """The problems of a split: question, answer, and the `entry` for the task's scoring.
 
     `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its
     questions is trained on. The same config gives the same problems. Raises UserError if
@@ -284,7 +286,7 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
         )
     except ImportError as error:
         raise UserError(
-            f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
+            f"data.source = {show(config.source)} requires reasoning-gym: {install_hint('tasks')}"
         ) from error
     task = config.source.removeprefix(TASKS)
     if task not in DATASETS:

@@ -1,4 +1,4 @@
-"""Gold completions, for supervised updates: of a data set's rows, or of those that a run left."""
+"""Reference completions for supervised updates, from a data set's rows or a run's completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class GoldReader:
-    """Turns examples into those with a gold completion."""
+    """Adds reference completions to examples."""
 
     config: Config
     tokenizer: Any  # mlx-lm's wrapper
@@ -32,9 +32,10 @@ class GoldReader:
     def of_rows(
         self, examples: Sequence[Example], rows: Rows, split: str
     ) -> tuple[list[Example], list[str]]:
-        """Of a data set's rows; and lines on those that are left out.
+        """Reference completions from a data set's rows, and messages about skipped rows.
 
-        Raises UserError for a row without a gold completion, unless `data.on_bad_row` is "skip".
+        Raises UserError for a row without a reference completion, unless `data.on_bad_row` is
+        "skip".
         """
         data = self.config.data
         column = data.completion or data.answer
@@ -42,15 +43,17 @@ class GoldReader:
         for example, text in zip(examples, texts, strict=True):
             if not text and data.on_bad_row == "raise":
                 fault = (
-                    f"{rows[example.number].place}: no gold completion in {column or 'any column'}"
+                    f"{rows[example.number].place}: no reference completion in "
+                    f"{column or 'any column'}"
                 )
-                raise UserError(f'{fault} (data.on_bad_row = "skip" would leave it out)')
+                raise UserError(f'{fault} (data.on_bad_row = "skip" skips such rows)')
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:
-        """Of `sft.completions`: each finished completion with at least `sft.min_reward` once.
+        """From `sft.completions`: each finished completion with at least `sft.min_reward`, without
+        duplicates.
 
-        Raises UserError if the file has none.
+        Raises UserError if the file contains none.
         """
         sft = self.config.sft
         found = dict[str, Row]()
@@ -79,7 +82,7 @@ class GoldReader:
                 )
         if not found:
             raise UserError(
-                f"{sft.completions}: none of {len(read)} completions has ended by itself with a "
+                f"{sft.completions}: none of {len(read)} completions is finished and has a "
                 f"reward of at least sft.min_reward = {sft.min_reward:g}"
             )
         rows = Rows(found.values())
@@ -105,15 +108,16 @@ class GoldReader:
         kept = [example for example in made if len(example.gold) <= limit]
         if made and not kept:
             raise UserError(
-                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} gold "
-                f"completions of the {split} data has {min(len(example.gold) for example in made)} "
+                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} reference "
+                f"completions of the {split} data has "
+                f"{min(len(example.gold) for example in made)} "
                 "tokens"
             )
         counts = (
-            (len(examples) - len(made), "no gold completion"),
+            (len(examples) - len(made), "no reference completion"),
             (
                 len(made) - len(kept),
-                f"gold completions longer than rollout.max_new_tokens = {limit} tokens",
+                f"reference completions longer than rollout.max_new_tokens = {limit} tokens",
             ),
         )
         line = f"{split} data: {{}} of {len(examples)} rows left out: {{}}"
@@ -148,8 +152,7 @@ class GoldReader:
 
 
 def gold_text(value: Any) -> str | None:
-    """The gold completion in a column: a text, a number, or the assistant's turn that ends
-    messages."""
+    """The reference completion in a column: a text, a number, or the assistant's last message."""
     if isinstance(value, list | tuple | None):
         return gold_turn(value)
     return None if isinstance(value, Mapping) else value_text(value)

@@ -1,4 +1,4 @@
-"""Conversations as a row's column or a file of prompts holds them: read, checked, and cleaned."""
+"""Conversations in a column or a file of prompts: read, checked, and cleaned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def prompt_fault(value: Any) -> str:
-    """The fault of a prompt that should be a text or a list of messages; empty: none."""
+    """The error of a prompt that should be a text or a list of messages; empty if there is none."""
     if isinstance(value, str):
         return "" if value.strip() else "is blank"
     if not isinstance(value, list | tuple) or not value:
@@ -31,12 +31,12 @@ def prompt_fault(value: Any) -> str:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {number}: expected text as its content, found {type(content).__name__}"
     if value[-1]["role"] == "assistant":
-        return "ends with the assistant's turn, which the model has to write"
+        return "ends with the assistant's turn, which the model must write"
     return ""
 
 
 def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
-    """A row's prompt, unchecked: without the assistant's last turn where that is the gold
+    """A row's prompt, unchecked, without the assistant's last turn if that is the reference
     completion."""
     value: Any = row.get(config.prompt or config.question)
     return (
@@ -45,7 +45,7 @@ def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
 
 
 def gold_turn(value: Any) -> str | None:
-    """The text of the assistant's turn that ends a list of messages; None: there is none."""
+    """The text of the assistant's turn at the end of a list of messages; None if there is none."""
     last = value[-1] if isinstance(value, list | tuple) and value else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return None
@@ -54,11 +54,11 @@ def gold_turn(value: Any) -> str | None:
 
 
 def conversation(value: Any, system: str = "") -> tuple[Message, ...]:
-    """The messages of a prompt without a fault; `system`, if not blank, is put in front of those
-    without one.
+    """The messages of a valid prompt; `system`, if not blank, is added to those without a system
+    message.
 
-    A content is one text. Keys that Arrow adds where only others have them are left out: a template
-    may take a `tool_calls` of None for calls.
+    Contents become a single text. Keys without a value, which Arrow adds, are removed: a template
+    may treat a `tool_calls` of None as calls.
     """
     found = (
         ({"role": "user", "content": value},)
@@ -96,11 +96,11 @@ def read_prompts(
 ) -> list[list[Message]]:
     """The conversations of a file, none of which ends with the assistant's turn.
 
-    `name` is a .txt file with a prompt on each line that is not blank, "-" for such lines on
-    standard input, or a file of rows, whose `column` holds a text or a list of messages. `system`
-    opens every conversation; messages must not have one as well. `option` named the file, for
-    errors. Raises UserError, with the line, for a row that is not a prompt, and for a file without
-    prompts.
+    `name` is a .txt file with one prompt per non-blank line, "-" for such lines on standard input,
+    or a file of rows, whose `column` contains a text or a list of messages. `system` is the first
+    message of every conversation; the messages must not contain another one. `option` is the
+    command-line option, for errors. Raises UserError, with the line, for a row that is not a
+    prompt, and for a file without prompts.
     """
     path = Path(name).expanduser()
     if name != "-" and path.suffix.lower() in SUFFIXES:
@@ -123,9 +123,9 @@ def read_prompts(
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
             raise UserError(
-                f"{row.place}: the messages have a system message, and --system gives another"
+                f"{row.place}: the messages contain a system message, and --system sets another one"
             )
         found.append(list(conversation(value, system)))
     if not found:
-        raise UserError(f"{option} {name}: there is no prompt in it")
+        raise UserError(f"{option} {name}: it contains no prompts")
     return found

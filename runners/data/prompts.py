@@ -1,4 +1,4 @@
-"""From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
+"""From a row to its prompt, for rollouts and evaluation: messages, text and tokens."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Example:
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """The folder of a row's paths: `data.image_folder`, else that of the data; None for data of the
+    """The folder for a row's paths: `data.image_folder`, or the data's; None for data from the
     Hub."""
     if config.image_folder:
         return Path(config.image_folder).expanduser()
@@ -56,7 +56,7 @@ def processor_of(
 ) -> ImageProcessor | None:
     """The image processor of a model folder and its config.json; None without `data.image`.
 
-    Raises UserError as `load_processor` does.
+    Raises the errors of `load_processor`.
     """
     return load_processor(path, stated, config.image_max_pixels) if config.image else None
 
@@ -69,16 +69,16 @@ def build_examples(
     processor: ImageProcessor | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], int]:
-    """The examples of usable rows in order, and how many are left out as longer than
+    """The examples of usable rows in order, and the number of prompts longer than
     max_prompt_length.
 
-    Every example has all `columns`, by default the `reward_columns` of the rows; one that its row
-    lacks is None. A row that the chat template or the tokenizer refuses raises UserError with its
-    place; with `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is
+    Every example has all `columns`, by default the `reward_columns` of the rows; missing values are
+    None. A row that the chat template or the tokenizer refuses raises UserError with its place;
+    with `on_bad_row` "skip" it is recorded in `Rows.faults`. Also raises UserError if no row is
     left.
     """
     if config.image and processor is None:
-        raise UserError("data.image names a column, but this command shows no images to the model")
+        raise UserError("data.image names a column, but this command does not use images")
     fields = reward_columns(rows, config.answer) if columns is None else columns
     raw = config.prompt_form == "raw"
     kwargs = config.chat_template_kwargs
@@ -114,10 +114,12 @@ def build_examples(
             faults[place] = f"{place}: {error}"
             if config.on_bad_row == "raise":
                 raise UserError(
-                    f'{faults[place]} (data.on_bad_row = "skip" would leave it out)'
+                    f'{faults[place]} (data.on_bad_row = "skip" skips such rows)'
                 ) from error
     if rows and not examples:
-        raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
+        raise UserError(
+            f"all {len(rows)} rows are invalid, for example {list(faults.values())[-1]}"
+        )
     kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
     if rows and not kept:
         raise UserError(
@@ -130,10 +132,10 @@ def build_examples(
 def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
     """The columns that rewards can name, each with its field in the rows.
 
-    They are the fields of all rows together and, if the data has a column of reference answers,
-    `answer`. A field with the name of an argument that every reward gets (completions, prompts,
-    completion_ids), `self`, or an `answer` beside the column of reference answers becomes
-    ``column_completions`` and so on.
+    They are the fields of all rows and, if the data has a column of reference answers, `answer`. A
+    field with the name of an argument of every reward (completions, prompts, completion_ids),
+    `self`, or an `answer` besides the column of reference answers becomes ``column_completions``
+    and so on.
     """
     fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}
@@ -149,8 +151,7 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") ->
 
 
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:
-    """The examples' columns as lists for the scorer, each entry repeated for its G completions in a
-    row."""
+    """The examples' columns as lists for the scorer, each entry repeated for its G completions."""
     rows = repeated(examples, num_generations)
     names = examples[0].columns if examples else ()
     return {name: [row.columns[name] for row in rows] for name in names}
@@ -162,12 +163,12 @@ def repeated(examples: Sequence[Example], number: int) -> list[Example]:
 
 
 def gold_answer(value: object) -> str | None:
-    """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None:
+    """The answer in a row's field: the stripped text after its last ``####``, or all of it. None:
     no answer.
 
-    Texts, numbers and truth values can be answers; NaN cannot. A number, also one that is a text
-    with an exponent, is written in plain decimals, a truth value as ``true`` or ``false``; lists
-    and objects, the tests of a program, as JSON.
+    Texts, numbers and truth values can be answers; NaN cannot. Numbers (including texts with an
+    exponent) are written as plain decimals, truth values as ``true`` or ``false``; lists and
+    objects, the tests of a program, as JSON.
     """
     if isinstance(value, bool | np.bool_):
         return str(value).lower()

@@ -36,18 +36,19 @@ def render(
     processor: ImageProcessor | None = None,
     raw: bool = False,
 ) -> tuple[str, tuple[int, ...]]:
-    """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
+    """A prompt's text, up to the start of the assistant's turn and the nudge, and its tokens.
 
-    `raw`: the text is that of the last message, which the model continues. `tools` are schemas; a
-    template that does not show them gets them in the system prompt. `template_kwargs` are further
-    arguments of the template, `chat_template` replaces it. `images` come before the last user
-    message's text; a `processor` has a template of its own, and says how many tokens each image
-    takes.
+    `raw`: the text of the last message is the prompt, which the model continues. `tools` are
+        schemas; if the template does not show them, they are added to the system prompt.
+        `template_kwargs` are additional arguments of the template, and `chat_template` replaces it.
+        `images` come before the last user message's text; a `processor` has its own template, and
+        determines the number of tokens of each image.
 
-    If a template refuses or drops the system role, the system prompt opens the first user message.
-    Without a template the form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines
-    between, after BOS if the tokenizer adds it (an EOS is never added). Raises UserError if the
-    template fails or renders nothing, and as `runners.tokenization.text.encode` does.
+    If a template refuses or drops the system role, the system prompt becomes the start of the first
+    user message.
+    Without a template, the format is ``System: …``, ``User: …``, ``Assistant: `` separated by blank
+        lines, after BOS if the tokenizer adds it (an EOS is never added). Raises UserError if the
+        template fails or renders nothing, and the errors of `runners.tokenization.text.encode`.
     """
     if raw:
         text = f"{messages[-1]['content']}{nudge}"
@@ -67,10 +68,10 @@ def render(
         text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
+        raise UserError(f"{name}: the chat template renders an empty text, without the prompt")
     tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
-        raise UserError("the tokenizer makes no tokens of the prompt")
+        raise UserError("the tokenizer returns no tokens for the prompt")
     return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 
 
@@ -89,7 +90,7 @@ def _with_image_parts(
 
 
 def use_template(tokenizer: Any, file: str) -> str:
-    """Replaces a tokenizer's chat template by that in a file, and returns its text; without a file
+    """Replaces a tokenizer's chat template by a file's, and returns its text; without a file, does
     nothing.
 
     Raises UserError for a file that cannot be read.
@@ -107,20 +108,19 @@ def use_template(tokenizer: Any, file: str) -> str:
 
 
 def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ()) -> list[str]:
-    """Lines on a missing chat template, and on one whose turns do not end as the model's
-    completions do.
+    """Messages about a missing chat template, and about one whose end of turn does not end
+    completions.
 
-    `stop`: strings that end a completion besides.
+    `stop`: additional strings that end a completion.
     """
     if data.prompt_form == "raw":
         return []
     if not has_template(tokenizer):
         return [
             "the tokenizer has no chat template: prompts are plain text (System: …, User: …, "
-            "Assistant: …); a model that was tuned for chats has one in chat_template.jinja or "
+            "Assistant: …); a chat model has one in chat_template.jinja or "
             "tokenizer_config.json; "
-            'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they '
-            "are"
+            'data.chat_template sets another one, and data.prompt_form = "raw" uses prompts unchanged'
         ]
     end = end_of_turn(tokenizer, data.chat_template_kwargs)
     if not end or any(text in end for text in stop):
@@ -129,14 +129,15 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
     if ends.intersection(encode(tokenizer, end, add_special_tokens=False)):
         return []
     return [
-        f"the chat template ends a turn with {show(end)}, none of whose tokens ends a completion: "
-        f"they may all reach the length limit; rollout.stop = [{show(end)}], or eos_token_id in "
+        f"the chat template ends a turn with {show(end)}, but none of its tokens ends a "
+        f"completion, so all may reach the length limit; set rollout.stop = [{show(end)}], or "
+        "eos_token_id in "
         "generation_config.json"
     ]
 
 
 def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """What the template writes behind an assistant's words; empty if that is unknown."""
+    """The text that the template writes after an assistant's message; empty if unknown."""
     words = "the words"
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]
     try:
@@ -149,12 +150,12 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
 
 
 def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
-    """What the template writes behind the header of a reply, such as ``<think>``: the reply's first
-    words.
+    """The text that the template writes after the header of a reply, such as ``<think>``: the
+    reply's first words.
 
-    The header is what the reply's start and an earlier turn of the assistant have in common. A pair
-    of tags that the template closes itself is no part of the reply. Empty also if the header is
-    unknown.
+    The header is the common part of a new reply's start and an earlier turn of the assistant. A
+    pair of tags that the template closes itself is not part of the reply. Also empty if the header
+    is unknown.
     """
     if raw or not has_template(tokenizer):
         return ""
@@ -183,7 +184,7 @@ def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = F
 
 
 def writes_date(template: Any) -> bool:
-    """Whether a chat template writes the date on which it is rendered."""
+    """Whether a chat template contains the date on which it is rendered."""
     return "strftime_now" in str(template)
 
 
@@ -209,10 +210,10 @@ def apply_template(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; errors of the template pass
-    through.
+    """The text of a conversation by the tokenizer's chat template; the template's errors are not
+    caught.
 
-    A template that writes a date writes that of `tokenizer.start`, the start of the run, if there
+    A template that contains a date uses that of `tokenizer.start`, the start of the run, if there
     is one.
     """
     options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
@@ -245,7 +246,7 @@ def _conversation(
         text = apply(messages)
         if system["content"].strip() in text:
             return text
-        raise UserError("the tokenizer's chat template leaves out a system message")
+        raise UserError("the tokenizer's chat template drops the system message")
     except UserError:
         if not rest or rest[0]["role"] != "user" or any(each["role"] == "system" for each in rest):
             raise
@@ -267,7 +268,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
 
 
 def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text that no template wrote: after BOS if the tokenizer adds it, without
+    """The tokens of a text that no template produced: after BOS if the tokenizer adds it, without
     EOS."""
     tokens = encode(tokenizer, text, add_special_tokens=False)
     bos = getattr(tokenizer, "bos_token_id", None)

@@ -1,8 +1,7 @@
-"""Rows of local files (.jsonl, .json, .csv, .parquet), each with its place and its fault, if any.
+"""Rows of local files (.jsonl, .json, .csv, .parquet), each with its place and its error, if any.
 
 The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report
-the bad row and continue after it, they guess no types, and they leave no second copy of the file in
-a cache.
+the invalid row and continue, do not guess types, and leave no copy of the file in a cache.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
-    """A row's columns, with its place in the data, and the fault that kept it from being read, if
+    """A row's columns, with its place in the data, and the error that kept it from being read, if
     any."""
 
     def __init__(self, values: Mapping[str, Any], place: str, fault: str = "") -> None:
@@ -46,7 +45,7 @@ class Row(dict[str, Any]):
 
 
 class Rows(list[Row]):
-    """Usable rows with all their columns, and what was left out."""
+    """Usable rows with all their columns, and the skipped ones."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
@@ -55,17 +54,19 @@ class Rows(list[Row]):
         self.faults: dict[str, str] = {}
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
-        """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit`
+        """Messages about unused data: skipped rows, and `too_long` prompts of more than `limit`
         tokens."""
         found = []
         if self.dropped:
-            found.append(f"{split} data: {self.dropped} rows left out by data.transform")
+            found.append(f"{split} data: {self.dropped} rows skipped by data.transform")
         if self.faults:
             first = next(iter(self.faults.values()))
-            found.append(f"{split} data: {len(self.faults)} bad rows left out (the first: {first})")
+            found.append(
+                f"{split} data: {len(self.faults)} invalid rows skipped (the first: {first})"
+            )
         if too_long:
             found.append(
-                f"{split} data: {too_long} of {len(self)} prompts left out, longer than "
+                f"{split} data: {too_long} of {len(self)} prompts skipped, longer than "
                 f"data.max_prompt_length = {limit} tokens"
             )
         return found
@@ -77,14 +78,14 @@ def split_name(split: str) -> str:
 
 
 def find_split(folder: Path, split: str, key: str) -> list[Path]:
-    """The files of a folder that hold a split: ``train.jsonl``, or shards,
+    """The files of a folder that contain a split: ``train.jsonl``, or shards,
     ``train-00000-of-00002.parquet``.
 
-    Without data files in the folder itself, those of its folder ``data`` count, as in the Hub's
+    If the folder contains no data files, its subfolder ``data`` is used, as in the Hub's
     repositories.
 
-    Raises UserError, with the config's `key` and the files found, if there is none; if a split is
-    there twice, in two formats or as a whole beside its shards; and if a shard is missing.
+    Raises UserError, with the config's `key` and the files found, if there is none; if a split
+    exists twice, in two formats or both complete and as shards; and if a shard is missing.
     """
     found: dict[str, list[Path]] = {}
     with disk_errors(f"data.source {folder} cannot be read"):
@@ -109,7 +110,9 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     }
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
-        raise UserError(f"{key}: expected {show(split)} whole and once in {folder}, found {names}")
+        raise UserError(
+            f"{key}: expected {show(split)} complete and once in {folder}, found {names}"
+        )
     return sorted(files, key=_shard_number)
 
 
@@ -120,11 +123,12 @@ def _shard_number(path: Path) -> int:
 
 
 def read_file(path: Path) -> list[Row]:
-    """Every row of a file in order, unreadable ones with their fault; blank lines are skipped.
+    """Every row of a file in order, including unreadable ones with their error; blank lines are
+    skipped.
 
     Raises UserError if the file as a whole cannot be read: an unknown suffix, text that is not
-    UTF-8, JSON that is not a list of rows, a broken CSV or Parquet file, or one that would unpack
-    to many times its size.
+        UTF-8, JSON that is not a list of rows, a damaged CSV or Parquet file, or one that would
+        unpack to many times its size.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -164,9 +168,7 @@ def _json_row(place: str, line: str) -> Row:
 
 def _as_row(place: str, value: Any) -> Row:
     if _is_deep(value):
-        return Row(
-            {}, place, f"expected at most {_DEPTH} lists and objects inside each other, found more"
-        )
+        return Row({}, place, f"expected at most {_DEPTH} nested lists and objects, found more")
     if isinstance(value, dict):
         return Row(value, place)
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")
@@ -190,7 +192,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
         lines = filter(None, reader)
         header = next(lines, [])
         if len(set(header)) < len(header):
-            raise UserError(f"{path} has two columns of one name")
+            raise UserError(f"{path} has two columns with the same name")
         for cells in lines:
             place = f"{path}, line {reader.line_num}"
             if len(cells) == len(header):
@@ -204,10 +206,10 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
 
 
 def transformed(row: Row, transform: Transform) -> Row | None:
-    """The result of the function for a row; None if it leaves the row out.
+    """The function's result for a row; None if it skips the row.
 
-    A row that could not be read is not passed to it. If it raises, or returns something else than a
-    row or None, that is a fault of the row.
+    The function is not called with a row that could not be read. If it raises, or returns anything
+    but a row or None, the row is invalid.
     """
     if row.fault:
         return row
@@ -236,14 +238,12 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     most = max(LEAST, RATIO * path.stat().st_size)
     unpacked = 0
-    too_large = UserError(
-        f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself"
-    )
+    too_large = UserError(f"{path}: expected it to unpack to at most {most:,} bytes; found more")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UserError(f"{path} has two columns of one name")
+                raise UserError(f"{path} has two columns with the same name")
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
             stored = [
@@ -267,8 +267,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of an Arrow table or batch. The float32 0.1 is 0.1 in them, not
-    0.10000000149011612."""
+    """The rows of an Arrow table or batch. The float32 0.1 becomes 0.1, not 0.10000000149011612."""
     rows = table.to_pylist()
     for field in table.schema:
         kind = _NARROW.get(str(field.type))

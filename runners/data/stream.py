@@ -1,4 +1,4 @@
-"""The order in which a run goes through its training examples."""
+"""The order in which a run uses its training examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PromptOrder:
     rates_n: np.ndarray | None = None
 
     def epoch(self, position: int) -> float:
-        """Epochs done once `position` examples have been handed out, with fractions."""
+        """Completed epochs, with fractions, when `position` examples have been used."""
         return position / len(self.examples)
 
     def number_at(self, position: int) -> int:
@@ -45,7 +45,7 @@ def _permutation(order: PromptOrder, epoch: int) -> list[int]:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Weighted:
-    """Prompts of one batch step that are drawn by weight, as an adaptive curriculum has it."""
+    """The prompts of one batch step that are sampled by weight, for an adaptive curriculum."""
 
     weights_n: np.ndarray  # of each prompt, see `draw_weights`
     explore: float  # the share of draws that follow the usual order
@@ -53,7 +53,7 @@ class Weighted:
 
 @attrs.frozen(eq=False)
 class Drawn:
-    """Examples that were handed out."""
+    """Number of examples used so far."""
 
     examples: tuple[Example, ...]
     position: int  # examples handed out up to here
@@ -69,9 +69,9 @@ def drawn(
 ) -> Drawn:
     """The next `number` examples; a batch may extend into the next epoch.
 
-    With `weighted`, a share of them follows the usual order and the others are drawn by weight: no
-    prompt twice in a batch step, whose earlier draws are `taken`, while there are others. One by
-    weight replaces what the usual order would repeat.
+    With `weighted`, a share of them follows the usual order and the others are sampled by weight:
+        no prompt twice in a batch step, whose earlier draws are `taken`, while there are others.
+        An example sampled by weight replaces one that the usual order would repeat.
     """
     places = range(position, position + number)
     if weighted is None:
@@ -98,7 +98,7 @@ class RunLength:
 
     @classmethod
     def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
-        """From the config and the numbers of training examples and of gold completions."""
+        """From the config and the numbers of training examples and of reference completions."""
         optim = config.optim
         sft = config.sft
         first = 0
@@ -117,5 +117,5 @@ class RunLength:
 
 
 def gold_batch(config: Config) -> int:
-    """Gold completions of a supervised batch step."""
+    """Reference completions of a supervised batch step."""
     return config.sft.batch_size or config.optim.batch_size * config.rollout.num_generations

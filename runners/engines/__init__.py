@@ -1,1 +1,1 @@
-"""Anything that samples: the protocol, and the engine of this process."""
+"""Engines that sample: the protocol, and the engine of this process."""

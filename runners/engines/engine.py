@@ -1,9 +1,8 @@
-"""Anything that samples: the protocol of engines, a queue of rows, and the plain values that cross
-it.
+"""The protocol of engines: a queue of rows, and the plain values that are exchanged with it.
 
-A request is a prompt and a seed for each of its completions. An engine decodes what was submitted,
-in any order and together as it likes: a completion depends on its seed, its prompt and the weights
-alone, to the rounding of batched products. Conversations, rewards and training stand above it.
+A request is a prompt and a seed for each of its completions. An engine decodes submitted requests
+in any order and grouping: a completion depends only on its seed, its prompt and the weights, up to
+the rounding of batched products. Conversations, rewards and training are built on top of it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Ticket = NewType("Ticket", int)
 
 
 def never() -> bool:
-    """`ShouldStop` of sampling that nothing interrupts."""
+    """A `ShouldStop` that never stops sampling."""
     return False
 
 
 def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
-    """A function for whatever waits: it raises Interrupted once `should_stop` says so; None for
+    """A function for waiting loops: it raises Interrupted once `should_stop` returns True; None for
     `never`."""
 
     def check() -> None:
@@ -45,7 +44,7 @@ def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
 
 @attrs.frozen(eq=False)
 class Weights:
-    """What an engine samples with."""
+    """The weights that an engine samples with."""
 
     policy: g.Policy  # the function of these parameters
     params: Tree
@@ -95,7 +94,7 @@ class Token:
 
 @attrs.frozen
 class Traits:
-    """What an engine's rows have."""
+    """Properties of an engine's rows."""
 
     # whether log-probs are of the distribution drawn from: temperature, top-p and so on
     drawn_logp: bool
@@ -113,18 +112,19 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The learner's update that made its weights."""
+        """The learner's update that produced its weights."""
         ...
 
     @property
     def rows(self) -> int:
-        """The most completions that it decodes together (0: all): fewer once memory ran out."""
+        """The most completions that it decodes together (0: all), reduced after it ran out of
+        memory."""
         ...
 
     def load(self, weights: Weights | None) -> None:
-        """Sample with these weights from now on; None frees those that it has.
+        """Samples with these weights from now on; None frees the current ones.
 
-        Completions under way end with the weights that they began with.
+        Completions in progress finish with the weights that they started with.
         """
         ...
 
@@ -139,7 +139,7 @@ class Engine(Protocol):
     def collect(
         self, least: int = 1, *, should_stop: ShouldStop = never
     ) -> dict[Ticket, tuple[Row, ...]]:
-        """The requests that have been completed since the last call, in the order of their seeds.
+        """The requests completed since the last call, in the order of their seeds.
 
         Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0
         for a moment at most.
@@ -166,8 +166,8 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request: what it has so far is collected as "cancelled".
+        """Ends a request: its tokens so far are collected as "cancelled".
 
-        What was kept of it is freed, and of the request that it continues.
+        Frees its kept caches, and those of the request that it continues.
         """
         ...

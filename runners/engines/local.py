@@ -1,4 +1,4 @@
-"""`LocalEngine`: it decodes in this process, over one queue of rows."""
+"""`LocalEngine` decodes in this process, with one queue of rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Job:
 
 @attrs.define(eq=False)
 class LocalEngine:
-    """An engine without weights: `load` comes first."""
+    """An engine without weights: call `load` first."""
 
     decoder: TextDecoder | None = None  # finds stop strings; None: no request has any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)
@@ -316,7 +316,9 @@ class LocalEngine:
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if stop and self.decoder is None:
-            raise ValueError(f"stop = {stop}: this engine has no tokenizer that could find them")
+            raise ValueError(
+                f"stop = {stop}: this engine has no tokenizer, which is needed to find them"
+            )
         if stop not in self._stops:
             self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
         return self._stops[stop]
@@ -337,7 +339,7 @@ class LocalEngine:
         together = largest * max(before // largest // 2, 1)
         self._restart(weights, left)
         self.decoding = attrs.evolve(self.decoding, max_batch=together)
-        self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
+        self.note(f"out of memory ({reason}): sampling again, {together:,} rows at a time")
 
     def _under_way(self) -> list[Ticket]:
         return [ticket for ticket, job in self._jobs.items() if job.queued and not job.is_done]

@@ -1,4 +1,4 @@
-"""What a config says about sampling: the distribution, and how to decode."""
+"""A config's settings for sampling: the distribution, and how to decode."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def decoding_of(config: Config) -> g.Decoding:
 
 
 def usual_launch(platform: Platform) -> str:
-    """What rollout.launch = "auto" is: a CPU has no launch time to hide, and pipelining copies
-    caches."""
+    """The meaning of rollout.launch = "auto": a CPU has no launch time to hide, and pipelining
+    copies caches."""
     return "eval" if platform.backend == "cpu" else "async"

@@ -1,6 +1,6 @@
 """The tokens after a model's turn in a chat: observations, and the header of the next turn.
 
-Earlier turns are not tokenised again. The template renders a small conversation with the
+Earlier turns are not tokenized again. The template renders a small conversation with the
 observations; the part after its last assistant turn is appended to the existing tokens.
 """
 
@@ -35,8 +35,8 @@ class ChatTurns:
     mark_ids: tuple[int, ...] = ()  # of nanochat's marks
 
     def check(self, tool: str) -> None:
-        """UserError if the template cannot show the tools, or cannot continue after a call of
-        `tool`."""
+        """Raises UserError if the template cannot show the tools, or cannot continue after a call
+        of `tool`."""
         try:
             render(
                 self.tokenizer,
@@ -53,11 +53,11 @@ class ChatTurns:
             ) from error
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A turn as written, without the token that ended it."""
+        """A turn's text, without the token that ended it."""
         return self.decoder.decode(tokens)
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
-        """An observation of at most `most` tokens, and whether it was shortened."""
+        """An observation of at most `most` tokens, and whether it was truncated."""
         head = content[: most * LONGEST]  # encoding 10 MB would take long
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
@@ -67,7 +67,7 @@ class ChatTurns:
     def follow(
         self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]
     ) -> tuple[int, ...]:
-        """The tokens after a turn with these tokens: its end, the observations, the next header."""
+        """The tokens after a turn: its end, the observations, the next header."""
         if self.mark_ids:  # nanochat's turn goes on behind them
             said = "".join(each["content"] for each in observations)
             *_, start, end = self.mark_ids
@@ -123,7 +123,7 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's message behind an assistant's turn"
+            "the tokenizer's chat template cannot put a tool's message after an assistant's turn"
             + fault
         )
 

@@ -1,4 +1,4 @@
-"""[env] of a run: its tools and environments, and the rollouts with them."""
+"""[env] of a run: its tools and environments, and rollouts with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _numbers = itertools.count()  # of environments
 class Environments:
     """The environments of a run. Instances are made when needed, and reused after a `reset`.
 
-    They live where user code runs, and have numbers here.
+    They exist in the process of user code, and are referred to by number.
     """
 
     config: EnvConfig
@@ -54,7 +54,7 @@ class Environments:
 
     @property
     def has_instances(self) -> bool:
-        """Whether there is an instance for each completion, besides plain tools."""
+        """Whether each completion has its own instance, in addition to plain tools."""
         return bool(self.config.factory)
 
     def play(
@@ -98,8 +98,8 @@ class Environments:
         return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
-        """The environments' own rewards; None for one without, and None if the class has no
-        `get_reward`."""
+        """The environments' own rewards; None for an environment without one, and None if the class
+        has no `get_reward`."""
         if self.reward is None:
             return None
         count = len(played)
@@ -114,7 +114,7 @@ class Environments:
         """The session of these rows' episodes, after `reset`. They keep their instances until
         `release`.
 
-        `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
+        `should_stop` is checked while waiting for calls. Raises Interrupted if it ends the wait.
         """
         episodes = [Episode(row) for row in rows]
         prompts = [row.tokens for row in rows]
@@ -123,7 +123,7 @@ class Environments:
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
-        """The episodes are over: their instances may be reset for others, except those with hanging
+        """Ends the episodes: their instances may be reset for others, except those with hanging
         calls."""
         for episode in session.episodes:
             if episode.environment is not None:
@@ -191,7 +191,7 @@ def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[st
 
 
 def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is some, it is started now, and
+    """The process for the code that a config names. If there is such code, it starts now and
     imports it."""
     worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
@@ -202,8 +202,8 @@ def start_worker(config: Config) -> Worker:
 
 
 def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The config's rewards, when all code that it names is imported: its own ones in the worker, or
-    with reward.timeout = 0 in this process. UserError if some cannot be."""
+    """The config's rewards, after importing their code: custom ones in the worker, or in this
+    process with reward.timeout = 0. Raises UserError if one cannot be imported."""
     reward = config.reward
     place = worker if config.reward.timeout else None
     rewards = resolve_rewards(
@@ -226,7 +226,7 @@ def build_environments(
 
     One instance is made to inspect its tools.
 
-    Raises UserError for a factory or tool that cannot be found, made or described to a model.
+    Raises UserError for a factory or tool that cannot be found, created or described to a model.
     """
     if not env.factory and not env.tools:
         return None
@@ -274,7 +274,7 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
     (outcome,) = calls.collect(1).values()
     if outcome.fault:
         raise UserError(
-            outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}"
+            outcome.fault if outcome.refused else f"{key} cannot be created: {outcome.fault}"
         )
     return outcome.value
 

@@ -37,7 +37,7 @@ class Episode:
 
 
 class Home(Protocol):
-    """What a rollout's episodes share: the `Environments` of the run."""
+    """The shared part of a rollout's episodes: the run's `Environments`."""
 
     config: EnvConfig
     calls: Calls
@@ -50,7 +50,7 @@ class Home(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes
+    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them executed, and writes
     observations."""
 
     episodes: Sequence[Episode]  # started ones of all rows
@@ -61,7 +61,7 @@ class Session:
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """As `Replies`: a turn without a call, or one too many, ends the conversation."""
+        """As in `Replies`: a turn without a call, or beyond the limit, ends the conversation."""
         episode = self.episodes[row]
         limits = self._home.config
         known = self._home.tools
@@ -88,7 +88,7 @@ class Session:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """As `Replies`. Raises Interrupted if `should_stop` ends the waiting."""
+        """As `Replies`. Raises Interrupted if `should_stop` ends the wait."""
         outcomes = self._home.calls.collect(least, interruptible(self._should_stop))
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
@@ -145,10 +145,7 @@ class Session:
             episode.hung = True
         limits = self._home.config
         observations = []
-        used_up = (
-            f"not called: a conversation has {limits.max_tool_calls} tool calls, and they are used "
-            "up"
-        )
+        used_up = f"not called: a conversation has {limits.max_tool_calls} tool calls at most"
         results = [("tool", outcome.fault, True)] if outcome.fault else outcome.value
         for name, text, failed in (*results, *(failure(name, used_up) for name in refused)):
             episode.counts["failures"] += failed

@@ -1,7 +1,6 @@
-"""Environments and tools where they run, in the process of user code: made, reset and called by
-number.
+"""Environments and tools in the process of user code: created, reset and called by number.
 
-These are operations of `runners.user_code`. What comes back is plain: texts, names and schemas.
+These are operations of `runners.user_code`. Results are plain: texts, names and schemas.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
             functions = {getattr(function, "__name__", text.rpartition(":")[2]): function}
         for name in functions.keys() & store["tools"].keys():
             raise UserError(
-                f"env.tools {show(text)}: there is a tool {name} already; rename one of them"
+                f"env.tools {show(text)}: there is already a tool {name}; rename one of them"
             )
         store["tools"] |= functions
     if factory:
@@ -52,10 +51,11 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two
-    methods for rewards those that it has, each with the reward's name.
+    """The tools of [env] (name, schema, whether it is a coroutine function), and the reward methods
+    of its class, each with the reward's name.
 
-    Raises UserError for tools that cannot be described to a model, and for what is no environment.
+    Raises UserError for tools that cannot be described to a model, and for objects that are not
+    environments.
     """
     methods: Functions = {}
     rewards: dict[str, str] = {}
@@ -63,7 +63,7 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
         try:
             environment = _made(store, number)
         except (Exception, SystemExit) as error:
-            raise UserError(f"{key} cannot be made: {error_line(error)}") from error
+            raise UserError(f"{key} cannot be created: {error_line(error)}") from error
         name = type(environment).__name__
         if not callable(getattr(type(environment), "reset", None)):
             raise UserError(
@@ -89,21 +89,21 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
-    """Raises UserError if the environment's `reset` does not take these columns, which it gets by
-    name."""
+    """Raises UserError if the environment's `reset` does not accept these columns, which are passed
+    by name."""
     signature = inspect.signature(_made(store, number).reset)
     try:
         signature.bind(**dict.fromkeys(columns))
     except TypeError as error:
         raise UserError(
-            f"{key}: its signature is reset{signature}, and it is called with the data's columns "
+            f"{key}: its signature is reset{signature}, but it is called with the data's columns "
             f"{', '.join(columns)}: {error}; expected reset(self, **row), or these names"
         ) from error
 
 
 def get_rewards(environments: Sequence[Any]) -> Any:
-    """What each environment's `get_reward` returns; None for one without. Awaitable if one is a
-    coroutine."""
+    """The results of each environment's `get_reward`; None for an environment without one.
+    Awaitable if one is a coroutine."""
     methods = [getattr(environment, GET_REWARD, None) for environment in environments]
     found = [method() if callable(method) else None for method in methods]
 
@@ -116,8 +116,8 @@ def get_rewards(environments: Sequence[Any]) -> Any:
 def get_turn_rewards(
     environments: Sequence[Any], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """The sum of what each environment's `get_turn_rewards` returns: a number or None for each
-    turn. These are logged as a column."""
+    """The sum of each environment's `get_turn_rewards`: a number or None for each turn. These are
+    logged as a column."""
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     found = [method if method is None else method() for method in methods]
     for method, values in zip(methods, found, strict=True):
@@ -135,7 +135,7 @@ def _as_number(value: Any) -> float | None:
 
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
-    """Begins an episode in environment `number`, which is made if it is missing; what it says, as a
+    """Starts an episode in environment `number`, which is created if necessary; returns its
     text."""
     found = _made(store, number).reset(**columns)
 
@@ -148,10 +148,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """A turn's calls, one after another; awaitable if one is a coroutine's. A text is cut to
-    `characters`.
+    """Makes a turn's calls, one after another; awaitable if one is a coroutine. Texts are truncated
+    to `characters`.
 
-    Each is a name and its arguments, or a name and, as a text, why it cannot be made.
+    Each is a name and its arguments, or a name and the reason why it cannot be called.
     """
     environment = store.get("environments", {}).get(number)
     functions = {**store["tools"], **({} if environment is None else _methods(environment))}
@@ -160,11 +160,11 @@ def call(
         if isinstance(arguments, str):
             return failure(name or "tool", arguments)
         if name not in functions:
-            return failure(name, "the environment is gone: its process was ended")
+            return failure(name, "the environment is lost: its process was ended")
         try:
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
-            # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
+            # Half of a surrogate pair, which tokenizers cannot process, becomes a question mark.
             return name, text[:characters].encode("utf-8", "replace").decode(), False
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])

@@ -1,5 +1,5 @@
-"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, in nanochat's form, or
-as JSON."""
+"""Reads a model's tool calls: with mlx-lm's parser for the tokenizer, in nanochat's format, or as
+JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tool:
 
 @attrs.frozen(eq=False)
 class ToolCall:
-    """One call, or its fault."""
+    """One call, or its error."""
 
     name: str
     arguments: dict[str, Any]
@@ -54,8 +54,7 @@ class CallReader:
     def of(
         cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False
     ) -> CallReader:
-        """The reader for a tokenizer: with the parser of mlx-lm that it names; `marked`: nanochat's
-        form."""
+        """The reader for a tokenizer: with mlx-lm's parser for it; `marked`: nanochat's format."""
         if marked:
             return cls(schemas, _of_expression, start=MARKS[0], end=MARKS[1])
         parser = getattr(tokenizer, "tool_parser", None)
@@ -65,8 +64,8 @@ class CallReader:
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text around a turn's calls, stripped, and the calls in order; one that cannot be read
-        has a fault."""
+        """The stripped text around a turn's calls, and the calls in order; unreadable ones have an
+        error."""
         if self.parser is None and self.start not in text:
             whole = _whole_json(text)
             if whole:
@@ -123,7 +122,7 @@ def _call(found: Any) -> ToolCall:
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object")
+        return ToolCall(name, {}, "the arguments are not a JSON object")
     return ToolCall(name, arguments)
 
 

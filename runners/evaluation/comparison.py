@@ -1,5 +1,5 @@
-"""Models' results on the same problems, as a table and as JSON: estimates, intervals,
-paired differences."""
+"""Models' results on the same problems, as a table and as JSON: estimates, intervals, paired
+differences."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the chance that k of n samples, c of which are right,
-    hold a right one.
+    """1 − C(n−c, k)/C(n, k): the probability that k of n samples, c of which are right, include a
+    right one.
 
-    The estimator without bias of Codex (arXiv 2107.03374, eq. 1).
+    The unbiased estimator of Codex (arXiv 2107.03374, eq. 1).
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
-    """Percentile interval of a mean by resampling the problems (Efron 1979); one seed,
-    one interval.
+    """Percentile interval of a mean by resampling the problems (Efron 1979), with a fixed seed.
 
-    For a difference of two models give the differences problem by problem, which keeps the pairs.
+    For a difference of two models, pass the differences per problem, which keeps the pairs.
     """
     array = np.asarray(values, np.float64)
     rng = np.random.default_rng(seed)
@@ -72,13 +71,13 @@ class Metric:
 
     @property
     def mean(self) -> float:
-        """The mean over the problems with a value; NaN without any."""
+        """The mean over the problems with a value; NaN without values."""
         known = self.values[~np.isnan(self.values)]
         return float(known.mean()) if known.size else float("nan")
 
     @property
     def interval(self) -> Interval | None:
-        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems;
+        """95 % interval: Wilson's if each value is 0 or 1, otherwise by resampling the problems;
         None without values."""
         known = self.values[~np.isnan(self.values)]
         if not known.size:
@@ -100,13 +99,13 @@ class ModelResult:
 
 
 def difference(first: Metric, second: Metric) -> Metric:
-    """The second model's values minus the first's, problem by problem;
-    the interval resamples the pairs."""
+    """The second model's values minus the first's for each problem; the interval resamples the
+    pairs."""
     return Metric(second.values - first.values)
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
-    """The models' results on the problems that all of them were given."""
+    """The models' results on the problems that both models were given."""
     common = set.intersection(*(set(each.indices) for each in measured))
 
     def cut(each: ModelResult) -> ModelResult:
@@ -125,7 +124,7 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 def comparison_table(measured: Sequence[ModelResult]) -> str:
     """Markdown: a row for each number, a column for each model, and for two models the difference.
 
-    In brackets the 95 % interval.
+    Brackets contain the 95 % interval.
     """
     measured = shared(measured)
     first = measured[0]

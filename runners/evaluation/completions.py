@@ -1,4 +1,4 @@
-"""Completions of problems, judged: the one path of a run's evaluations and of `grpo eval`."""
+"""Completions of problems with their scores, for a run's evaluations and for `grpo eval`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MANY = 0.9  # share of completions without an answer, or cut off, that a notice
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """One completion. Of a conversation, `text` is the model's last turn,
-    and there are the last five."""
+    """One completion. For a conversation, `text` is the model's last turn, and the last five fields
+    are set."""
 
     text: str  # with the words in front that chat template and nudge give it
     answer: str | None  # as the form reads it
@@ -76,10 +76,10 @@ class Evaluator:
         key: mx.array,
         numbered: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[Completion], Batch]]:
-        """Completions of all examples, G of each in a row, batch by batch;
-        `numbered` as `sample_batches`.
+        """Completions of all examples, G of each in a row, batch by batch; `numbered` as in
+        `sample_batches`.
 
-        Raises RewardError for a failing reward where `reward.on_error` is "raise".
+        Raises RewardError for a failing reward if `reward.on_error` is "raise".
         """
         for batch in sample_batches(
             self.engine,
@@ -165,7 +165,7 @@ class Evaluator:
         )
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
-        """`form_notice` of completions, one of each example."""
+        """`form_notice` for completions, one of each example."""
         return form_notice(
             self.form,
             [each.text for each in found],
@@ -191,16 +191,15 @@ def form_notice(
     lengths: Sequence[int],
     limit: int,
 ) -> str:
-    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an
-    answer: it names the length that the others need, or the form that most of them do have. Else
-    empty."""
+    """A message if nine in ten completions are cut off at `limit` tokens or lack the answer's form:
+    it names the required length, or the form that most of them have. Else empty."""
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
-        others = f"; those that end by themselves need up to {max(ended)}" if ended else ""
+        others = f"; finished ones have up to {max(ended)}" if ended else ""
         return (
-            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: "
-            f"set a longer rollout.max_new_tokens, such as {2 * limit}"
+            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set "
+            f"a larger rollout.max_new_tokens, such as {2 * limit}"
         )
     lacking = sum(form.read(text) is None for text in texts) if form else 0
     if form is None or not texts or lacking < many:
@@ -211,7 +210,7 @@ def form_notice(
     )
     fitting = fitting_form(texts, golds, form.thoughts)
     if fitting is None:
-        return f"{line}; data.system_prompt and data.nudge ask for it"
+        return f"{line}; ask for it with data.system_prompt or data.nudge"
     name, have, right = fitting
     return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 

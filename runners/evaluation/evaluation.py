@@ -1,5 +1,5 @@
-"""Evaluations of a run: greedy completions of the held-out problems,
-with the same prompts as in training."""
+"""Evaluations of a run: greedy completions of the held-out problems, with the prompts of
+training."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EvalResult:
 
     @property
     def score(self) -> float | None:
-        """Exact match, 0 to 1: the share of problems whose answer is right;
-        None without gold answers."""
+        """Exact match, 0 to 1: the share of problems with a right answer; None without reference
+        answers."""
         return _mean([each.right for each in self.completions])
 
     @property
@@ -43,7 +43,7 @@ class EvalResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers for the log; those that are not known are left out."""
+        """The numbers for the log; unknown ones are omitted."""
         rows = self.completions
         rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
@@ -65,15 +65,15 @@ class EvalResult:
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems of every evaluation of a data set: `samples` of them (0: all),
-    the same in every run."""
+    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every
+    run."""
     if samples == 0 or samples >= len(examples):
         return list(examples)
     return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
 
 
 def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling) -> EvalResult:
-    """Greedy completions of all examples; `sampling` says where they end."""
+    """Greedy completions of all examples; `sampling` determines how they end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
     completions: list[Completion] = []
@@ -86,8 +86,8 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
 def evaluate_on_ranks(
     ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
 ) -> EvalResult:
-    """`evaluate` by all ranks together: each answers every N-th problem,
-    and all get the whole result."""
+    """`evaluate` on all ranks together: each completes every N-th problem, and all get the complete
+    result."""
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
     if ranks.is_alone:
         return result
@@ -96,7 +96,7 @@ def evaluate_on_ranks(
 
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
-    """The results of all ranks, as JSON holds them, in the order of the problems."""
+    """The results of all ranks, as plain JSON values, in the order of the problems."""
     rows = [
         [Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts
     ]

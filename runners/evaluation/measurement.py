@@ -40,14 +40,15 @@ _TRAINED = {  # keys of the other sections that change no evaluation
 def config_of_runs(
     models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None], *, has_data: bool
 ) -> Config | None:
-    """The config of the models' run, with `section.key=value` overrides;
-    None if no model is from a run.
+    """The config of the models' run, with `section.key=value` overrides; None if no model is from a
+    run.
 
-    It may name code, so it has to be one that this user has trained with here. With another one the
-    result is None if there is other data. `note` gets a line that names the file.
+    It may name code, so it must be one that this user has trained with on this machine. For other
+    configs, the result is None if other data is given. `note` receives a message that names the
+    file.
 
-    Raises UserError for another one without data, and if two models' runs are not measured in the
-    same way.
+    Raises UserError for another config without data, and if two models' runs are measured
+    differently.
     """
     files = list(dict.fromkeys(filter(None, map(run_of, models))))
     others = [file for file in files if not remembers(OWN_RUNS, digest(file))]
@@ -55,8 +56,8 @@ def config_of_runs(
         if has_data:
             return None
         raise UserError(
-            f"{others[0]}: is of no run of yours on this machine, and may name code; "
-            f"--config {others[0]} measures with its data and rewards, --data with other data"
+            f"{others[0]}: does not belong to one of your runs on this machine, and may name code; "
+            f"--config {others[0]} uses its data and rewards, --data other data"
         )
     if not files:
         return None
@@ -66,7 +67,7 @@ def config_of_runs(
     differ = [name for name in one if one[name] != other.get(name)]
     if differ:
         places = f"{files[0]} and {files[-1]} differ in {', '.join(differ)}"
-        raise UserError(f"the runs {places}; --config says what both are measured by")
+        raise UserError(f"the runs {places}; --config sets one config for both")
     note(
         f"data, prompts and rewards as in the run ({files[0]}); "
         "--config, --data and --set replace them"
@@ -131,8 +132,8 @@ def evaluator_of(
     environments: Environments | None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
-    """What completes and scores a config's problems by a model, and sampling as in [rollout]:
-    one of each."""
+    """The objects that complete and score a config's problems with a model, and sampling as in
+    [rollout]."""
     scorer = None
     if rewards:
         reward = config.reward
@@ -154,8 +155,8 @@ def evaluator_of(
 def choose_problems(
     rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
-    """The problems by their rows' numbers, the same `eval.samples` as in training; and how many
-    prompts are longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
+    """The problems by their rows' numbers, the same `eval.samples` as in training; and the number
+    of prompts longer than `data.max_prompt_length`. `tools`: schemas shown in the prompts."""
     processor = model.vision.processor if model.vision else None
     examples, too_long = build_examples(rows, config.data, model.tokenizer, tools, processor)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -176,13 +177,14 @@ def measure(
     environments: Environments | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelResult:
-    """Completes the problems of `choose_problems` greedily,
-    and `num` times each by sampling as in [rollout].
+    """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in
+    [rollout].
 
-    With environments each completion is a conversation, which succeeds if the environment's own
-    reward is at least 1; without one, if the last turn has the gold answer. pass@k for each of `ks`
-    is of right answers, with answer.form = "none" of successes. `rows` completions are sampled at a
-    time (0: the config's). `note` gets a line when all completions of a kind are done.
+    With environments, each completion is a conversation, which succeeds if the environment's own
+    reward is at least 1 or, without one, if the last turn contains the reference answer. pass@k for
+    each of `ks` counts right answers; with answer.form = "none", it counts successes. `rows`
+    completions are sampled at a time (0: the config's). `note` receives a message when all
+    completions of a kind are done.
     """
     evaluator, one_each = evaluator_of(model, config, rewards, environments, rows)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -222,7 +224,8 @@ def measure(
 
 
 def evaluation_key(config: Config) -> mx.array:
-    """The key of all completions: of the run's seed, but shared with no other purpose."""
+    """The key of all completions: derived from the run's seed, but not shared with other
+    purposes."""
     return fold_in(mx.random.key(config.run.seed), EVALUATION)
 
 

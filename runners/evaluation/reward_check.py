@@ -1,8 +1,8 @@
 """Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
-No weights are loaded. The rewards score the data's gold answers in the required form, and bad
-answers. If a reward cannot distinguish them, nothing can be learned from it. Without gold answers,
-or where no right completion is known, they score neutral texts, which shows whether they run.
+No weights are loaded. The rewards score the data's reference answers in the required form, and bad
+answers. If a reward cannot distinguish them, it gives no useful gradient. Without reference
+answers, or if no right completion is known, they score neutral texts, which shows whether they run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from runners.models.model_reader import load_tokenizer
 from runners.rewards.scoring import Reward, Scorer, check_columns
 from runners.tokenization.text import TextDecoder, encode
 
-GOLD = "gold answer"
-BARE = "gold without form"
+GOLD = "reference answer"
+BARE = "answer without form"
 WRONG = "wrong answer"
 NO_ANSWER = "no-such-answer"
 SENTENCE = "This is a sentence."
@@ -64,7 +64,7 @@ class RewardCheck:
 def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
-    Raises UserError for every fault that would end the run before its first step.
+    Raises UserError for every error that would end the run before its first step.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)
@@ -216,8 +216,8 @@ def _judge(
     form: AnswerForm | None,
     examples: Sequence[Example],
 ) -> list[str]:
-    """Rewards that give everything the same value, and wrong answers that the sum prefers to the
-    gold one.
+    """Rewards that give everything the same value, and wrong answers whose total reward is not
+    below the reference answer's.
 
     Without a form no text is better than another: then only rewards that never speak are named.
     """
@@ -249,5 +249,7 @@ def _judge(
     preferred = (totals_a > gold) | (reads & (totals_a == gold))
     better = [kind for kind in itertools.compress(kinds, preferred) if kind not in good]
     if better:
-        found.append(f"the gold answer's total reward is not above: {', '.join(better)}")
+        found.append(
+            f"the reference answer's total reward is not above that of: {', '.join(better)}"
+        )
     return found

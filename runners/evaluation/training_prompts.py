@@ -1,5 +1,5 @@
-"""A run's prompts, completed by its model before it starts: `grpo check --sample`,
-`grpo difficulty`."""
+"""A run's prompts, completed by its model before training: `grpo check --sample`, `grpo
+difficulty`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Progress = Callable[[int, int, float], None]
 def open_problems(
     config: Config, machine: Platform, most: int | None = None
 ) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
-    """What completes and scores a checked config's training prompts, how to sample, the first
-    `most` of the prompts (None: all), and notices.
+    """The objects that complete and score a checked config's training prompts, how to sample, the
+    first `most` of the prompts (None: all), and notices.
 
-    Sampling is the run's, with weights in full precision, and rewards score as in a run,
-    as do its errors.
+    Sampling uses the run's settings with weights in full precision, and rewards and their errors
+    are handled as in a run.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)
@@ -67,8 +67,8 @@ def open_problems(
 def sample_completions(
     config: Config, machine: Platform, count: int
 ) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
-    """A completion of each of the first `count` training problems of a checked config,
-    and warnings."""
+    """A completion of each of the first `count` training problems of a checked config, and
+    warnings."""
     evaluator, sampling, examples, notices = open_problems(config, machine, count)
     found: list[Completion] = []
     for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
@@ -89,13 +89,13 @@ def measure_difficulty(
     overwrite: bool,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Samples each training prompt of a checked config, and appends a line for each to the file.
-    Returns what the file then holds, and lines on model, data and faults of rewards.
+    """Samples completions of each training prompt of a checked config, and appends a line for each
+    to the file. Returns the file's lines, and messages about model, data and failed rewards.
 
-    Prompts that the file has already are left alone, so that a call which ended early is gone on
-    with: a prompt's completions depend on seed, prompt and number alone.
+    Prompts that are already in the file are skipped, so that an interrupted call can be resumed: a
+        prompt's completions depend only on seed, prompt and number.
 
-    Raises UserError if the file was measured in another way, or cannot be written.
+    Raises UserError if the file was measured differently, or cannot be written.
     """
     measured = _measured(config, samples)
     known = [] if overwrite or not path.exists() else read_difficulty(path)

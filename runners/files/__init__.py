@@ -1,4 +1,4 @@
-"""Files that survive crashes, and untrusted files: complete writes, safe reads.
+"""Files that survive crashes, and untrusted files: atomic writes and safe reads.
 
 No model, no config; MLX inside functions.
 """

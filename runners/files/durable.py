@@ -1,9 +1,9 @@
-"""Files and folders that are there as a whole or not at all, whenever the process is killed.
+"""Files and folders that are written completely or not at all, even if the process is killed.
 
-Each is made in a staging folder beside its target (a rename works only within one file system),
-flushed to the disk, and renamed. The staging folder's name holds random digits and the target's
-name; its owner keeps it locked. Only folders with such a name and content, whose owner is gone, are
-ever removed.
+Each is made in a staging folder next to its target (a rename works only within one file system),
+flushed to the disk, and renamed. The staging folder's name contains random digits and the target's
+name; its owner keeps it locked. Only folders with such a name and content, whose owner has ended,
+are ever removed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}-(.+)", re.DOTALL)
 
 
 def save_text(file: Path, text: str) -> None:
-    """Writes a text file; a crash leaves the old file or the new one.
+    """Writes a text file; a crash leaves either the old or the new file.
 
-    UserError if the disk refuses.
+    Raises UserError if writing fails.
     """
     with new_file(file) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Before the work on a new folder: raises UserError if `target` exists, unless `force` replaces
-    it.
+    """Before the work on a new folder: raises UserError if `target` exists, unless `force` is set.
 
-    A folder that a killed process had moved aside is restored first, and so counts as existing.
+    A folder that a killed process had moved aside is restored first, so it counts as existing.
     """
     if target.name in ("", ".."):
-        raise UserError(f"{target}: this folder cannot be replaced; expected the name of a new one")
+        raise UserError(
+            f"{target}: this folder cannot be replaced; expected the name of a new folder"
+        )
     with disk_errors(f"{target}: cannot be written"):
         sweep(target.parent)
     if os.path.lexists(target) and not force:
@@ -51,7 +52,7 @@ def check_target(target: Path, force: bool) -> None:
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turns an OSError inside the block into a UserError: `what`, and the reason."""
+    """Turns an OSError inside the block into a UserError with `what` and the reason."""
     try:
         yield
     except OSError as error:
@@ -60,14 +61,14 @@ def disk_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """A file, or a folder, to be made that gets the name of `target` when the block ends without an
+    """A file or folder to be created, which is renamed to `target` when the block ends without an
     error.
 
-    Everything in it is on the disk before the rename. A crash at any point leaves the old file or
-    folder or the new one under the name, or (between two renames) an old folder beside it, which
-    the next start restores.
+    Everything in it is on the disk before the rename. A crash at any point leaves the old or the
+    new file or folder under the name, or (between two renames) an old folder next to it, which the
+    next start restores.
 
-    Raises UserError if the disk refuses (full, read-only, no permission), and if `target` exists at
+    Raises UserError if writing fails (full, read-only, no permission), and if `target` exists at
     the end without `replace`.
     """
     with disk_errors(f"{target}: cannot be written"):
@@ -99,23 +100,23 @@ def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder so that its name never shows a half-deleted one. OSError if that fails."""
+    """Deletes a folder; its name never refers to a half-deleted one. OSError if that fails."""
     with _staging(folder) as stage:
         os.rename(folder, stage / OLD)
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk. OSError if the disk refuses."""
+    """Flushes a file, or a folder's list of names, to the disk. Raises OSError if that fails."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
 
 
 def sweep(parent: Path) -> None:
-    """Removes the staging folders in `parent` whose owners are gone, and restores what they moved
-    aside.
+    """Removes the staging folders in `parent` whose owners have ended, and restores what they had
+    moved aside.
 
-    Folders that cannot be removed stay: they may belong to another user, and nothing depends on
-    them.
+    Folders that cannot be removed are left: they may belong to another user, and nothing depends on
+        them.
     """
     for stage in parent.iterdir() if parent.is_dir() else ():
         name = _NAME.fullmatch(stage.name)
@@ -177,4 +178,4 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _exists(target: Path) -> str:
-    return f"{target}: this exists; --force replaces it"
+    return f"{target}: this already exists; --force replaces it"

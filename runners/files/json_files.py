@@ -1,6 +1,6 @@
-"""JSON: values as one line of it, objects in untrusted files, and files with one object a line.
+"""JSON: values on one line, objects in untrusted files, and files with one object per line.
 
-Such files are written so that no line is lost, and read while another process writes.
+Such files are written so that no line is lost, and can be read while another process writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from runners.files.durable import disk_errors
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Opens an untrusted file: OSError for a link, and for what is not a regular file.
+    """Opens an untrusted file; raises OSError for a link, and for anything but a regular file.
 
-    A link could make a page out of any file of this machine; opening a fifo could wait for ever.
+    A link could expose any file of this machine, and opening a fifo could wait forever.
     With `follow` a link is allowed, as in the Hub's cache.
     """
     nofollow = 0 if follow else os.O_NOFOLLOW
@@ -35,9 +35,9 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens a file that is written again, created if missing: OSError for a link of any kind, and
-    for what is not a regular file. In a folder that somebody else made it could be any file of this
-    user's.
+    """Opens a file for writing again, created if missing; raises OSError for a link of any kind,
+    and for anything but a regular file. In a folder that somebody else created, it could be any
+    file of this user.
     """
     number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     facts = os.fstat(number)
@@ -60,28 +60,29 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
-    """Writes a JSON object, two spaces a level; `form` are further arguments of json.dumps."""
+    """Writes a JSON object with an indentation of two spaces; `form` are additional arguments of
+    json.dumps."""
     file.write_text(json.dumps(content, **{"indent": 2, **form}) + "\n", encoding="utf-8")
 
 
 def finite_number(value: Any) -> float | None:
-    """A value of such a file as a finite number; None if it is none."""
+    """A value of such a file as a finite number; None if it is not one."""
     if type(value) is int and abs(value) < 1 << 1023:  # float64 can hold it
         return float(value)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def whole_number(value: Any) -> int:
-    """A value of such a file as a count; 0 if it is none."""
+    """A value of such a file as a count; 0 if it is not one."""
     return value if type(value) is int and 0 < value < 2**63 else 0
 
 
 def to_json(record: Mapping[str, Any]) -> str:
     """One JSON object on one line. 0-d arrays become numbers.
 
-    Numbers that are not finite become null, because JSON has no NaN, and an extra key "nonfinite"
+    NaN and infinite numbers become null, because JSON has neither, and an extra key "nonfinite"
     lists their names (dotted if nested). Raises TypeError, with the name, for a value that JSON
-    cannot hold.
+    cannot represent.
     """
     nonfinite: list[str] = []
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
@@ -93,7 +94,8 @@ def to_json(record: Mapping[str, Any]) -> str:
 def json_line(record: Mapping[str, Any]) -> str:
     """A record as a JSON object on one line, without control characters.
 
-    Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
+    Raises ValueError for a number that is not finite, and TypeError for a value that JSON cannot
+    represent.
     """
     return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(ESCAPED)
 
@@ -119,19 +121,19 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line is written at once.
+    """A file with one JSON object per line; each line is written immediately.
 
     A line that cannot be written is kept in memory and written before the next one. So no line is
-    lost or split while the process lives. `fault` is the reason for such a line, or None.
+    lost or split while the process runs. `fault` is the reason for such a line, or None.
     """
 
     def __init__(self, path: Path, *, keep: int | None = None):
-        """Opens `path`; OSError if that fails.
+        """Opens `path`; raises OSError if that fails.
 
         Args:
-            path: the file; its folder is made.
-            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it: after
-                so many bytes, or after its last whole line if it is shorter.
+            path: the file; its folder is created.
+            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it after
+                this many bytes, or after its last complete line if it is shorter.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None:
@@ -151,7 +153,7 @@ class JsonLines:
         self.push()
 
     def push(self) -> None:
-        """Writes the waiting lines, as far as the disk allows."""
+        """Writes the waiting lines, as far as possible."""
         self.fault = None
         try:
             while self._waiting:
@@ -174,10 +176,10 @@ def set_aside(path: Path) -> None:
 
 
 def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a file's complete lines; text after the last line feed is none yet.
+    """The objects of a file's complete lines; text after the last line feed is ignored.
 
-    A missing file has none. `bad` gets the numbers of lines that are not JSON objects. UserError if
-    the file cannot be read.
+    A missing file contains none. `bad` receives the numbers of lines that are not JSON objects.
+    Raises UserError if the file cannot be read.
     """
     with (
         disk_errors(f"{path}: cannot be read"),

@@ -16,10 +16,10 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, created with its parents if it is missing. OSError if the system refuses.
+    """The folder, created with its parents if it is missing. Raises OSError if the system refuses.
 
-    Raises UserError if others could write there: in a shared folder such as /tmp anybody can make a
-    folder of this name first, and have programs loaded from it.
+    Raises UserError if others could write there: in a shared folder such as /tmp, anybody could
+        create a folder of this name first, and have programs loaded from it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -27,16 +27,16 @@ def own_folder(path: Path) -> Path:
     found = foreign(path)
     if found:
         raise UserError(
-            f"{path}: expected a folder of yours that nobody else can write to, found {found}"
+            f"{path}: expected your own folder that nobody else can write to, found {found}"
         )
     return path
 
 
 def foreign(path: Path) -> str:
-    """Why a folder cannot be believed; empty: only this user can write to it. OSError if it is
-    missing.
+    """Why a folder cannot be trusted; empty if only this user can write to it. Raises OSError if it
+    is missing.
 
-    Links are followed only if they belong to this user as well.
+    Links are followed only if they belong to this user too.
     """
     owner = os.lstat(path).st_uid
     facts = os.stat(path)

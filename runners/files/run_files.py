@@ -1,4 +1,4 @@
-"""The names of the files that a run writes into its folder, beside its checkpoints and `final`."""
+"""The names of the files that a run writes into its folder, next to its checkpoints and `final`."""
 
 METRICS = "training_log.jsonl"
 EVENTS = "events.jsonl"

@@ -18,7 +18,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file, names sorted so that equal arrays give equal bytes."""
+    """Writes a safetensors file with sorted names, so that equal arrays give equal bytes."""
     import mlx.core as mx
 
     ordered = dict(sorted(arrays.items()))
@@ -28,10 +28,10 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or cut
-    off.
+    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or
+    truncated.
 
-    The arrays are read at once: a lazy array would change if the file changed.
+    The arrays are read immediately, because a lazy array would change if the file changed.
     """
     import mlx.core as mx
 
@@ -47,8 +47,8 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 def weight_files(folder: Path) -> list[Path]:
     """The weight files of a model folder, in order of their names.
 
-    Raises UserError as `check_header` does, and for a tensor in two files: mlx-lm would take either
-    one.
+    Raises the errors of `check_header`, and UserError for a tensor in two files: mlx-lm would use
+        either one.
     """
     files = sorted(folder.glob("model*.safetensors"))
     holders: dict[str, str] = {}
@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
         if shared:
             raise UserError(
                 f"{folder}: expected each tensor once, found {show(shared[0])} in "
-                f"{holders[shared[0]]} and in {file.name}; move the file of the older model away"
+                f"{holders[shared[0]]} and in {file.name}; remove the older model's file"
             )
         holders |= dict.fromkeys(names, file.name)
     return files
@@ -68,8 +68,8 @@ def check_header(file: Path) -> list[str]:
     """The names of a file's tensors.
 
     Raises UserError unless every tensor of the header is in the file, with the size of its shape:
-    MLX counts elements in 64 bits, and accepts a shape whose product overflows, and negative sizes
-    in pairs.
+        MLX counts elements in 64 bits, and accepts shapes whose product overflows, and pairs of
+        negative sizes.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -79,15 +79,15 @@ def check_header(file: Path) -> list[str]:
         with safe_open(file, framework="np") as opened:
             return opened.keys()
     except (OSError, SafetensorError) as error:
-        cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
+        cut = "; is the file truncated?" if isinstance(error, SafetensorError) else ""
         raise UserError(
             f"{file}: cannot be read as safetensors: {first_line(error)}{cut}"
         ) from error
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most tensors in a model folder's weight files, by their headers; "":
-    unknown.
+    """The floating dtype of most tensors in a model folder's weight files, from their headers; ""
+    if unknown.
     """
     from safetensors import SafetensorError, safe_open
 

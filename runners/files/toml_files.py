@@ -1,4 +1,4 @@
-"""TOML from values, by a TOML writer: no text of a value can become a key, a table or a comment."""
+"""TOML from values, by a TOML writer: a value's text cannot become a key, a table or a comment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def toml_text(
     """The tables of values as a TOML document. `notes`, by table and key, and `heading` become
     comments.
 
-    Raises UserError for a text with half of a surrogate pair, which no TOML file can hold.
+    Raises UserError for a text with half of a surrogate pair, which TOML cannot represent.
     """
     import tomlkit
 
@@ -64,5 +64,5 @@ def _check(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{key}: expected text that UTF-8 can hold, found {show(printable(text))}"
+            f"{key}: expected text that UTF-8 can represent, found {show(printable(text))}"
         ) from error

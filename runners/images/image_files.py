@@ -38,7 +38,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     opened.
 
     None, an empty text and an empty list mean no images. Raises UserError, without the row's place,
-    for a value of another kind, for a path that leads out of the folder, and for a missing file.
+    for a value of another kind, for a path outside of the folder, and for a missing file.
     """
     if value is None or value == "":
         return ()
@@ -56,7 +56,8 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         raise UserError(f"expected paths, or an image's bytes, found {type(value).__name__}")
     if folder is None:
         raise UserError(
-            f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
+            f"names {show(value)}, a path; expected bytes, or data.image_folder for data from "
+            "the Hub"
         )
     path = folder / Path(value).expanduser()
     # too long, a zero byte, circular links
@@ -64,7 +65,9 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         inside = path.resolve().is_relative_to(folder.resolve())
         there = path.is_file()
     if not inside:
-        outside = "where nothing is read; data.image_folder names another folder"
+        outside = (
+            "but images are only read inside the folder; data.image_folder sets another folder"
+        )
         raise UserError(f"names {show(value)}, which leads out of {folder}, {outside}")
     if not there:
         raise UserError(f"names {show(value)}, but there is no file {path}")
@@ -72,9 +75,9 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, upright, from the file's header.
+    """Rows and columns of pixels, in upright orientation, from the file's header.
 
-    UserError if it is not an image.
+    Raises UserError if it is not an image.
     """
     with _opened(file) as image:
         columns, rows = image.size
@@ -83,7 +86,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
 
 
 def read_image(file: ImageFile) -> Image:
-    """The pixels in RGB, upright. UserError if the file is not an image."""
+    """The pixels in RGB, in upright orientation. Raises UserError if the file is not an image."""
     from PIL import ImageOps
 
     with _opened(file) as image:

@@ -1,7 +1,7 @@
-"""The models that take images, and their processor: an image's tokens in a prompt, and its pixels
+"""The models that accept images, and their processor: an image's tokens in a prompt, and its pixels
 as patches.
 
-The work is mlx-vlm's, with the numbers of the model folder's preprocessor_config.json.
+mlx-vlm does the work, with the settings of the model folder's preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model takes images; UserError, with a list, for any
-    other.
+    """The model_type of a config.json whose model accepts images; raises UserError, with a list,
+    for others.
     """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
@@ -43,15 +43,15 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
     if kind not in FAMILIES:
         raise UserError(
             f"{path}: prompts with images: expected a model of {known}, found model_type "
-            f'{show(kind)} (data.image = "" trains its language part on text, where mlx-lm knows '
-            "it)"
+            f'{show(kind)} (data.image = "" trains its language part on text, if mlx-lm '
+            "supports it)"
         )
     return str(kind)
 
 
 def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """How many frequencies encode time, row and column, from config.json; UserError if they are
-    missing.
+    """The number of frequencies for time, row and column, from config.json; raises UserError if
+    they are missing.
     """
     for table in (config, config.get("text_config") or {}):
         for key in ("rope_scaling", "rope_parameters"):
@@ -82,14 +82,15 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def mlx_vlm_module(name: str) -> Any:
-    """A module of mlx-vlm, such as "models.qwen2_vl". UserError if mlx-vlm is not installed."""
+    """A module of mlx-vlm, such as "models.qwen2_vl". Raises UserError if mlx-vlm is not
+    installed."""
     try:
         return importlib.import_module(f"mlx_vlm.{name}")
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
         raise UserError(
-            f"prompts with images need mlx-vlm: {install_hint('vlm')}{reason}"
+            f"prompts with images require mlx-vlm: {install_hint('vlm')}{reason}"
         ) from error
 
 
@@ -107,9 +108,9 @@ class ImageProcessor:
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """Tokens of an image in a prompt, from its size alone.
+        """Number of tokens of an image in a prompt, from its size alone.
 
-        UserError if the file is not an image.
+        Raises UserError if the file is not an image.
         """
         rows, columns = image_size(file)
         try:
@@ -120,7 +121,7 @@ class ImageProcessor:
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
         """Patches [N,C] float32, and their grid: time, rows, columns.
 
-        UserError if it is not an image.
+        Raises UserError if it is not an image.
         """
         try:
             found = self.processor(images=[read_image(file)], **self.options)
@@ -132,14 +133,14 @@ class ImageProcessor:
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
         """The prompt with all image tokens of each image.
 
-        UserError unless it has one for each image.
+        Raises UserError unless it has one for each image.
         """
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
             raise UserError(
                 f"the prompt has {shown} places for the {len(images)} images of its row "
-                f"({', '.join(image.name for image in images)}): the chat template has to show "
-                "each image once, and the question must not hold the image token"
+                f"({', '.join(image.name for image in images)}): the chat template must show "
+                "each image once, and the question must not contain the image token"
             )
         counts = iter([self.count_tokens(image) for image in images])
         found: list[int] = []
@@ -152,13 +153,15 @@ class ImageProcessor:
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
-    """The image processor of a model folder with this config.json. UserError for a model that takes
-    no images, without mlx-vlm, and if the folder's settings cannot be read."""
+    """The image processor of a model folder with this config.json. Raises UserError for a model
+    that does not accept images, without mlx-vlm, and if the folder's settings cannot be read."""
     kind = check_family(config, path)
     if not any(
         (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     ):
-        raise UserError(f"{path}: preprocessor_config.json is missing; it has the sizes of images")
+        raise UserError(
+            f"{path}: preprocessor_config.json is missing, which contains the sizes of images"
+        )
     processing = mlx_vlm_module(f"models.{kind}.processing_{kind}")
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):

@@ -56,7 +56,7 @@ class VisionPart:
         return [self._of_prompt(prompt) if prompt.images else None for prompt in prompts]
 
     def weights(self) -> dict[str, mx.array]:
-        """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
+        """The tower's weights from the folder, with mlx-vlm's names and layout."""
         return {
             f"{TOWER_PREFIX}{name}": leaf
             for name, leaf in read_tower(self.path, self.module).items()
@@ -71,7 +71,7 @@ class VisionPart:
         except ValueError as error:
             names = ", ".join(file.name for file in prompt.images)
             raise UserError(
-                f"{names}: its size has changed since the run began ({error})"
+                f"{names}: its size has changed since the run started ({error})"
             ) from error
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
@@ -97,12 +97,12 @@ class VisionPart:
 def prepare_vision(
     module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0
 ) -> VisionPart:
-    """The vision part of a model folder, in the model's compute dtype; `module`, its language part
-    as mlx-lm loads it, then takes positions of images. Images are scaled down to `max_pixels`, if
-    that is not 0.
+    """The vision part of a model folder, in the model's compute dtype; afterwards `module`, its
+    language part from mlx-lm, accepts positions of images. Images are scaled down to `max_pixels`,
+    unless that is 0.
 
-    Raises UserError as `load_processor` does, for positions that do not fit the module, and for
-    weights that are missing or do not fit the tower.
+    Raises the errors of `load_processor`, and UserError for positions that do not fit the module,
+    and for weights that are missing or do not fit the tower.
     """
     config = read_json(path / "config.json")
     kind = check_family(config, path)
@@ -146,7 +146,7 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
-    """The tower's weights, lazily read, by mlx-vlm's names without a prefix."""
+    """The tower's weights, read lazily, under mlx-vlm's names without a prefix."""
     found: dict[str, mx.array] = {}
     for file in weight_files(path):
         for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
@@ -155,7 +155,7 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(
-            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was the "
-            "folder converted with its language part alone?"
+            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was "
+            "only the language part converted?"
         )
     return module.sanitize(found)

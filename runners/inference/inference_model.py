@@ -44,9 +44,9 @@ def check_prompts(
     vocabulary: int | None,
     positions: int | None,
 ) -> None:
-    """Raises UserError for tokens without an embedding, as a tokenizer may have added some, and for
-    a prompt that is too long for a model's learned positions if `most` tokens follow (0: they are
-    there)."""
+    """Raises UserError for tokens without an embedding (a tokenizer may have added some), and for a
+    prompt that is too long for a model's learned positions if `most` tokens follow (0: they are
+    included)."""
     longest = max(map(len, prompts), default=0)
     counted = f"{longest} tokens"
     if most:
@@ -91,8 +91,8 @@ class InferenceModel:
     ) -> Example:
         """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
 
-        `columns` are for an environment; at most `most` tokens follow the prompt. Raises UserError
-        as `check` does.
+        `columns` are for an environment; at most `most` tokens follow the prompt. Raises the errors
+        of `check`.
         """
         text, tokens = render(
             self.tokenizer,
@@ -128,14 +128,15 @@ def load_inference(
 
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the
-            base, or a run's folder, which means its final model, else its newest whole checkpoint.
+            base, or a run's folder, which means its final model, or its newest complete checkpoint.
         adapter: a folder with adapters, to be applied to the model.
-        loader, folders: the function that opens the folder instead of mlx-lm,
-            and where it is searched.
-        with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
+        loader, folders: the function that loads the folder instead of mlx-lm,
+            and the folders in which it is searched.
+        with_prompt: read grpo_prompt.json, if it exists, into the result's `prompt`.
         images: whether prompts may have images.
 
-    Raises UserError as `load_model` does, and if adapters are missing or do not fit the model.
+    Raises the errors of `load_model`, and UserError if adapters are missing or do not fit the
+    model.
     """
     notes: list[str] = []
     function = custom_loader(loader, folders, "--loader")
@@ -197,13 +198,13 @@ def find_model(
     if adapters == named:
         if adapter:
             raise UserError(
-                f"{model} holds adapters, and {adapter} is given as well; expected one of them"
+                f"{model} contains adapters, and {adapter} is given too; expected only one of them"
             )
         source = base_of(named)
     return resolve_model(source, "MODEL", custom_loader=custom_loader), adapters
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """How a model was asked in training: the settings of its adapters, trained last,
-    else its own."""
+    """The prompt format of a model's training: that of its adapters, which were trained last, or
+    its own."""
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

@@ -1,5 +1,4 @@
-"""Completions, or conversations with tools, in batches; talks turn by turn, as a stream;
-their speed."""
+"""Completions, or conversations with tools, in batches; streamed talks; their speed."""
 
 from __future__ import annotations
 
@@ -63,11 +62,12 @@ def sample_batches(
     should_stop: ShouldStop = never,
     numbered: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Completions of all examples, in order; completion g of example n draws from (key, n, g).
+    """Completions of all examples, in order; completion g of example n uses the random stream (key,
+    n, g).
 
-    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer
-    turns; None: each completion is one turn. `should_stop` ends the present batch, which is given
-    as it is, without conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
+    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` reply to
+    turns; None: each completion is one turn. `should_stop` ends the current batch, which is
+    returned as it is, without conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     cut = False
@@ -123,7 +123,7 @@ def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
 
 @attrs.define
 class Speed:
-    """Tokens and seconds of one or several calls, and the peak of memory since the first."""
+    """Tokens and seconds of one or several calls, and the peak memory since the first."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # 0 if prompts and completions are not timed separately
@@ -134,13 +134,13 @@ class Speed:
         mx.reset_peak_memory()
 
     def add(self, batch: Batch) -> None:
-        """A batch's tokens and seconds."""
+        """Adds a batch's tokens and seconds."""
         self.prompt_tokens += sum(map(len, batch.rollout.prompts))
         self.tokens += sum(batch.lengths)
         self.seconds += batch.seconds
 
     def line(self) -> str:
-        """One line for people: tokens, tokens a second, peak memory."""
+        """One line for people: tokens, tokens per second, peak memory."""
         prompts = f"prompt {self.prompt_tokens:,} tokens"
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
@@ -157,11 +157,11 @@ def generation_key(seed: int) -> mx.array:
 
 @attrs.define(eq=False)
 class Conversation:
-    """The messages of a talk with a user.
+    """The messages of a conversation with a user.
 
-    Each turn renders all of them again with the chat template; the engine keeps keys and values
-    from turn to turn. The first reply is the first completion that `sample_batches` gives for the
-    same prompt, to the rounding of batched products.
+    Each turn renders all messages again with the chat template; the engine keeps keys and values
+    from turn to turn. The first reply equals the first completion of `sample_batches` for the same
+    prompt, up to the rounding of batched products.
     """
 
     model: InferenceModel
@@ -181,7 +181,7 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every turn; the system message stays."""
+        """Forgets every turn; the system message stays."""
         self.turns = 0
         self.messages = [{"role": "system", "content": self.system}] if self.system.strip() else []
 

@@ -23,7 +23,7 @@ _MAPPED = 200_000_000  # bytes that the child has before the call
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """The command of a new Python that runs `code` and imports from where this one does."""
+    """The command of a new Python process that runs `code` with this one's import path."""
     # -P: imports nothing from the current folder that this process would not import itself.
     return [
         sys.executable,
@@ -35,11 +35,11 @@ def python_command(code: str, *arguments: str) -> list[str]:
 
 
 class BoundedFunction:
-    """`package.module:function` in a process that is kept; each call has limits of time and memory.
+    """`package.module:function` in a persistent process; each call has limits on time and memory.
 
     Arguments and results are plain values. A call that exceeds a limit, raises or ends its process
     returns None. Limits: `seconds` of computing, and `memory` bytes. Threads take turns; a forked
-    child has a process of its own.
+    child uses its own process.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:
@@ -56,9 +56,7 @@ class BoundedFunction:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Starts the process if there is none; the function's module is imported while this one
-        goes on.
-        """
+        """Starts the process if there is none; it imports the function's module in the background."""
         if self._running is None:
             ours, theirs = Pipe()
             command = python_command(
@@ -73,7 +71,7 @@ class BoundedFunction:
         return self._running
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's result; None: there is none within the limits."""
+        """The function's result; None if it exceeded the limits."""
         with self._lock:
             try:
                 process, connection = self.start()
@@ -103,7 +101,7 @@ class BoundedFunction:
 
 
 def serve(name: str, seconds: str, memory: str) -> None:
-    """In the child: answers one call after another until the caller closes its end."""
+    """In the child: answers one call after another until the caller closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     connection = Connection(os.dup(0))
@@ -126,9 +124,7 @@ def serve(name: str, seconds: str, memory: str) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """In the child: from now on allows so many bytes more than now, where the system has such a
-    limit.
-    """
+    """In the child: limits further memory to this many bytes, if the system supports it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Current memory: MLX's, what is free for it, and the system's swap.
+"""Current memory: MLX's, the amount free for it, and the system's swap.
 
 Only the functions import MLX, not this module.
 """
@@ -37,7 +37,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA,
+    """Bytes available for new arrays, within MLX's limit and what other programs leave (CUDA,
     Linux).
     """
     import mlx.core as mx
@@ -51,11 +51,11 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all
-    memory; no more than the limit.
+    """Bytes that this process may use: on a GPU, its own plus free memory; on a CPU, all memory; at
+    most the limit.
 
-    Free memory on a CPU is no measure: it changes every second, and the system frees its caches on
-    demand.
+    Free memory on a CPU is not a useful measure: it changes every second, and the system frees its
+        caches on demand.
     """
     import mlx.core as mx
 
@@ -82,7 +82,7 @@ def swap_used() -> int | None:
 
 
 def memory_limit() -> int | None:
-    """The least bytes that the control groups of this process allow; None: no limit.
+    """The lowest memory limit of this process's control groups; None if there is no limit.
 
     Those of version 2, and the one of version 1 that a container shows as its root.
     """

@@ -1,4 +1,4 @@
-"""What a fault of Metal's watchdog means for the user.
+"""Explains a fault of Metal's watchdog to the user.
 
 Importing this module does not import MLX.
 """
@@ -13,8 +13,8 @@ from runners.errors import text_of
 
 LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
 ADVICE = (
-    "macOS ends work on the GPU that holds up the display: let the display sleep (or train over "
-    "ssh), lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
+    "macOS ends GPU work that blocks the display: let the display sleep (or train over ssh), "
+    "lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
     "the screen less smooth; then continue with --resume. See docs/memory.md"
 )
 _SIGNS = ("impacting interactivity", "gpu timeout", "gpu hang")
@@ -22,7 +22,7 @@ _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
 
 
 def is_watchdog(error: BaseException) -> bool:
-    """Whether this exception is a command buffer that the system has ended for the time it took."""
+    """Whether this exception is a command buffer that the system ended because it took too long."""
     text = text_of(error).lower()
     return (
         isinstance(error, RuntimeError)
@@ -33,11 +33,10 @@ def is_watchdog(error: BaseException) -> bool:
 
 @contextmanager
 def explained_aborts(backend: str) -> Iterator[None]:
-    """Inside the block, an end of this process without a word is followed by ADVICE on stderr; on
-    Metal.
+    """On Metal, if the process exits inside the block without a message, ADVICE is printed to
+    stderr.
 
-    MLX learns of such a fault on a thread of its own, where it ends the process: nothing can be
-    caught.
+    MLX detects such a fault on its own thread, where it ends the process: nothing can be caught.
     """
     if backend != "metal":
         yield

@@ -1,4 +1,5 @@
-"""Signals in two steps: the first stops a run, which saves; the second ends the process at once."""
+"""Signals in two steps: the first stops a run, which saves; the second ends the process
+immediately."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line to standard error at once, on a new line, because a terminal has shown "^C"."""
+    """Writes a line to standard error immediately, on a new line, because a terminal has shown
+    "^C"."""
     with suppress(OSError):  # closed: it has no reader
         os.write(2, f"\n{printable(text)}\n".encode())
 
 
 def _exit(number: int) -> NoReturn:
-    """Ends the process at once."""
+    """Ends the process immediately."""
     with suppress(OSError):  # the terminal may be gone
         if os.isatty(1):
             os.write(1, _LEAVE_DISPLAY)
@@ -60,7 +62,7 @@ class Interrupts:
     signals: tuple[int, ...] = (signal.SIGINT,)
 
     def __init__(self) -> None:
-        """Nothing has been asked yet."""
+        """No signal has come yet."""
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -89,16 +91,16 @@ class StopSignals(Interrupts):
     """For a run: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main thread; see
     `deferred`.
 
-    A SIGHUP that is ignored from the start, as with nohup, stays ignored. A second SIGINT or
-    SIGTERM ends the process at once, with 128 + its number. This also works while MLX computes,
-    when no Python handler runs: a thread reads the signals' numbers from a pipe to which the
-    interpreter writes them as they come. Files on the disk are complete at any moment.
+    A SIGHUP that is ignored at the start, as with nohup, stays ignored. A second SIGINT or SIGTERM
+    ends the process immediately, with 128 + its number. This also works while MLX computes, when no
+    Python handler runs: a thread reads the signals' numbers from a pipe to which the interpreter
+    writes them. Files on the disk are consistent at any moment.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
-        """`say` shows a line at once; it is called in another thread."""
+        """`say` shows a line immediately; it is called in another thread."""
         super().__init__()
         self._say = say
         self._deferrals = 0
@@ -119,14 +121,14 @@ class StopSignals(Interrupts):
         return self
 
     def ignore_launcher(self) -> None:
-        """From the block's end on SIGTERM is ignored: mlx.launch sends it once one rank has ended,
-        while the others have their last lines to say."""
+        """After the block, SIGTERM is ignored: mlx.launch sends it when one rank has ended, while
+        the others still have to print their last lines."""
         if self._before:
             self._before[signal.SIGTERM] = signal.SIG_IGN
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block no signal raises Stopped; at its end one that has come does."""
+        """Within the block no signal raises Stopped; a signal that came raises it at the end."""
         self._deferrals += 1
         try:
             yield
@@ -135,7 +137,7 @@ class StopSignals(Interrupts):
         self._raise()
 
     def check(self) -> None:
-        """Raises Stopped if a signal has come, also if its exception was lost, as in an object's
+        """Raises Stopped if a signal has come, even if its exception was lost, as in an object's
         __del__.
         """
         self._raised = self.stopping
@@ -143,8 +145,8 @@ class StopSignals(Interrupts):
 
     @contextmanager
     def ending_at_once(self) -> Iterator[None]:
-        """Within the block a signal ends the process without a word: MLX waits there, sometimes for
-        half a minute, and no thread of Python runs meanwhile."""
+        """Within the block, a signal ends the process without a message, because MLX waits there,
+        sometimes for half a minute, and no Python thread runs meanwhile."""
         before = {
             number: signal.signal(number, signal.SIG_DFL) for number in self.signals if self._before
         }
@@ -156,7 +158,7 @@ class StopSignals(Interrupts):
 
     @contextmanager
     def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block `say` shows the line that answers a signal."""
+        """Within the block, `say` shows the message that answers a signal."""
         before = self._say
         self._say = say
         try:
@@ -165,7 +167,7 @@ class StopSignals(Interrupts):
             self._say = before
 
     def ask(self, number: int) -> None:
-        """As if this signal had come; another thread may call it."""
+        """Acts as if this signal had come; may be called from another thread."""
         if self.received:
             return
         if self._before:

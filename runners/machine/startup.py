@@ -41,7 +41,7 @@ _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 class Platform:
     """The platform that a run computes on.
 
-    `notices` are lines to show once, most important first.
+    `notices` are messages to show once, most important first.
     """
 
     backend: str  # "metal" | "cuda" | "cpu"
@@ -61,11 +61,10 @@ class Platform:
 
 
 def load_blas() -> Blas:
-    """Imports grpo_fn, which loads the BLAS before MLX is imported; before that sets up a CUDA
-    build of MLX.
+    """Imports grpo_fn, which loads the BLAS before MLX; for CUDA, sets up MLX first.
 
-    Raises ImportError if MLX is not installed, if it is installed without a backend, or if the
-    environment's GRPO_FN_BLAS names something that is not a BLAS.
+    Raises ImportError if MLX is not installed or has no backend, or if GRPO_FN_BLAS in the
+    environment names something that is not a BLAS.
     """
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
@@ -76,12 +75,13 @@ def load_blas() -> Blas:
 
 
 def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Sets a folder of this user and this rank for what MLX compiles for a CPU, kept between runs.
+    """Sets a folder for this user and rank, kept between runs, for the programs that MLX compiles
+    for a CPU.
 
-    MLX loads programs from the temporary folder whoever wrote them, and writes them in place: a
-    rank that starts beside another could load a half-written one. Python's own temporary files stay
-    where they were. Has to be called before MLX compiles. UserError if somebody else has made the
-    folder.
+    MLX loads programs from the temporary folder regardless of who wrote them, and writes them in
+        place: ranks that start at the same time could load an incomplete one. Python's own
+            temporary files stay where they were. Must be called before MLX compiles. Raises
+            UserError if somebody else has created the folder.
     """
     shared = Path(tempfile.gettempdir())
     chosen = environ.get("TMPDIR", "")
@@ -93,10 +93,10 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
 
 
 def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
-    """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0
-    leaves it).
+    """Loads the BLAS, imports MLX, determines its backend and sets its memory limit (10^9 bytes; 0
+    keeps the default).
 
-    With `config` the GPU programs of its run begin to compile.
+    With `config`, starts to compile the GPU programs of its run.
 
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked
     from one that has computed.
@@ -133,10 +133,10 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
 
 
 def import_transformers_without_torch() -> None:
-    """Where PyTorch is installed, transformers would import it, for seconds, and never use it here.
+    """Keeps transformers from importing PyTorch, which would take seconds and is not used here.
 
-    `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to
-    transformers, for a custom loader that uses its PyTorch models.
+    `import torch` itself still works. With GRPO_FN_TORCH=1 in the environment, transformers may
+    import it, for a custom loader that uses its PyTorch models.
     """
     if os.environ.get("GRPO_FN_TORCH") == "1":
         return
@@ -159,11 +159,9 @@ def _cpu_notices(found: Blas) -> tuple[str, ...]:
         hint = (
             ""
             if "imported" in found.reason
-            else "; apt-get install libopenblas0-pthread, or its like"
+            else "; apt-get install libopenblas0-pthread, or a similar package"
         )
-        lines.append(
-            f"matrix products are some 30x slower than they could be: {found.reason}{hint}"
-        )
+        lines.append(f"matrix products are about 30x slower than necessary: {found.reason}{hint}")
     if shutil.which("g++") is None:
         lines += [
             "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its "

@@ -1,9 +1,9 @@
-"""All text for people goes through here, with control characters spelled out; only replies may keep
+"""All output for people passes through here, with control characters escaped; only replies may keep
 them.
 
-Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence
-in it could hide lines, change the window's title or answer for the user. A log file is read on a
-terminal later.
+Models, tokenizers, rewards and data sets contain untrusted text: on a terminal, an escape sequence
+    in it could hide lines, change the window's title or answer for the user. Log files are later
+    read on terminals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
 
 
 class OutputLost(UserError):
-    """Standard output cannot be written any more: no reader, a full disk, or it was closed."""
+    """Standard output cannot be written any more: it has no reader, the disk is full, or it was
+    closed."""
 
     def __init__(self, error: Exception):
         """`error`: the exception of the failed write."""
@@ -39,7 +40,7 @@ class OutputLost(UserError):
 
 
 def visible(text: str) -> str:
-    r"""The text with every control character but line feed and tab spelt out, such as \x1b."""
+    r"""The text with every control character except line feed and tab escaped, such as \x1b."""
     return text.translate(_TABLE)
 
 
@@ -56,7 +57,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def echo(line: str = "", *, err: bool = False) -> None:
-    """Writes one line to standard output, or to standard error, at once; see `printable`.
+    """Writes one line to standard output or standard error immediately; see `printable`.
 
     Raises OutputLost if standard output fails. If standard error fails, nothing can be reported,
     and the work continues.
@@ -65,14 +66,12 @@ def echo(line: str = "", *, err: bool = False) -> None:
 
 
 def echo_text(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """As `echo`, for a text of several lines; see `visible`."""
+    """Like `echo`, for a text of several lines; see `visible`."""
     _write(visible(text), err, nl)
 
 
 def echo_output(text: str, *, nl: bool = False) -> None:
-    """As `echo`, for what a command was asked to produce: a pipe gets it as it is, a terminal
-    `visible`.
-    """
+    """Like `echo`, for a command's result: a pipe gets it unchanged, a terminal `visible`."""
     shown = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     _write(visible(text) if shown else text, False, nl)
 
@@ -89,8 +88,8 @@ def _write(text: str, err: bool, nl: bool) -> None:
 
 
 def escape_logs() -> None:
-    """Makes every log record and warning of a library one escaped line: transformers quotes a
-    model's files in them."""
+    """Makes every log record and warning of a library one escaped line, because transformers quotes
+    a model's files in them."""
     if logging.getLogRecordFactory() is logging.LogRecord:
         logging.setLogRecordFactory(_EscapedRecord)
         usual = warnings.formatwarning
@@ -103,8 +102,8 @@ class _EscapedRecord(logging.LogRecord):
 
 
 class Output:
-    """A stream that never raises: after a failed write, `fault` has the error and later text is
-    dropped.
+    """A stream that never raises: after a failed write, `fault` contains the error, and later text
+    is dropped.
     """
 
     def __init__(self, stream: TextIO):
@@ -133,7 +132,7 @@ class Output:
 
 
 def drop_output(stream: TextIO | None) -> None:
-    """Drops the text in a standard stream's buffers: Python would fail on it at exit."""
+    """Drops the text in a standard stream's buffers, because Python would fail on it at exit."""
     with suppress(OSError, ValueError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

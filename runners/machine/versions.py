@@ -6,7 +6,8 @@ import importlib.metadata
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version, read from the metadata without an import; None: not installed."""
+    """The installed version, read from the metadata without an import; None if it is not
+    installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -14,9 +15,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_hint(*extras: str) -> str:
-    """How to install one of these extras of pyproject.toml.
+    """How to install one of the extras of pyproject.toml.
 
-    grpo_fn is on no package index, and anyone could register its name there with any content.
+    grpo_fn is not on any package index, where anyone could register its name with any content.
     """
     wanted = " or ".join(f"'.[{name}]'" for name in extras)
     return f"pip install -e {wanted} in a clone of grpo_fn"

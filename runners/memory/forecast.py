@@ -1,8 +1,8 @@
-"""Predicts the memory of a config's run: each phase of a step; the largest is the peak.
+"""Predicts the memory of a config's run for each phase of a step; the largest is the peak.
 
 All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient.
-Operations in flight come in addition to the arrays that are saved, and are measured: MLX's CPU
-backend submits up to 100 ahead. GPUs keep less of both, so that the sums are upper bounds there.
+Operations in flight need additional memory, which is measured: MLX's CPU backend submits up to 100
+    ahead. GPUs keep less of both, so that the sums are upper bounds there.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Forecast:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that takes most, and its bytes."""
+        """The phase that needs most memory, and its bytes."""
         totals = {name: int(sum(phase)) for name, phase in self.phases.items()}
         return max(totals.items(), key=lambda found: found[1])
 
@@ -214,7 +214,7 @@ class Forecast:
         return max(first, last, key=sum)
 
     def update(self) -> Phase:
-        """Gradients, and the new values that exist beside the old ones: of a block and the
+        """Gradients, and the new values that exist in addition to the old ones: of a block and the
         embedding.
         """
         config = self.config
@@ -230,16 +230,15 @@ class Forecast:
 
 
 def saved(shape: ModelShape) -> tuple[float, ...]:
-    """The arrays that one block saves for the backward pass; relu² saves one less than a gate."""
+    """The number of arrays that one block saves for the backward pass; relu² saves one less than a
+    gate."""
     return (SAVED[0], 3 + number("gate_arrays") if shape.gated else 2, *SAVED[2:])
 
 
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to
-    `attended`.
-    """
+    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
     own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
@@ -261,8 +260,8 @@ def forecast(
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
     `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if
-    it is not known. `total` is what the run may use. If the config sets no micro-batch, it is as
-    large as is useful and fits.
+    it is not known. `total` is the memory that the run may use. If the config sets no micro-batch,
+    it is as large as is useful and fits.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
     new = config.rollout.max_new_tokens
@@ -280,7 +279,7 @@ def forecast(
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """Tokens of a micro-batch where memory is no limit: on a CPU those whose activations fill the
+    """Tokens of a micro-batch if memory is no limit: on a CPU those whose activations fill the
     caches, with CUDA those that take as long as their launch."""
     if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
@@ -296,7 +295,7 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 
 
 def rows_that_fit(found: Forecast) -> int:
-    """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
+    """The largest rollout.max_batch whose rollout leaves some memory free; at least one group."""
     size = found.config.rollout.num_generations
     prompts = found.config.optim.batch_size
 

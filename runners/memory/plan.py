@@ -1,4 +1,4 @@
-"""`grpo plan`: a run's memory as a table or as JSON, and what a run reports if it does not fit."""
+"""`grpo plan`: a run's memory as a table or as JSON, and the message if it does not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ USUAL_TOKENS = 4096  # of a micro-batch of a model whose sizes are not known
 def make_plan(
     config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1
 ) -> tuple[str, str | None]:
-    """The plan of a checked config for each of `ranks` ranks, and one line if the run does not fit.
+    """The plan of a checked config for each of `ranks` ranks, and a message if the run does not
+    fit.
 
     Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
     """
@@ -63,22 +64,22 @@ def make_plan(
     for name, each in phases.items():
         mark = "← peak" if name == peak else ""
         rows.append([name, *map(gigabytes, (sum(each), *each)), mark])
-    formats = "chosen after the first rollout: grpo bench CONFIG shows them"
+    formats = "chosen after the first rollout: see grpo bench CONFIG"
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
         "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
+        "ranks": f"{ranks}; the figures are for one rank" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
-        "time": "grpo bench CONFIG measures some steps and says how long the run will take",
+        "time": "grpo bench CONFIG measures some steps and estimates the time of the run",
     }
     named = [f"{name:<14}{text}" for name, text in lines.items() if text]
     return "\n".join([*aligned(rows, right=range(1, len(rows[0]) - 1)), "", *named]), problem
 
 
 def data_shape(config: Config) -> tuple[int, int]:
-    """Tokens of the longest training prompt, and how many problems are held out.
+    """The length of the longest training prompt in tokens, and the number of held-out problems.
 
     Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a
     tokenizer that cannot be used.
@@ -96,14 +97,14 @@ def data_shape(config: Config) -> tuple[int, int]:
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or a line on why they are unknown.
+    """The model's sizes, or a message why they are unknown.
 
     Raises UserError if weights, moments and gradients alone exceed the memory.
     """
     try:
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
-        return f"memory: not predicted: {error}"
+        return f"memory: no prediction: {error}"
     line = _too_large(config, sizes)
     if line:
         raise UserError(line)
@@ -115,8 +116,8 @@ def memory_outlook(
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with micro-batch and rollout.max_batch chosen, and notices.
 
-    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if not known.
-    What the config sets itself stays.
+    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if unknown.
+    Values that the config sets are kept.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
@@ -135,7 +136,7 @@ def memory_outlook(
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
             config = config.having("rollout", max_batch=rows)
-            notices.append(f"decoding: memory holds {rows:,} of {asked:,} rows together")
+            notices.append(f"decoding: memory is enough for {rows:,} of {asked:,} rows at a time")
     return config, tuple(notices)
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a config's model in all its roles. The module is built, but nothing in it is
+"""The bytes of a config's model in all its roles. The module is created, but nothing in it is
 computed.
 
 MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses
@@ -35,7 +35,7 @@ FLOAT = 4  # bytes of float32
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """The sizes of a decoder that its activations depend on."""
+    """The sizes of a decoder that determine its activations."""
 
     layers: int
     hidden: int
@@ -71,19 +71,19 @@ class ModelSizes:
 
     @property
     def gradients(self) -> int:
-        """One set of accumulated gradients."""
+        """The size of one set of accumulated gradients."""
         return self.trained * FLOAT
 
     @property
     def floor(self) -> int:
-        """The least that any batch setting needs: weights, moments and one set of gradients."""
+        """The minimum for any batch setting: weights, moments and one set of gradients."""
         return self.weights + self.moments + self.gradients
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape given by a model's config.json.
 
-    ValueError if it lacks layers, width, heads or vocabulary.
+    Raises ValueError if it lacks layers, width, heads or vocabulary.
     """
     config = {**config, **(config.get("text_config") or {})}
 
@@ -92,7 +92,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             if config.get(name) is not None:
                 return int(config[name])
         if default is None:
-            raise ValueError(f"it states none of {', '.join(names)}")
+            raise ValueError(f"it contains none of {', '.join(names)}")
         return default
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
@@ -120,14 +120,13 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
-    """The sizes of the model that [model] names, in the roles that the config gives it, on one of
-    `ranks`.
+    """The sizes of the model that [model] names, in its roles in the config, on one of `ranks`.
 
-    A local folder is measured by the headers of its weight files. For a model on the Hub only
-    config.json is read; its weights are not fetched. `config` is checked ([loss] complete).
-    `stated` is the content of config.json if it is known already; then nothing is looked up.
+    A local folder is measured by the headers of its weight files. For a model on the Hub, only
+    config.json is read; its weights are not downloaded. `config` is checked ([loss] complete).
+    `stated` is the content of config.json if it is already known; then nothing is looked up.
 
-    Raises UserError as `load_model` does, for faults that show without the weights.
+    Raises the errors of `load_model` that do not depend on the weights.
     """
     settings = config.model
     rollout = config.rollout
@@ -156,9 +155,7 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often
-        are not.
-        """
+        """Bytes of a role with `part` rounded weights; embeddings and head often are not rounded."""
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))
@@ -216,10 +213,10 @@ def model_sizes(
 
 
 def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
-    """Whether the learner computes a group's prompt once: on a GPU only if asked for, because
+    """Whether the learner computes a group's prompt once: on a GPU only if requested, because
     attention would need a mask array there.
 
-    Never with checkpointed blocks, which would run again without the first run's keys, or where
+    Never with checkpointed blocks, which would run again without the first run's keys, or if
     routers' decisions are recorded over whole rows.
     """
     wish = config.system.share_prompts

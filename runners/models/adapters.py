@@ -30,11 +30,11 @@ SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
 def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
-    """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new
+    """Freezes the module and adds [model]'s adapters to it: those of `settings.adapters`, or new
     ones.
 
-    `digest` is the `base_digest` of the module; "": not known. Returns mlx-lm's num_layers and
-    lora_parameters. Raises UserError as `new_adapters` and `read_adapters` do.
+    `digest` is the `base_digest` of the module; "" if unknown. Returns mlx-lm's num_layers and
+    lora_parameters. Raises the errors of `new_adapters` and `read_adapters`.
     """
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
@@ -44,8 +44,8 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
-    """Freezes the module and puts adapters ("lora" or "dora") into it; `seed` draws their first
-    values.
+    """Freezes the module and adds adapters ("lora" or "dora") to it; `seed` determines their
+    initial values.
 
     Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing
     layers.
@@ -65,7 +65,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
             raise UserError(
-                f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}'
+                f'model.lora.keys: "{key}" is not a linear or embedding layer of this model{near}'
             )
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
@@ -80,15 +80,15 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder holds adapters, as far as this is visible without their
-    model.
+    """Raises UserError unless a folder contains adapters, as far as this can be checked without
+    their model.
     """
     config, weights = adapter_files(folder)
     missing = next((file.name for file in (config, weights) if not file.is_file()), None)
     if missing:
         raise UserError(
-            f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT "
-            f"writes them{final_of(folder)}"
+            f"{folder}: {missing} is missing; expected a folder of adapters from mlx-lm or "
+            f"PEFT{final_of(folder)}"
         )
     check_header(weights)
     rules = json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT
@@ -96,7 +96,8 @@ def check_adapters(folder: Path) -> None:
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and tensors of a folder of adapters, by mlx-lm's names or, if it has these, PEFT's."""
+    """Config and tensors of a folder of adapters, under mlx-lm's names or, if it has these,
+    PEFT's."""
     config = folder / ADAPTER_CONFIG
     theirs = folder / PEFT_ADAPTERS
     peft = theirs.is_file() and config.is_file() and "peft_type" in read_json(config)
@@ -104,7 +105,7 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 
 
 def read_folder(folder: Path) -> Adapters:
-    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's form.
+    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's format.
 
     Raises UserError if they are missing, not floating or not finite.
     """
@@ -128,9 +129,9 @@ def read_folder(folder: Path) -> Adapters:
 def read_adapters(
     module: nn.Module, folder: Path, path: Path | str, digest: str | None = None, tune: str = ""
 ) -> dict[str, Any]:
-    """Puts a folder's adapters into the newly read module of `path`.
+    """Adds a folder's adapters to the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; None: it is computed if the adapters name theirs,
+    `digest` is the `base_digest` of the module; None: it is computed if the adapters contain one,
     which mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the
     adapters are missing, incomplete, not finite, of another kind than `tune` (if given), or made
     for another model.
@@ -143,7 +144,7 @@ def read_adapters(
     kind = stated.get("fine_tune_type") or "lora"
     if tune and tune != kind:
         raise UserError(
-            f'model.adapters: {folder} holds adapters of fine_tune_type "{kind}"; expected '
+            f'model.adapters: {folder} contains adapters of fine_tune_type "{kind}"; expected '
             f'model.tune = "{kind}", found "{tune}"'
         )
     if digest is None:
@@ -153,8 +154,8 @@ def read_adapters(
         name.endswith("lm_head") for name, _ in module.named_modules()
     ):
         raise UserError(
-            f"{where}: its head is its token embedding, and they change the two separately; "
-            "expected PEFT's ensure_weight_tying = true"
+            f"{where}: its head is its token embedding, but the adapters change the two "
+            "separately; expected PEFT's ensure_weight_tying = true"
         )
     # The learner has no dropout.
     count = stated["num_layers"]
@@ -178,9 +179,9 @@ def read_adapters(
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
-            f"{folder}: the adapters were made for other weights than {path} has; their base model "
-            f"is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of "
-            "these shapes takes them)"
+            f"{folder}: the adapters were made for weights other than those of {path}; their "
+            f"base model is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any "
+            "model with these shapes accepts them)"
         )
     module.load_weights(list(tensors.items()), strict=False)
     return {"num_layers": count, "lora_parameters": parameters}
@@ -197,11 +198,13 @@ def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
             continue
         coarse = max(base.weight.dtype, weight.dtype, key=lambda dtype: mx.finfo(dtype).eps)
         if not mx.array_equal(base.weight.astype(coarse), weight.astype(coarse)):
-            raise UserError(f"{where}: {name} has other weights than the adapters' base_layer")
+            raise UserError(
+                f"{where}: {name} has weights that differ from the adapters' base_layer"
+            )
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers with adapters, each made one with them and unpacked; the module is not changed."""
+    """The layers with adapters, each merged and unpacked; the module is not changed."""
     named: Any = module.named_modules()
     return {name: layer.fuse(dequantize=True) for name, layer in named if "lora_a" in layer}
 
@@ -212,7 +215,7 @@ def base_of(folder: Path) -> str:
     base = settings.get("base_model_name_or_path" if "peft_type" in settings else "model")
     if not isinstance(base, str) or not base:
         raise UserError(
-            f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base "
+            f"{folder}: these are adapters, but their {ADAPTER_CONFIG} does not name the base "
             f"model; expected the base model as MODEL, and --adapter {folder}"
         )
     return base
@@ -221,10 +224,10 @@ def base_of(folder: Path) -> str:
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
     """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
 
-    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time:
-    another model, or a further trained one, differs in nearly all numbers. Floating numbers are
-    read as float32, so that a model saved with more bits keeps its digest. It is computed on the
-    CPU: a GPU would first compile a program.
+    In a leaf with more than WHOLE numbers, SAMPLED of them are read, always at the same positions:
+        in another model, or after more training, nearly all numbers differ. Floating numbers are
+        read as float32, so that a model saved with more bits keeps its digest. It is computed on
+        the CPU, because a GPU would first compile a program.
     """
     whole = hashlib.sha256()
     with mx.stream(mx.cpu):

@@ -1,6 +1,4 @@
-"""Model folders as files: finds a folder, checks it before loading, and copies its
-companion files.
-"""
+"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ def resolve_model(
     """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded,
     cached).
 
-    `key` is its name in messages. With `custom_loader` the weights may have any form; the loader
-    reads them. Without `tokenizer` it need not have one. Raises UserError if nothing has that name,
-    the Hub cannot be reached, or the folder is incomplete.
+    `key` is its name in messages. With `custom_loader`, the weights may have any format, because
+    the loader reads them. Without `tokenizer`, none is required. Raises UserError if nothing has
+    that name, the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -85,8 +83,8 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
         raise UserError(
-            f"{folder}: these are adapters, not a model; a run goes on from them with "
-            "model.adapters = this folder, and their base as model.path"
+            f"{folder}: these are adapters, not a model; to continue from them, set "
+            "model.adapters to this folder, and model.path to their base"
         )
     if "config.json" not in names:
         raise UserError(
@@ -102,21 +100,21 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds adapters and no model."""
+    """Whether a folder contains adapters and no model."""
     if not (folder / "adapter_config.json").is_file():
         return False
     return not any(_is_weights(file.name) for file in folder.iterdir())
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has the files of a tokenizer that transformers reads."""
+    """Whether a model folder has tokenizer files that transformers can read."""
     names = {file.name for file in folder.iterdir()}
     whole = any(names.issuperset(files.split("+")) for files in _TOKENIZERS)
     return whole or any(name.endswith(".tiktoken") for name in names)
 
 
 def read_config(folder: Path) -> dict:
-    """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
+    """A model folder's config.json, with the rotary embedding's keys in mlx-lm's form.
 
     Raises UserError if the file or a key cannot be read, or if mlx-lm would compute something else.
     """
@@ -129,7 +127,7 @@ def read_config(folder: Path) -> dict:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies the files that a model needs besides config.json and weights: tokenizer, templates,
-    own code.
+    custom code.
     """
     for file in _companions(source):
         shutil.copyfile(file, target / file.name)
@@ -156,8 +154,8 @@ def _check_links(folder: Path) -> None:
     for file in sorted({*_companions(folder), templates, *templates.rglob("*")}):
         if file.is_symlink() and not any(map(Path(os.path.realpath(file)).is_relative_to, allowed)):
             raise UserError(
-                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder; "
-                "copy the file into it"
+                f"{folder}: {file.relative_to(folder)} is a link to a file outside of the "
+                "folder; copy the file into the folder"
             )
 
 
@@ -176,7 +174,7 @@ def _check_weights(folder: Path, names: set[str]) -> None:
         found = ", ".join(others[:3]) or "none"
         raise UserError(
             f"{folder}: expected weights in model*.safetensors, found {found}; transformers' "
-            "from_pretrained(FOLDER).save_pretrained(NEW) writes them from pytorch_model.bin"
+            "from_pretrained(FOLDER).save_pretrained(NEW) converts pytorch_model.bin"
         )
     file = folder / "model.safetensors.index.json"
     weight_map = read_json(file).get("weight_map") if file.name in names else None
@@ -184,26 +182,24 @@ def _check_weights(folder: Path, names: set[str]) -> None:
     missing = sorted(listed - names)
     if missing:
         raise UserError(
-            f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}"
+            f"{folder}: {len(missing)} weight files are missing; the first is {missing[0]}"
         )
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
     if not has_tokenizer(folder):
         expected = " or ".join(_TOKENIZERS)
-        hint = "; `grpo convert` makes one of tokenizer.pkl" if "tokenizer.pkl" in names else ""
+        hint = "; `grpo convert` creates one from tokenizer.pkl" if "tokenizer.pkl" in names else ""
         raise UserError(f"{folder}: the tokenizer is missing; expected {expected}{hint}")
     if "tokenizer_config.json" not in names:
         raise UserError(
-            f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+            f"{folder}: tokenizer_config.json is missing; without it, the special tokens are wrong"
         )
 
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Turns errors of the Hub inside the block into a UserError of one line that starts with
-    `where`.
-    """
+    """Turns errors of the Hub inside the block into a one-line UserError that starts with `where`."""
     from huggingface_hub import errors
 
     try:

@@ -1,4 +1,4 @@
-"""The keys that are read from a model's untrusted JSON files, and what each may hold."""
+"""The keys that are read from a model's untrusted JSON files, and their valid values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) -> None:
-    """Raises UserError, with the file, the key and what it holds, for the first value that breaks
-    its rule.
+    """Raises UserError, with the file, the key and its value, for the first value that breaks its
+    rule.
 
     A key "a.b" is the key b of the table a, if there is such a table.
     """
@@ -31,7 +31,7 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
 
 
 def end_ids(folder: Path) -> list[int] | None:
-    """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None:
+    """The end-of-text tokens of a model folder, from generation_config.json or config.json; None if
     neither names any. Raises UserError for anything but token ids."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
@@ -63,13 +63,13 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-_SIZE = _optional(_whole(0), "a whole number from 0 on")
+_SIZE = _optional(_whole(0), "an integer from 0")
 _TEXT = _optional(lambda value: isinstance(value, str), "a text")
 _TABLE = _optional(lambda value: isinstance(value, dict), "a JSON object")
 _BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
 # Modules are built layer by layer before weights are checked: a billion layers would never end.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
+_LAYERS = _optional(_whole(0, 10_000), "an integer of at most 10,000")
 
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # MLX's, for packed weights
 
@@ -85,8 +85,8 @@ MODEL: dict[str, Rule] = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
     **ANY_MODEL,
     **dict.fromkeys(("quantization", "vision_config", "rope_scaling", "rope_parameters"), _TABLE),
-    "quantization.bits": _optional(_whole(1, 8), "a whole number from 1 to 8"),
-    "quantization.group_size": _optional(_whole(1, 1024), "a whole number from 1 to 1,024"),
+    "quantization.bits": _optional(_whole(1, 8), "an integer from 1 to 8"),
+    "quantization.group_size": _optional(_whole(1, 1024), "an integer from 1 to 1,024"),
     "quantization.mode": _optional(lambda value: value in _MODES, listed(_MODES)),
     **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
     **dict.fromkeys((f"text_config.{key}" for key in _LAYER_COUNTS), _LAYERS),
@@ -95,7 +95,7 @@ ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
     "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank and scale"),
-    "lora_parameters.rank": (_whole(1), "a whole number from 1 on"),
+    "lora_parameters.rank": (_whole(1), "an integer from 1"),
     "lora_parameters.scale": (_is_number, "a finite number"),
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
@@ -115,7 +115,7 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
     **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),
     "base_model_name_or_path": _TEXT,
     **dict.fromkeys(
-        _ONLY_PEFT, (lambda value: not value, "none, as mlx-lm's adapters have no such thing")
+        _ONLY_PEFT, (lambda value: not value, "none, because mlx-lm's adapters do not support it")
     ),
 }
 

@@ -66,16 +66,16 @@ def load_model(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> LoadedModel:
-    """Loads, checks and prepares the model that [model] names; `seed` draws the adapters' first
-    values.
+    """Loads, checks and prepares the model that [model] names; `seed` determines the adapters'
+    initial values.
 
-    A `loader` is searched in `folders`, as in `resolve_function`. With `images` prompts may have
+    A `loader` is searched in `folders`, see `resolve_function`. With `images`, prompts may have
     images, which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing,
-    unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
-    packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters` do
-    not fit; with `images`, as `prepare_vision` does.
+        unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
+        packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters`
+        do not fit; with `images`, also the errors of `prepare_vision`.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -91,8 +91,8 @@ def load_model(
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     if not images and loader is None and has_vision(config):
         notices += (
-            f"{path}: the model sees, but only its language part is trained and saved, on text; "
-            "data.image names the column of images",
+            f"{path}: this is a vision-language model, but only its language part is trained and "
+            "saved, on text; data.image sets the column of images",
         )
 
     adapter = None
@@ -106,7 +106,7 @@ def load_model(
         command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = '
-            f'"lora" or "dora", or the model unpacked by `{command}`'
+            f'"lora" or "dora", or the model dequantized by `{command}`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

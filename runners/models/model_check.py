@@ -1,4 +1,4 @@
-"""Checks before a run's first rollout whether the model decodes what it learns.
+"""Checks before a run's first rollout whether sampler and learner compute the same log-probs.
 
 What passed is remembered.
 """
@@ -35,19 +35,19 @@ def check_model(
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckedPolicy:
-    """The policy by its fastest path with correct numbers.
+    """The policy with its fastest path that gives correct numbers.
 
     A model that keeps all of its paths is not checked again.
 
     Args:
-        policy, params: the policy that decodes, and its parameters.
+        policy, params: the policy that samples, and its parameters.
         prompts: token ids of the run's prompts.
         model_config: the model's config.json.
-        share_prompts: whether the learner is to compute a group's prompt once.
-        role: "policy", whose gradient is checked as well, or "rollout" for a sampler with its own
+        share_prompts: whether the learner will compute a group's prompt once.
+        role: "policy", whose gradient is checked too, or "rollout" for a sampler with its own
             weights.
 
-    Raises UserError as `grpo_fn.check_policy` raises ValueError.
+    Raises the ValueErrors of `grpo_fn.check_policy` as UserErrors.
     """
     if not config.system.check_model or not prompts:
         return CheckedPolicy(policy)
@@ -67,7 +67,7 @@ def check_model(
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     if remembers("model_checks", digest):
         return CheckedPolicy(policy)
-    say("checking that the model decodes what it learns")
+    say("checking that sampler and learner agree")
     try:
         found = g.check_policy(
             policy,
@@ -79,7 +79,7 @@ def check_model(
         )
     except ValueError as error:
         key = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
-        raise UserError(f"{error}; {key} = false goes on all the same") from error
+        raise UserError(f"{error}; {key} = false trains it anyway") from error
     if not found.given_up:
         remember("model_checks", digest)
     return found

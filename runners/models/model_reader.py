@@ -35,9 +35,9 @@ Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 def read_model(
     path: Path, trust_remote_code: bool = False, loader: Loader | None = None
 ) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
-    """The module of a checked folder as its files have it, its config, its tokenizer, and notices.
+    """The module of a checked folder, its config, its tokenizer, and notices.
 
-    Raises UserError for all faults of the files that `load_model` refuses.
+    Raises UserError for all errors in the files that `load_model` refuses.
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, trust_remote_code)
@@ -51,7 +51,7 @@ def custom_loader(
 ) -> Loader | None:
     """The function that a config's `model.loader` names; None if it is empty.
 
-    Raises UserError as `resolve_function` does.
+    Raises the errors of `resolve_function`.
     """
     return resolve_function(name, folders, key=key, takes=("folder", "config")) if name else None
 
@@ -63,8 +63,8 @@ def load_module(
 
     It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in
     config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl,
-    cache=None)` gives logits [B,L,V], and its blocks are `module.layers` (a key-value cache each,
-    unless it has `make_cache`).
+    cache=None)` returns logits [B,L,V], and its blocks are `module.layers` (with a key-value cache
+    each, unless it has `make_cache`).
 
     Raises UserError if it cannot be loaded.
     """
@@ -86,7 +86,7 @@ def load_module(
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in message:
             how = "model.trust_remote_code = true, or --trust-remote-code"
-            message = f"it brings its own model code, which runs only with {how}"
+            message = f"it contains its own model code, which runs only with {how}"
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
 
 
@@ -124,7 +124,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:
-    """How many token ids the model knows: the rows of its token embedding."""
+    """The number of token ids that the model knows: the rows of its token embedding."""
     rows = [
         layer.weight.shape[0]
         for _, layer in module.named_modules()
@@ -137,7 +137,8 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 
 
 def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
-    """Refuses a tokenizer whose ids exceed the embedding: MLX silently reads past the table's end.
+    """Refuses a tokenizer whose ids exceed the embedding, because MLX silently reads past the
+    table's end.
 
     Added tokens beyond it are only reported: some models ship with them, and plain text never
     contains them. Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
@@ -146,16 +147,18 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
     most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
     if most >= rows:
         raise UserError(
-            f"{path}: the tokenizer has the token id {most}, the model's embedding only {rows} "
-            "rows; they do not belong together"
+            f"{path}: the tokenizer has the token id {most}, but the model's embedding has only "
+            f"{rows} rows; tokenizer and model do not match"
         )
     if not tokenizer.eos_token_ids:
         return (
-            f"{path}: no end-of-text token is known, so every completion runs to its full length",
+            f"{path}: no end-of-text token is known, so every completion reaches its full length",
         )
     beyond = sorted(i for i in added if i >= rows)
     if beyond:
-        return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
+        return (
+            f"{len(beyond)} added tokens are outside of the model's embedding and cannot be used",
+        )
     return ()
 
 
@@ -171,7 +174,7 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     mx.eval(finite)
     for name, answer in finite.items():
         if not answer.item():
-            raise UserError(f"{path}: the weight {name} holds NaN or infinity")
+            raise UserError(f"{path}: the weight {name} contains NaN or infinity")
 
 
 def _finite(leaf: mx.array) -> mx.array:
@@ -188,7 +191,7 @@ def _finite(leaf: mx.array) -> mx.array:
 
 
 def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
-    """The compute dtype: the one named; with "auto" float32 on a CPU, elsewhere the model's own.
+    """The compute dtype: the given one; with "auto", float32 on a CPU, elsewhere the model's own.
 
     On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
     """
@@ -200,7 +203,8 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
 def cast_floating(
     module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None
 ) -> None:
-    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers stay."""
+    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers do not
+    change."""
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
     floating = {
         name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)
@@ -211,14 +215,12 @@ def cast_floating(
 def main_dtype(module: nn.Module) -> mx.Dtype:
     """The dtype of most floating weights, counted by entries.
 
-    Raises UserError where all are integers.
+    Raises UserError if all are integers.
     """
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in named_leaves(module.parameters()).values():
         if mx.issubdtype(leaf.dtype, mx.floating):
             sizes[leaf.dtype] += leaf.size
     if not sizes:
-        raise UserError(
-            "the model's weights: expected floating point numbers, found integers alone"
-        )
+        raise UserError("the model's weights: expected floating point numbers, found only integers")
     return sizes.most_common(1)[0][0]

@@ -1,6 +1,7 @@
-"""Writes model folders that mlx-lm opens: a run's final model, and the weights of its checkpoints.
+"""Writes model folders that mlx-lm can open: a run's final model, and the weights of its
+checkpoints.
 
-`final/` holds the model in its original dtype with merged adapters, and the adapters beside it.
+`final/` contains the model in its original dtype with merged adapters, and the adapters themselves.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def save_model(
 
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
-    """The flat weights with the adapters fused into them, and the names of the changed layers."""
+    """The flat weights with the adapters merged into them, and the names of the changed layers."""
     module = loaded.module
     saved = loaded.module.parameters()
     try:
@@ -90,9 +91,7 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The content of a weights file for the trained parameters: only adapters, or the whole
-    model.
-    """
+    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
     return (
         named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
     )

@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format, from and to mlx-lm's: the update of a weight W [out, in] is scale · (A
-B)ᵀ.
+"""Adapters in PEFT's format, converted from and to mlx-lm's: the update of a weight W [out, in] is
+scale · (A B)ᵀ.
 
 PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions
-by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of
-each row is the same in both, but PEFT's of an embedding is one of each column. A head that is tied
-to the embedding has adapters of its own in PEFT, and in mlx-lm the embedding's.
+by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's
+magnitudes are per row in both, except that PEFT's for an embedding are per column. A head that is
+tied to the embedding has its own adapters in PEFT, and the embedding's in mlx-lm.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -38,7 +38,7 @@ _INNER = ("language_model.model.", "model.language_model.")
 
 @attrs.frozen(eq=False)
 class Adapters:
-    """A folder's adapters in mlx-lm's form."""
+    """A folder's adapters in mlx-lm's format."""
 
     settings: dict[str, Any]  # adapter_config.json
     tensors: dict[str, mx.array]
@@ -50,11 +50,11 @@ class Adapters:
 def from_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
 ) -> Adapters:
-    """Adapters from PEFT's adapter_config.json, by the rules of json_keys, and its tensors.
+    """Adapters from PEFT's adapter_config.json, checked by json_keys, and its tensors.
 
-    Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what
-    a layer's scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm
-    does not have.
+    Lower ranks are padded with zeros, which training does not change, and B includes the ratio of a
+    layer's scale to the first one's. Raises UserError for kinds of adapters that mlx-lm does not
+    support.
     """
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
@@ -62,7 +62,9 @@ def from_peft(
             rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name
         )
         if found is None or leaf.ndim != (1 if "magnitude" in name else 2):
-            raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
+            raise UserError(
+                f"{folder}: the tensor {show(name)} is not part of a LoRA or DoRA layer"
+            )
         layers.setdefault(found[1], {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
     if not layers:
         raise UserError(f"{folder}: expected tensors of adapters, found none")
@@ -72,10 +74,11 @@ def from_peft(
             not {"lora_a", "lora_b"} <= parts.keys()
             or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]
         ):
-            raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
+            raise UserError(f"{folder}: {name}: expected lora_A and lora_B of the same rank")
         if "m" in parts and name.endswith(_EMBEDDING):
             raise UserError(
-                f"{folder}: {name}: mlx-lm's DoRA of an embedding is not PEFT's; expected LoRA"
+                f"{folder}: {name}: mlx-lm's DoRA of an embedding differs from PEFT's; expected "
+                "LoRA"
             )
     embedding = next((name for name in layers if name.endswith(_EMBEDDING)), "")
     tied = bool(embedding) and _is_mirrored(layers[embedding], layers.get(_HEAD))
@@ -83,7 +86,7 @@ def from_peft(
         del layers[_HEAD]
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
     if not min(ranks.values()):
-        raise UserError(f"{folder}: expected adapters of a rank from 1 on, found 0")
+        raise UserError(f"{folder}: expected adapters with a rank of at least 1, found 0")
     scales = _scales(settings, ranks, folder)
     rank = max(ranks.values())
     scale = next(iter(scales.values()))
@@ -112,7 +115,7 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """PEFT's adapter_config.json and tensors.
 
-    Raises UserError for adapters that have no form there.
+    Raises UserError for adapters that PEFT cannot represent.
     """
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
     dora = settings.get("fine_tune_type") == "dora"
@@ -121,10 +124,10 @@ def to_peft(
     for name, leaf in tensors.items():
         layer, _, part = name.rpartition(".")
         if leaf.ndim > 2:
-            raise UserError(f"{layer}: adapters of experts have no form in PEFT")
+            raise UserError(f"{layer}: PEFT cannot represent adapters of experts")
         embeds = layer.endswith(_EMBEDDING)
         if embeds and part == "m":
-            raise UserError(f"{layer}: DoRA of an embedding has no form in PEFT; its LoRA has")
+            raise UserError(f"{layer}: PEFT cannot represent DoRA of an embedding; use LoRA")
         theirs = [
             key
             for key, value in _LEAVES.items()

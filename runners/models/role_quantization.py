@@ -1,4 +1,4 @@
-"""A model's quantized form, as [rollout] and [loss] ask for it."""
+"""A model's quantized form, as configured in [rollout] and [loss]."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of ro
 def make_quantized_role(
     config: Config, policy: g.Policy, key: str, storage: str, notices: list[str]
 ) -> QuantizedRole | None:
-    """The few-bit weights that `rollout.quantization` or `loss.ref_quantization` asks for, if any.
+    """The quantized role that `rollout.quantization` or `loss.ref_quantization` configures, if any.
 
-    A notice says how many weights keep their precision because no group fits their rows. Raises
-    UserError, at the key, if the model, whose parameters the policy holds, cannot be quantized so.
+    A notice contains the number of weights that keep their precision because no group fits their
+    rows. Raises UserError, with the key, if the model, whose parameters are in the policy, cannot
+    be quantized in this way.
     """
     section, _, option = key.partition(".")
     name = getattr(getattr(config, section), option)
@@ -49,15 +50,15 @@ def make_quantized_role(
     count = len(role.unfit)
     if count:
         notices.append(
-            f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their "
-            f"rows are no multiple of the group (the first: {role.unfit[0]}); a smaller "
-            "rollout.group_size may fit them"
+            f"{key}: {count} of {count + len(role.names)} weights keep full precision, because "
+            "the length of their rows is not a multiple of the group size (the first: "
+            f"{role.unfit[0]}); a smaller rollout.group_size may fit"
         )
     return role
 
 
 def is_calibrated(config: Config, name: str) -> bool:
-    """Whether weights of that format are rounded with their inputs' moments: affine ones of few
+    """Whether weights in that format are rounded with their inputs' moments: affine ones of few
     bits, and without images, whose features the moments would lack."""
     few = name.startswith("affine") and MODES[name].bits <= CALIBRATED_BITS
     return few and config.rollout.calibration == "activations" and not config.data.image
@@ -105,7 +106,7 @@ def budgeted_formats(
 
 
 def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:
-    """How many weights have which format by rollout.bits_budget, and their bits on average."""
+    """The number of weights in each format of rollout.bits_budget, and their average bits."""
     leaves = named_leaves(params) | named_leaves(policy.frozen)
     bits = {
         name: quant_mode(form, config.rollout.group_size).bits_stored

@@ -1,8 +1,8 @@
-"""The keys of a config.json in the spelling of mlx-lm's modules, the rotary embedding's above all.
+"""The keys of a config.json in the spelling of mlx-lm's modules, mainly the rotary embedding's.
 
-transformers 5 writes one table, `rope_parameters`, which holds θ, the share of a head that is
-rotated, and the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules
-read `rope_theta`, `rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if
+transformers 5 writes one table, `rope_parameters`, which contains θ, the rotated share of a head,
+and the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read
+`rope_theta`, `rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if
 these are missing. Some other keys have two names in transformers (`attribute_map`), of which it
 writes one.
 """
@@ -68,7 +68,7 @@ class _Reader:
     types: Collection[str]  # that it computes
 
     def first(self, names: Collection[str]) -> str | None:
-        """The one of these keys that is read, or None."""
+        """Whichever of these keys is read, or None."""
         return next((name for name in names if name in self.keys), None)
 
     def refuse(self, what: str, value: Any = "") -> UserError:
@@ -81,9 +81,9 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that mlx-lm's module reads, in addition to those of transformers
     5.
 
-    Both transformers and mlx-lm read the result correctly. The config is unchanged if it has
-    neither `rope_parameters` nor a key by another name, or if mlx-lm's module reads these itself or
-    does not exist. A `rope_scaling` that is there stays, as both of them prefer it.
+    Both transformers and mlx-lm read the result correctly. The config does not change if it has
+    neither `rope_parameters` nor a key with another name, or if mlx-lm's module reads these itself
+    or does not exist. An existing `rope_scaling` is kept, because both of them prefer it.
 
     Raises UserError, with the key, if mlx-lm's module would compute something else.
     """

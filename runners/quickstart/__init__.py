@@ -1,6 +1,6 @@
 """The paths of the models and data sets that ship with the package.
 
-In the repository `python -m benchmarks.quickstart_model` rebuilds all of them from nothing.
+In the repository, `python -m benchmarks.quickstart_model` creates all of them from scratch.
 """
 
 from pathlib import Path

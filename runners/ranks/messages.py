@@ -1,4 +1,4 @@
-"""What ranks tell each other: plain values as JSON and arrays, as bytes that contain no code."""
+"""Messages between ranks: plain values as JSON and arrays, as bytes that contain no code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class RankMessage:
 
 
 class RankError(UserError):
-    """Another rank's fault: it ends this one too. `reported`: rank 0 reports it for all."""
+    """Another rank's failure, which ends this one too. `reported`: whether rank 0 reports it for
+    all."""
 
     exit_code = EXIT_CODE
     reported = False
@@ -36,9 +37,9 @@ class RankError(UserError):
 
 
 def encode_message(message: RankMessage) -> bytes:
-    """The inverse of `decode_message`; tuples become lists, arrays of MLX those of NumPy.
+    """The inverse of `decode_message`; tuples become lists, and MLX arrays NumPy arrays.
 
-    Raises TypeError for a value that JSON cannot hold.
+    Raises TypeError for a value that JSON cannot represent.
     """
     arrays: dict[str, np.ndarray] = {}
 

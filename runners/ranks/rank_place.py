@@ -67,8 +67,8 @@ def _listed(path: str) -> list[Any]:
 
 
 def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Gives each rank of a host its part of the cores, before the BLAS is loaded; a user's choice
-    stays."""
+    """Assigns each rank of a host its share of the cores, before the BLAS is loaded; keeps a user's
+    choice."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

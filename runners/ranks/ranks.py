@@ -38,8 +38,8 @@ class Ranks:
         timeout: float = 600.0,
         signals: StopSignals | None = None,
     ) -> None:
-        """Joins the others of `place` (None: no others); `timeout`: seconds that a collective may
-        take.
+        """Connects to the other ranks of `place` (None: no others); `timeout`: seconds that a
+        collective may take.
 
         `signals` raise Stopped in this process, but not before `ending_together` and not within an
         exchange.
@@ -72,7 +72,9 @@ class Ranks:
                 group = mx.distributed.init(strict=True, backend=place.backend)
         except RuntimeError as error:
             self.watchdog.stop()
-            raise UserError(f"{self.watchdog.name} cannot join the others: {error}") from error
+            raise UserError(
+                f"{self.watchdog.name} cannot connect to the other ranks: {error}"
+            ) from error
         self._collectives = MlxCollectives(
             group, None if place.backend == "nccl" else mx.Device(mx.cpu)
         )
@@ -135,8 +137,8 @@ class Ranks:
     def all_gather_object(self, where: str, value: Any = None) -> list[RankMessage]:
         """Every rank's message in this exchange, in order.
 
-        Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported
-        that it ends, or if one is gone.
+        Raises Stopped, on all ranks, if a signal has come to one; raises RankError if a rank has
+        reported that it ends, or if one is gone.
         """
         return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
@@ -205,7 +207,7 @@ class Ranks:
             if line:
                 return line
             time.sleep(0.05)
-        others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
+        others = self.watchdog.elsewhere or "all of them are on this host and still running"
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _error_of(self, messages: Sequence[RankMessage]) -> RankError:
@@ -217,10 +219,9 @@ class Ranks:
 
     @contextmanager
     def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
-        """The block is a change of the run's state: all ranks make it or none, and no signal
-        interrupts it.
+        """The block changes the run's state: on all ranks or on none, and no signal interrupts it.
 
-        It gets the messages of the exchange before it, which raises Stopped if a signal has come to
+        It gets the messages of the preceding exchange, which raises Stopped if a signal has come to
         a rank.
         """
         self._signals.check()
@@ -234,8 +235,8 @@ class Ranks:
                 self._committing = before
 
     def stop_together(self, error: Stopped) -> None:
-        """After `error`: when this returns, all ranks know that they stop. RankError if one is
-        gone."""
+        """After `error`: when this returns, all ranks know that they stop. Raises RankError if one
+        is gone."""
         self._signals.stopping = True
         if not self._stopping:
             with suppress(Stopped):
@@ -255,14 +256,14 @@ class Ranks:
     # the end
 
     def agreed_to_end(self) -> None:
-        """All ranks know that they end: from now on none waits for another."""
+        """All ranks know that they end: from now on, none waits for another."""
         if self._collectives:
             self._over = True
             self.watchdog.stop()
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
-        """Within the block the ranks exchange arrays, not messages: each rank notices faults by
+        """Within the block the ranks exchange arrays, not messages: each rank detects failures
         itself."""
         self._moving = True
         with self._signals.deferred():
@@ -270,8 +271,8 @@ class Ranks:
         self._moving = False
 
     def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say` for the answer to a signal, but silent if the signal is only the launcher's after
-        another rank's end."""
+        """`say` for the answer to a signal, but silent if the signal only follows another rank's
+        end."""
 
         def alert(text: str) -> None:
             if not self.is_alone:
@@ -283,8 +284,7 @@ class Ranks:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """An exception inside the block ends all ranks. At the end they disconnect in good
-        order."""
+        """An exception inside the block ends all ranks. At the end they disconnect normally."""
         if self.is_alone:
             yield
             return

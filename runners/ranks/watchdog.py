@@ -1,8 +1,9 @@
-"""Ends a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted.
+"""Ends a rank whose peers are gone or hang, because a collective that waits for them cannot be
+interrupted.
 
 The ranks of one host share a file, the scoreboard: who waits, who has ended and why, and who is
-gone. Each rank has a slot in the file and holds a lock on it. The system releases the lock when the
-process ends, however it ends. If another rank can take the lock, the rank is gone.
+    gone. Each rank has a slot in the file and holds a lock on it. The system releases the lock when
+    the process ends for any reason. If another rank can take the lock, the rank is gone.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class Scoreboard:
         return path
 
     def share(self, asked: int) -> list[int]:
-        """Shows the signal that has come to this rank (0: none); those that have come to any
-        rank."""
+        """Publishes the signal that has come to this rank (0: none); returns those that have come
+        to any rank."""
         self._own["asked"] = asked
         return [int(number) for number in self._slots["asked"] if number]
 
     def write(self, state: int, line: str = "") -> None:
-        """Writes this rank's slot; `WAITING` means that one more collective has begun."""
+        """Writes this rank's slot; `WAITING` means that one more collective has started."""
         self._own["line"] = line.encode("utf-8", "replace")
         self._own["begun"] += state == WAITING
         self._own["state"] = state
 
     def read(self, rank: int) -> tuple[int, int, str]:
-        """A rank's state, how many collectives it has begun, and its last line."""
+        """A rank's state, the number of collectives that it has started, and its last message."""
         slot = self._slots[rank]
         return (
             int(slot["state"]),
@@ -89,8 +90,8 @@ class Scoreboard:
 
 
 def host_key() -> str:
-    """The host's name, with what distinguishes two hosts of the same name, and two containers of
-    one host."""
+    """The host's name, with an identifier that distinguishes hosts of the same name, and containers
+    of one host."""
     boot = ""
     place = os.stat(tempfile.gettempdir())
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -128,7 +129,7 @@ class Watchdog:
 
     @property
     def elsewhere(self) -> str:
-        """The names of the ranks of other hosts."""
+        """The names of the ranks on other hosts."""
         return ", ".join(
             name for rank, name in enumerate(self.names) if rank not in (*self.here, self.rank)
         )
@@ -138,8 +139,8 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the
-        reason."""
+        """Ends the thread, because the ranks end. A signal that comes now, such as the launcher's,
+        is not the reason."""
         self._signals.stopping = True
         self._off.set()
 
@@ -161,9 +162,9 @@ class Watchdog:
             self.board.write(state, line)
 
     def gone(self) -> str | None:
-        """A line about ranks of this host that have not ended in good order; None: there are none.
+        """A message about ranks of this host that failed; None if there are none.
 
-        Those with their own line are reported first, because the others may have ended for that
+        Ranks with their own message are reported first, because the others may have ended for that
         reason.
         """
         if self.board is None:
@@ -171,12 +172,12 @@ class Watchdog:
         lost = [(rank, *self.board.read(rank)) for rank in self.here if self.board.is_gone(rank)]
         lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
         dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
-        lines += [f"{name} is gone: it was killed, or has crashed" for name in dead]
+        lines += [f"{name} is gone: it was killed or crashed" for name in dead]
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining one of this host that is not `late`, and so has
-        to report what happened."""
+        """Whether this rank is the lowest remaining one of this host that is not `late`, so that it
+        must report what happened."""
         below = [rank for rank in self.here if rank < self.rank and rank not in late]
         return self.board is None or all(map(self.board.is_gone, below))
 

@@ -1,4 +1,4 @@
-"""One HTML file of one run or several; it contains everything that it needs."""
+"""A self-contained HTML file of one or several runs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Written:
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
     """Writes the page of these runs' folders to `out`.
 
-    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are
-    used. Raises UserError for a folder that holds no run, and if the file cannot be written.
+    If a run's completions.jsonl is larger than `most_bytes`, only evenly spaced updates are
+    included. Raises UserError for a folder without a run, and if the file cannot be written.
     """
     shown = []
     pieces: dict[str, bytes] = {}
@@ -62,8 +62,8 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
 
 
 def final_report(folder: Path, note: Callable[[str], None]) -> None:
-    """Writes report.html into a run's folder. If that fails, a line says so;
-    the run is not affected."""
+    """Writes report.html into a run's folder. If that fails, a message says so; the run is not
+    affected."""
     try:
         write_report([folder], folder / REPORT)
     except (UserError, OSError, MemoryError) as error:

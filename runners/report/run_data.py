@@ -1,6 +1,7 @@
 """A run's data for the page: its facts and metrics, and pieces that a browser opens one by one.
 
-The pieces are deflated JSON: completions in parts, numbers and texts apart, and evaluations.
+The pieces are deflated JSON: completions in parts, with numbers and texts separate, and
+    evaluations.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eig
 def run_data(
     folder: Path, most_bytes: int, prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The run's data for a page, and its pieces by the names that the data has for them.
+    """The run's data for a page, and its pieces by the names that the data uses for them.
 
-    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
-    UserError if the folder holds no run, or if a file cannot be read.
+    If completions.jsonl is larger than `most_bytes`, only evenly spaced updates are included.
+    Raises UserError if the folder contains no run, or if a file cannot be read.
     """
     record = RunRecord(folder)
     pieces: dict[str, bytes] = {}
@@ -39,7 +40,7 @@ def run_data(
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
     def used(line: Mapping[str, Any]) -> bool:
-        """Whether a record is of one of the evenly spread updates, of the last one, or of none."""
+        """Whether a record belongs to an evenly spaced update, to the last one, or to no update."""
         update = whole_number(line.get("update")) or 1
         if (update - 1) % stride == 0 or update == record.last("update"):
             return True
@@ -90,8 +91,8 @@ def run_data(
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl, in order, in parts of about ROWS;
-    each gets its group and prompt.
+    """The records of completions.jsonl, in order, in parts of about ROWS; group and prompt numbers
+    are added to each.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """
@@ -170,7 +171,7 @@ def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[s
 def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
     """An evaluation's columns. Only the first one contains the problems.
 
-    `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
+    `correct` is null without a reference answer; `extracted` is the answer that was read.
     """
     piece: dict[str, Any] = {
         "correct": [
@@ -184,7 +185,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
+    """Prompt, reference answer, and the prompt's other messages: a role and a text each."""
     context = record.get("context")
     asked = [_text(record.get("prompt")), _text(record.get("answer"))]
     for message in map(_table, context if isinstance(context, list) else []):

@@ -21,10 +21,10 @@ _DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
 class RunRecord:
-    """A run's folder as it is now. Other processes may be writing there."""
+    """The current state of a run's folder. Other processes may be writing there."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads config, metrics and events. UserError if the folder holds no run."""
+        """Reads config, metrics and events. Raises UserError if the folder contains no run."""
         self.folder = find_run(folder)
         self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
         lines = list(read_lines(self.folder / METRICS))
@@ -40,7 +40,7 @@ class RunRecord:
         self.events = list(read_lines(self.folder / EVENTS))
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None: it was never logged."""
+        """The last value of a metric; None if it was never logged."""
         known = (value for value in reversed(self.columns.get(name, [])) if value is not None)
         return next(known, None)
 
@@ -77,10 +77,10 @@ class RunRecord:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number with seven significant digits, whole ones exact;
-    None for anything but a finite number.
+    """A number with seven significant digits, integers exactly; None for anything but a finite
+    number.
 
-    True is 1, as for a metric such as update_skipped.
+    True becomes 1, as for a metric such as update_skipped.
     """
     if isinstance(value, int) and abs(value) < _DIGITS:
         return int(value)
@@ -89,8 +89,8 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder itself, if it holds a run. Else raises UserError,
-    with the names of the runs in it."""
+    """The folder itself, if it contains a run. Otherwise raises UserError, with the names of the
+    runs in it."""
     folder = folder.expanduser()
     if is_run_folder(folder):
         return folder
@@ -98,15 +98,15 @@ def find_run(folder: Path) -> Path:
         raise UserError(f"{folder}: there is no such folder")
     with disk_errors(f"{folder}: cannot be read"):
         inside = [path.name for path in sorted(folder.iterdir()) if is_run_folder(path)]
-    more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    more = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(
-        f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}"
+        f"{folder}: this is not a run's folder: it contains neither {METRICS} nor {RESOLVED}{more}"
     )
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written its config or its log here;
-    False for what may not be looked into."""
+    """Whether a run has written its config or its log here; False for folders that cannot be
+    read."""
     return any(os.path.isfile(folder / name) for name in (METRICS, RESOLVED))
 
 
@@ -132,8 +132,8 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
-    """The keys whose values differ from the defaults; of the keys that a preset decides,
-    the `given` ones."""
+    """The keys whose values differ from the defaults; of the keys that a preset sets, only the
+    `given` ones."""
     defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
     asked = given if isinstance(given, list) else []
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}

@@ -1,7 +1,6 @@
 """The live page of a run, for this machine alone: it reads the run's files and writes nothing.
 
-Only requests whose Host is the server's own get an answer:
-a browser lets no other web page read one.
+Only requests whose Host is the server's own are answered, so that no other web page can read one.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests are not worth a line."""
+        """Does nothing: requests are not logged."""
 
 
 class Server(ThreadingTCPServer):
-    """Serves a run's page, a thread for each connection."""
+    """Serves a run's page, with a thread for each connection."""
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 1024  # of connections; a client beyond it tries again after seconds
@@ -73,7 +72,7 @@ class Server(ThreadingTCPServer):
         self.url = f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A line for a fault that is not the connection's end."""
+        """Prints a message for a failure other than the connection's end."""
         error = sys.exception()
         if error is not None and not isinstance(error, OSError):
             echo(error_line(error), err=True)
@@ -82,12 +81,11 @@ class Server(ThreadingTCPServer):
 class LivePage:
     """A run's page, and its data when its files have changed. Several threads may use it.
 
-    After each reading a page that has data waits, so that it takes a fortieth of a core from the
-    run.
+    After each read, a page with data pauses, so that watching costs at most 2.5 % of one core.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
-        """UserError if the folder holds no run."""
+        """Raises UserError if the folder contains no run."""
         self.folder = find_run(folder)
         self._most_bytes = most_bytes
         self._rest = rest
@@ -99,8 +97,8 @@ class LivePage:
         self._next = 0.0  # by time.monotonic
 
     def answer(self, target: str, host: str) -> Answer:
-        """The answer to a request for `target` with this Host: the page,
-        or its data unless it has them."""
+        """The answer to a request for `target` with this Host: the page, or its data unless the
+        page already has them."""
         if host.rpartition(":")[0] not in _NAMES:
             return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
         path, _, seen = target.partition("?")
@@ -108,7 +106,7 @@ class LivePage:
             if path == "/":
                 return 200, "text/html; charset=utf-8", self._page
             if path != "/data":
-                return _text(404, "there is nothing here")
+                return _text(404, "not found")
             if seen and (unquote(seen) == self.signature() or time.monotonic() < self._next):
                 return 204, "text/plain", b""
             return 200, "application/octet-stream", self.data()
@@ -125,8 +123,8 @@ class LivePage:
         return f"{found}{is_running(self.folder)}"
 
     def data(self) -> bytes:
-        """The run's data, compressed, with its pieces in `blobs`;
-        read again only after a change."""
+        """The run's data, compressed, with its pieces in `blobs`; read again only after a
+        change."""
         with self._guard:
             seen = self.signature()
             begun = time.monotonic()

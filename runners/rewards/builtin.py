@@ -1,14 +1,14 @@
-"""The built-in rewards: a right answer, and the form
+"""The built-in rewards: a right answer, and the format
 ``<reasoning>…</reasoning><answer>…</answer>``.
 
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions``
-holds one conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column
-holds one entry per completion. ``None`` in the result means that the reward does not apply to that
-completion. Names, values and the call convention are those of the MLX-GRPO project (and of TRL's
-reward functions).
+contains one conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a
+column contains one entry per completion. ``None`` in the result means that the reward does not
+apply to that completion. Names, values and the call convention are those of the MLX-GRPO project
+(and of TRL's reward functions).
 
-Everything here takes time linear in the text: a policy writes these texts, and it will find the
-input on which a backtracking pattern takes exponential time.
+Everything takes linear time, because a policy writes these texts and would find inputs on which a
+backtracking pattern takes exponential time.
 """
 
 import re
@@ -49,7 +49,7 @@ def answer_text(completion: Sequence[dict[str, Any]]) -> str:
 
 
 def spoken(completions: Completions, tags: Sequence[str] = TAGS) -> list[str]:
-    """The answers behind the thoughts of completions; empty where a thought was cut off."""
+    """The answers after the thoughts of completions; empty if a thought was cut off."""
     return [split_thoughts(answer_text(each), tags)[1] or "" for each in completions]
 
 
@@ -64,8 +64,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **_: Any,
     ) -> list[float | None]:
-        """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the
-        gold is None.
+        """2.0 if the completion's answer agrees with the reference ``answer``, else 0.0; None
+        without a reference answer.
 
         A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
         The metric ``programs/ended`` counts those that a limit of time ended.
@@ -84,7 +84,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
         """0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
 
-        ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
+        ``$12``, ``12.0`` and ``12.`` have an integer value but are not written as integers: 0.0.
         """
         answers = [
             (form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)
@@ -104,7 +104,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 def strict_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if the text behind the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else
+    """0.5 if the text after the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else
     0.0.
 
     Each of the four tags must occur once, with only white space between and around the two pairs.
@@ -115,10 +115,10 @@ def strict_format_reward_func(
 def soft_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere behind the thoughts, else
-    0.0.
+    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` occurs anywhere after the thoughts,
+    else 0.0.
 
-    Only white space may be between the two pairs; anything may be around and inside them.
+    Only white space may be between the two pairs; any text may be around and inside them.
     """
     return [SOFT_FORMAT * _holds_shell(text) for text in spoken(completions, thought_tags)]
 
@@ -129,8 +129,8 @@ def xmlcount_reward_func(
     """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a
     penalty.
 
-    A kind counts once however often it is repeated. The penalty is 0.001 for each character after
-    the last ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
+    Repeated pairs count once. The penalty is 0.001 for each character after the last ``</answer>``,
+    except trailing white space. The result is between 0.0 and 0.5.
     """
     return [_count_tags(text) for text in spoken(completions, thought_tags)]
 

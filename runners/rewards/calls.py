@@ -1,8 +1,8 @@
-"""A reward's call, where its function runs: its arguments, what counts of its result, and its
-faults.
+"""A reward's call in the process of its function: its arguments, the part of its result that
+counts, and its errors.
 
-`load` and `score` are operations of the process of user code (`runners.user_code`). What comes back
-is plain. `trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that
+`load` and `score` are operations of the process of user code (`runners.user_code`). Results are
+plain values. `trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that
 functions written for it run unchanged.
 """
 
@@ -37,7 +37,7 @@ Store = dict[Any, Any]
 
 @attrs.frozen
 class TrainerState:
-    """The progress of a run: the part of transformers' TrainerState that has a meaning here."""
+    """The progress of a run: the applicable part of transformers' TrainerState."""
 
     global_step: int = 0  # optimizer updates taken
     max_steps: int = 0  # optimizer updates of the whole run
@@ -72,7 +72,7 @@ class RewardLog:
         ValueError for a name of the log's own."""
         if name in METRICS and name != ENDED_PROGRAMS:
             raise ValueError(
-                f"log_metric: {name} is a name of the log's own; call it something else"
+                f"log_metric: {name} is a name that the log uses itself; choose another one"
             )
         self.metrics.setdefault(name, []).append(float(value))
 
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 @attrs.frozen
 class Parameters:
-    """What a reward's function takes by name."""
+    """The arguments that a reward's function accepts by name."""
 
     names: tuple[str, ...]
     needed: tuple[str, ...]  # those of them without a default
@@ -104,7 +104,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """Those of a function in this process."""
+        """The arguments of a function in this process."""
         every = inspect.signature(function).parameters.values()
         named = [
             each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
@@ -116,7 +116,7 @@ class Parameters:
         )
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The available arguments that the function takes."""
+        """The available arguments that the function accepts."""
         return {
             name: each for name, each in available.items() if self.takes_all or name in self.names
         }
@@ -135,8 +135,8 @@ def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def ready_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
-    """The function of a reward that is not built in. Raises UserError as `resolve_function`, and as
-    the function's `check_ready`, if it has one."""
+    """The function of a reward that is not built in. Raises the errors of `resolve_function`, and
+    of the function's `check_ready`, if it has one."""
     function = resolve_function(name, folders, key="reward")
     getattr(function, "check_ready", lambda: None)()
     return function
@@ -156,14 +156,14 @@ def score(
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
             return nothing(
-                size, "failed: the environments are gone: their process was ended", ended=True
+                size, "failed: the environments are lost: their process was ended", ended=True
             )
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, size)
 
 
 def run(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
-    """Calls a reward on `size` completions; it gets the ways to log that it takes."""
+    """Calls a reward on `size` completions; passes the log functions that it accepts."""
     log = RewardLog(size)
     try:
         return _read(finished(function(**arguments, **_ways(function, log))), log)
@@ -246,5 +246,5 @@ def _as_float(value: Any) -> tuple[float, str]:
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"
     if abs(number) > _LARGEST:
-        return math.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
+        return math.nan, f"returned a number beyond {_LARGEST:g}, whose square exceeds float32"
     return number, ""

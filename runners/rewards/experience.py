@@ -40,7 +40,7 @@ class FinishedEpisode:
 
 
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
-    """A line for each kind of fault."""
+    """A message for each kind of error."""
     found = Counter(each.fault for each in played if each.fault)
     return [
         f"{FAULT}{fault} ({n} times)" if n > 1 else f"{FAULT}{fault}" for fault, n in found.items()
@@ -91,8 +91,8 @@ class Experience:
 
     @property
     def drawn_b(self) -> np.ndarray:
-        """Whether each completion was sampled: a group without variance may have ended at its first
-        stage."""
+        """Whether each completion was sampled: a group without variance may have ended after its
+        first stage."""
         lengths = np.array(self.rollout.lengths_b)
         return lengths > 0 if self.played is None else np.ones(len(lengths), bool)
 
@@ -158,10 +158,9 @@ def _column(parts: Sequence[Experience], column: str) -> list[Any]:
 def join_stages(
     first: Experience, rest: Experience | None, groups: Sequence[int], size: int
 ) -> Experience:
-    """Groups of `size` from their first completions and, of `groups`, the rest.
+    """Groups of `size` from their first completions and, for `groups`, the rest.
 
-    In place of those that were not drawn the others have completions of no token and without a
-    reward.
+    The other groups get empty completions without a reward instead.
     """
     begun = first.rollout.num_generations
     prompts = len(first.examples)
@@ -207,8 +206,7 @@ def is_varied(rewards_pg: np.ndarray) -> np.ndarray:
 
 
 def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
-    """What `loss.overlong` adds to the rewards of completions of these lengths; None if it is
-    off."""
+    """The penalty of `loss.overlong` for completions of these lengths; None if it is off."""
     overlong = config.loss.overlong
     assert overlong is not None  # Config.check
     if overlong.buffer == 0:
@@ -240,7 +238,7 @@ def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
 
 def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards: bool) -> mx.array:
     """The advantages of completions [P,G], or of their turns [P,G,S] if rewards, discount or
-    baseline tell turns apart."""
+    baseline distinguish turns."""
     assert loss.baseline is not None and loss.scale is not None  # Config.check
     rewards_pg = experience.rewards_pg
     rollout = experience.rollout

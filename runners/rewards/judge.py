@@ -1,4 +1,5 @@
-"""A reward from a model: each completion gets a mark from a server with an API like OpenAI's."""
+"""A reward from a model: each completion gets a score from a server with an OpenAI-compatible
+API."""
 
 from __future__ import annotations
 
@@ -69,32 +70,30 @@ def judge_reward(
     retries: int = 3,
     **request: Any,
 ) -> Callable[..., Awaitable[list[Verdict]]]:
-    """An async reward, 0 to 1: the mark that a model gives a completion, as a share of `scale`.
+    """An async reward, 0 to 1: a model's score for a completion, relative to `scale`.
 
     Args:
         url: of the API, without `/chat/completions`.
-        model: its name there; empty: none is sent.
-        criteria: of the judgement, for our prompt.
-        prompt: the question, which asks for `SCORE: number`. Names in braces are filled in:
+        model: its name on the server; not sent if empty.
+        criteria: for the default prompt.
+        prompt: your own prompt, which must ask for `SCORE: number`. Names in braces are filled in:
             completion, prompt, question, criteria, low, high, columns of the data, fence (no
             completion can contain it).
-        scale: worst and best mark.
-        api_key_env: the variable of the environment that holds the key; empty: no key is sent.
-        concurrency: requests at a time.
-        timeout: seconds of one request; reward.timeout limits all of a batch step.
-        retries: further tries of a request that fails for now.
-        request: further keys of the request, such as temperature or max_tokens.
+        scale: lowest and highest score.
+        api_key_env: the environment variable that contains the key; no key is sent if empty.
+        concurrency: concurrent requests.
+        timeout: seconds for one request; reward.timeout limits all requests of a batch step.
+        retries: further attempts after a temporary failure.
+        request: additional keys of the request, such as temperature or max_tokens.
 
-    A completion without a mark has no reward. Equal questions are asked once.
+    A completion without a score has no reward. Equal questions are asked only once.
     """
     base = url.rstrip("/")
     names = set(_PLACEHOLDER.findall(prompt))
     if "completion" not in names:
-        raise ValueError(
-            "prompt: expected {completion} where the judged text stands, found no such name"
-        )
+        raise ValueError("prompt: expected {completion} for the judged text, found no such name")
     if not scale[0] < scale[1]:
-        raise ValueError(f"scale: expected a worst mark below the best one, found {scale}")
+        raise ValueError(f"scale: expected the lowest score below the highest one, found {scale}")
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {
         "temperature": 0.0,
@@ -212,13 +211,13 @@ def _question(
 
 
 def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
-    """The mark in a server's answer: the last `SCORE: number` behind its thoughts, or a number
+    """The score in a server's answer: the last `SCORE: number` after its thoughts, or a number
     alone."""
     text = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         text = json.loads(content)["choices"][0]["message"]["content"]
     if not isinstance(text, str):
-        return Failure("got an answer that is not of the API's form", show(content[:200]))
+        return Failure("got an answer that is not in the API's format", show(content[:200]))
     said = (split_thoughts(text)[1] or "")[-_MOST:]
     alone = _ALONE.fullmatch(said)
     marks = [alone] if alone else [*_SCORE.finditer(said)]
@@ -227,7 +226,7 @@ def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
         return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
     mark = float(marks[-1][1])
     if not low <= mark <= high:
-        return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{mark:g}")
+        return Failure(f"got a score outside of the scale from {low:g} to {high:g}", f"{mark:g}")
     return (mark - low) / (high - low)
 
 

@@ -21,13 +21,14 @@ Rewards = list[float | None]
 def math_verify_reward(
     completions: Sequence[Any], answer: Sequence[Any], thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> Rewards:
-    """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold
-    answer.
+    """1.0 if the answer equals the reference answer as mathematics, else 0.0; None without a
+    reference answer.
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The
-    answer is the text in the last <answer>…</answer>, or else what math-verify finds behind the
-    thoughts. A completion has 2 s of computing and 512 MB in a process that is kept for this, and
-    gets None beyond: a policy writes texts such as 9^(9^9). Raises UserError without math-verify.
+    answer is the text in the last <answer>…</answer>, or the one that math-verify finds after the
+    thoughts. A completion has 2 s of computing and 512 MB in a persistent process, and gets None
+    beyond that, because a policy writes texts such as 9^(9^9). Raises UserError without
+    math-verify.
     """
     _start_math()
     texts = spoken(completions, thought_tags)
@@ -38,9 +39,9 @@ def math_verify_reward(
 
 
 def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward that was written for plain texts, as TRL's are for data without conversations.
+    """Wraps a reward that was written for plain texts, like TRL's for data without conversations.
 
-    Its `completions` are the texts, its `prompts` the last messages' texts; everything else is
+    Its `completions` are the texts, its `prompts` the last messages' texts; all other arguments are
     passed unchanged. It has the name and the parameters of the wrapped function, which may be
     async.
     """
@@ -57,7 +58,7 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
 def _start_math() -> None:
     """Starts the process that compares: it takes a second or two to import."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"math_verify_reward needs math-verify: {install_hint('math')}")
+        raise UserError(f"math_verify_reward requires math-verify: {install_hint('math')}")
     _compare.start()
 
 

@@ -1,4 +1,4 @@
-"""Compares two texts as mathematics, in a process of its own (`library.math_verify_reward`)."""
+"""Compares two texts as mathematics, in a separate process (`library.math_verify_reward`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def compare(gold: str, answer: str | None, text: str) -> float | None:
-    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no
-    mathematics.
+    """1.0 if the answer equals the reference answer, else 0.0; None if the reference answer
+    contains no mathematics.
 
-    With `answer` None it is what math-verify finds in the whole text.
+    If `answer` is None, math-verify looks for it in the whole text.
     """
     from math_verify import verify
 

@@ -1,7 +1,7 @@
-"""Rewards: found by name and checked before anything is loaded, run over a batch, and their results
-read.
+"""Rewards: found by name and checked before anything is loaded, called on a batch, and their
+results read.
 
-A reward that fails gives no reward (NaN) and a line; no fault of a reward is silent.
+A reward that fails gives no reward (NaN) and a message; no failure is silent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from runners.user_code.worker import Calls, Worker
 
 @attrs.frozen(eq=False)
 class UserFunction:
-    """A reward's function in a process of user code, where the scorer calls it."""
+    """A reward's function in the process of user code, where the scorer calls it."""
 
     worker: Worker
     name: str  # under which it is loaded there
@@ -56,7 +56,7 @@ class Reward:
 
     @property
     def parameters(self) -> Parameters:
-        """What the function takes by name."""
+        """The arguments that the function accepts by name."""
         function = self.function
         return (
             function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
@@ -73,9 +73,9 @@ def resolve_rewards(
     """The rewards of a config, in order; without weights each has 1.0.
 
     A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`,
-    or without one this process, loads what is not built in. A reward's name in logs is its
-    function's, or the full text if two share a name. Raises UserError for an unknown name, and as
-    `ready_function`.
+    or without one this process, loads those that are not built in. A reward's name in logs is its
+    function's name, or the full text if two share a name. Raises UserError for an unknown name, and
+    the errors of `ready_function`.
     """
     dirs = tuple(base_dirs)
     rewards = list[Reward]()
@@ -84,8 +84,8 @@ def resolve_rewards(
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
-                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own "
-                    f"is written {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); your own is "
+                    f"written as {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
                 )
             function = built_in(form)[name]
         elif worker is None:
@@ -111,8 +111,8 @@ def load_reward(load: Callable[..., Any], name: str, base_dirs: Iterable[str | P
 def check_columns(
     rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True
 ) -> None:
-    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest
-    one, or `environments` where there are none."""
+    """Raises UserError if a reward needs a column that the data lacks (with the nearest name), or
+    `environments` if there are none."""
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.parameters.needed:
@@ -129,7 +129,7 @@ def check_columns(
 
 @attrs.frozen
 class Failed:
-    """Why a reward failed at every completion."""
+    """Why a reward failed for every completion."""
 
     line: str
     ended: bool = False  # its call was too slow, or ended its process; another may be fine
@@ -149,12 +149,12 @@ class Scores:
 
 @attrs.define(eq=False)
 class Scorer:
-    """The rewards of a run, and a time limit for calls in the process of user code: seconds; 0:
-    none.
+    """The rewards of a run, with a time limit in seconds for calls in the process of user code (0:
+    none).
 
-    Other functions are called in the caller's thread, without a limit. `on_error` says what a
-    problem does: "skip" reports it in `Scores.problems` and goes on without that reward, "raise"
-    makes it a RewardError. `thoughts` are the tags around thoughts in the completions.
+    Other functions are called in the caller's thread, without a limit. `on_error` determines the
+    effect of an error: "skip" adds it to `Scores.problems` and continues without that reward,
+    "raise" raises a RewardError. `thoughts` are the tags around thoughts in the completions.
     """
 
     rewards: Sequence[Reward]
@@ -174,15 +174,15 @@ class Scorer:
         conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         environments: Sequence[Any] | None = None,
     ) -> Scores:
-        """Call every reward on B completions; those of one prompt follow one another.
+        """Calls every reward on B completions; those of one prompt are adjacent.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each
         completion. A reward gets, by name, those arguments of docs/rewards.md that it takes, in
         lists of its own. With `conversations`, the messages of each are its completion;
         `environments` are passed on unchanged.
 
-        Raises UserError for a reward that needs a column which is not there; RewardError for a
-        problem where `on_error` is "raise".
+        Raises UserError for a reward that needs a missing column; RewardError for an error if
+        `on_error` is "raise".
         """
         check_columns(self.rewards, columns, environments=environments is not None)
         completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]

@@ -1,4 +1,4 @@
-"""The score that a reasoning-gym task gives an answer: the reward of `data.source =
+"""The score of an answer by its reasoning-gym task: the reward of `data.source =
 "reasoning-gym:TASK"`."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def task_score(
     thought_tags: Sequence[str] = TAGS,
     **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, of the text in a completion's last answer tags, or behind its
+    """The task's score, 0 to 1, of the text in a completion's last answer tags, or after its
     thoughts."""
     texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [

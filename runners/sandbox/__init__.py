@@ -1,1 +1,1 @@
-"""Programs that a model wrote, run where they can harm nothing."""
+"""Runs programs that a model wrote, isolated from the machine."""

@@ -1,7 +1,7 @@
-"""The checks of a program's tests, made outside of its process, where it can change nothing.
+"""The checks of a program's tests, made outside of its process, where it cannot change them.
 
 Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a
-claim of the program, which is read as plain data.
+claim of the program, and is read as plain data.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ _KINDS: dict[str, Callable[..., Any]] = {
 
 @attrs.frozen
 class Test:
-    """A test as the program's process gets it, and what its reports must say."""
+    """A test in the form for the program's process, and the values that its reports must
+    contain."""
 
     source: str
     checks: list[Callable[..., Any]]  # by number: from the reported values to the verdict
     required: frozenset[int]  # the checks that each whole run of the test reports
 
     def passed(self, reports: list[list[Any]]) -> bool:
-        """Whether the test has ended and its checks are true, by reports (number, values…)."""
+        """Whether the test has ended and its checks are true, according to reports (number,
+        values…)."""
         with suppress(*_FALSE_CLAIMS):
             seen = {number for number, *_ in reports}
             claims = [(number, values) for number, *values in reports if number != _END]
@@ -59,7 +61,7 @@ class Test:
 
 
 def read_test(text: str) -> Test:
-    """A test from its statements; text that is no Python is a test that nothing passes."""
+    """A test from its statements; text that is not Python becomes a test that nothing passes."""
     rewriting = _Rewriting()
     required = set()
     try:
@@ -75,8 +77,8 @@ def read_test(text: str) -> Test:
 
 
 def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
-    """The reports in a program's output by test, (check, values…) each;
-    what is no plain data is left out."""
+    """The reports in a program's output by test, (check, values…) each; anything but plain data is
+    skipped."""
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
@@ -98,7 +100,7 @@ class _Rewriting(ast.NodeTransformer):
         self.checks: list[Callable[..., Any]] = []
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:
-        """The parts of an `and` are checks of their own."""
+        """The parts of an `and` are separate checks."""
         match node.test:
             case ast.BoolOp(ast.And(), parts):
                 return [self._report(part) for part in parts]

@@ -34,11 +34,11 @@ _FORGES = re.compile(
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a model's text: its last whole block of Python between ``` lines,
-    or all of it.
+    """The program in a model's text: its last complete block of Python between ``` lines, or the
+    whole text.
 
-    A block without a language counts where none is called Python. None: there is no block,
-    and the text as a whole is no Python.
+    A block without a language is used if no block is marked as Python. None if there is no block,
+    and the text as a whole is not Python.
     """
     blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
     for languages in (_PYTHON, ("",)):
@@ -49,8 +49,7 @@ def extract_code(text: str) -> str | None:
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
-    """A problem's tests as its column has them: Python statements,
-    or inputs with the output that each wants.
+    """A problem's tests from its column: Python statements, or inputs with their expected outputs.
 
     Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
     ``{"input": …, "output": …}``, or these as JSON or Python. Raises ValueError for anything else.
@@ -123,7 +122,7 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
 
 
 def looks_forged(text: str) -> list[str]:
-    """The names in a text with which a program may pass tests that it does not solve."""
+    """The names in a text with which a program could pass tests without solving them."""
     return sorted(set(_FORGES.findall(text)))
 
 
@@ -133,7 +132,7 @@ def score_programs(
     """How each text's program did, as many at a time as there are processors; with `whole`, only
     whether it passes all of its tests.
 
-    Raises UserError where there is no sandbox, ValueError as `read_tests`.
+    Raises UserError if there is no sandbox, and ValueError as in `read_tests`.
     """
     check_sandbox(partial=limits.partial)
     judge = functools.partial(_known, limits=limits, whole=whole)

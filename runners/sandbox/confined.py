@@ -1,4 +1,4 @@
-"""A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
+"""A process that isolates itself from its machine and then runs programs; `sandbox.py` starts it.
 
 It is a script that needs the standard library alone. It answers the first message with the
 protections that are missing, and each task (limits, then the program) with the program's exit code,
@@ -68,7 +68,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """A function of the C library; OSError where it fails."""
+    """A function of the C library, which raises OSError if it fails."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = getattr(libc, name)(*given)
     if result < 0:
@@ -82,12 +82,12 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 class Sandbox:
-    """What shuts off the programs of this process; `missing` says what does not,
-    with the reason."""
+    """The isolation of this process's programs; `missing` lists missing protections with their
+    reasons."""
 
     def __init__(self, filters):
-        """Shuts this process off; `filters` of system calls:
-        with and without files of the program's own."""
+        """Isolates this process; `filters` of system calls: with and without the program's own
+        files."""
         self.missing = []
         self.user = 0  # of a program's own; 0: that of this process
         self.namespaces = False
@@ -123,7 +123,8 @@ class Sandbox:
             self.missing.append(f"seccomp (not for {os.uname().machine})")
 
     def enter_namespaces(self):
-        """A root of nothing but the standard library, read-only, a null device and a folder."""
+        """A root that contains only the standard library (read-only), a null device and a
+        folder."""
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         flags = NEW_MOUNTS | NEW_PROCESSES | NEW_OTHERS
         try:
@@ -158,7 +159,7 @@ class Sandbox:
         mount(None, "/", flags=REMOUNT | BIND | READ_ONLY | BARE)
 
     def restrict_files(self):
-        """No file can be read but the standard library's, and none written."""
+        """Only the standard library's files can be read, and no file can be written."""
         rules = call("syscall", LANDLOCK, struct.pack("Q", ALL_RIGHTS), 8, 0)
         for place in LIBRARY:
             rule = struct.pack("=Qi", READING, os.open(place, os.O_PATH | os.O_CLOEXEC))
@@ -265,7 +266,7 @@ def new_file():
 
 
 def perform(code, tests, mark, leave=os._exit):
-    """In the program's process: runs its text, then its tests, and ends."""
+    """In the program's process: runs its text, then its tests, and exits."""
     main = sys.modules["__main__"] = type(sys)("__main__")
     result = 0
     try:
@@ -295,7 +296,7 @@ def run(code, names):
 def check(mark, test, number, *values, write=os.write):
     """Reports the values in a check of a test; the number -1, without any, is the test's end.
 
-    Two values of which neither is plain data are compared here, by what their classes say.
+    Two values that are not plain data are compared here, with their own classes' methods.
     """
     told = [plain(value) for value in values]
     if told == [{"object": []}] * 2:
@@ -306,8 +307,8 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of Python's own types as JSON has it, whatever its class says;
-    else `{"object": []}`."""
+    """A value of Python's own types in JSON's form, regardless of its class; otherwise `{"object":
+    []}`."""
     for base, told in PLAIN.items():
         if isinstance(value, base):
             return told(value)
@@ -315,7 +316,7 @@ def plain(value):
 
 
 def items(name, base):
-    """The form of a kind of collection: its name and its items."""
+    """How a kind of collection is represented: its name and its items."""
     return lambda value: {name: [plain(each) for each in base.__iter__(value)]}
 
 

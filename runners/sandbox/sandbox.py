@@ -1,8 +1,8 @@
-"""Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
+"""Runs an untrusted Python program, isolated from network, files, processes and secrets.
 
 Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program
-sees this Python's standard library, read-only, and an empty folder. `confined.py` runs inside, a
-process a core.
+sees this Python's standard library, read-only, and an empty folder. `confined.py` runs inside, one
+process per core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAITING = 5  # times its processor time: the seconds from a program's start to i
 
 @attrs.frozen
 class Limits:
-    """What a program may use."""
+    """The limits of a program."""
 
     seconds: float = 10.0  # from its start to its end, waiting included
     processor_seconds: float = 2.0  # computing, all threads together; rounded up to whole seconds
@@ -52,7 +52,7 @@ DEFAULT = Limits()
 
 @attrs.frozen
 class Outcome:
-    """How a program ended, and what it printed."""
+    """How a program ended, and its output."""
 
     output: bytes  # its standard output, up to the limit
     code: int  # exit code
@@ -111,7 +111,7 @@ class _Server:
         return None
 
     def end(self) -> None:
-        """Ends the process and the program that it runs; an answer that is awaited is None."""
+        """Ends the process and the program that it runs; a pending answer becomes None."""
         _servers.discard(self)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -132,11 +132,12 @@ def run_program(
     mark: str = "",
     limits: Limits = DEFAULT,
 ) -> Outcome:
-    """Runs a Python program's text to its end or to a limit; nothing of it is left afterwards.
+    """Runs a Python program's text until it ends or reaches a limit; nothing of it remains
+    afterwards.
 
-    With `tests`, Python statements, the output is their reports, each a line that begins with
-    `mark`, as `confined.check` writes them. Raises UserError where there is no whole sandbox,
-    unless `limits.partial`.
+    With `tests`, Python statements, the output consists of their reports, one per line, each
+    starting with `mark`, as written by `confined.check`. Raises UserError if the sandbox is
+    incomplete, unless `limits.partial`.
     """
     check_sandbox(partial=limits.partial)
     return _run(program, stdin, tests, mark, limits)
@@ -160,15 +161,14 @@ def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limi
 
 @atexit.register
 def end_programs() -> None:
-    """Ends all programs that other threads of this process run; they return at once."""
+    """Ends all programs that other threads of this process run; these return immediately."""
     _idle.clear()
     for server in list(_servers):
         server.end()
 
 
 def check_sandbox(*, partial: bool = False) -> list[str]:
-    """The protections that are missing here; raises UserError if there are any,
-    unless `partial`."""
+    """The missing protections; raises UserError if there are any, unless `partial`."""
     missing = _missing()
     if missing and not partial:
         raise UserError(

@@ -1,5 +1,4 @@
-"""The system calls that a Python program needs, as a filter for the kernel:
-every other one does not exist.
+"""The system calls that a Python program needs, as a filter for the kernel that hides all others.
 
 Not among them: processes, sockets but a pair of connected ones, memory outside of the address space
 (files in memory, shared segments, rings), keys, namespaces, tracing, and settings of other
@@ -74,7 +73,7 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
     """The filter's program for a machine (`x86_64` or `aarch64`); empty for any other.
 
     Args:
-        own_files: the program sees no files and processes but its own, so it may change them.
+        own_files: the program sees only its own files and processes, so it may change them.
     """
     if machine not in _ARCHITECTURES:
         return b""

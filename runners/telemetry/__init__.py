@@ -1,4 +1,4 @@
-"""A run's reports: log lines, completions, the display, dashboards, warnings.
+"""A run's output: log lines, completions, the display, dashboards, warnings.
 
-It changes nothing in the run.
+It does not change the run.
 """

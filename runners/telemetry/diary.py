@@ -1,4 +1,4 @@
-"""A run's stream of events, to its log and its display; and events.jsonl, its diary."""
+"""A run's stream of events for its log and its display, and the file events.jsonl."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary(Report):
-    """Sends a run's events to its listeners, log and display,
-    and records those worth reading later.
+    """Sends a run's events to its listeners (log and display), and records the important ones.
 
-    Events from before the log is there are written once it is. Times are seconds since 1970.
+    Events from before the log exists are written when it does. Times are seconds since 1970.
     """
 
     def __init__(self, report: Report) -> None:
@@ -39,15 +38,15 @@ class Diary(Report):
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
-        """From now on events go to `log` too, before the display.
+        """From now on events are sent to `log` too, before the display.
         The event "start" contains `facts`."""
         self._log = log
         self._facts = facts
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert, which may come from another thread,
-        changes nothing but the display."""
+        """Takes an event. An alert, which may come from another thread, affects only the
+        display."""
         match event:
             case Started(updates, header, done):
                 self._update = done
@@ -99,7 +98,7 @@ class Diary(Report):
         if isinstance(error, Stopped):
             text = f"signal {error.exit_code - 128}"
         elif isinstance(error, KeyboardInterrupt):
-            text = "interrupted at once, without saving"
+            text = "interrupted immediately, without saving"
         state = "stopped" if is_stop else "failed"
         self._record("end", {"state": state, "text": one_line(text, os.environ)})
 
@@ -112,8 +111,8 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """The report's facts about machine and versions, and the keys that config or command line
-    set."""
+    """The report's facts about machine and versions, and the keys that the config or the command
+    line set."""
     facts = {
         "system": f"{platform.system()} {platform.machine()}",
         "backend": machine.backend,

@@ -1,4 +1,4 @@
-"""The events of a run, and what listens to them: the log with its dashboards, the display."""
+"""The events of a run, and their listeners: the log with its dashboards, and the display."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runners.machine.signals import to_stderr
 
 @attrs.frozen
 class Started:
-    """The run starts, or goes on after a resume."""
+    """The run starts or resumes."""
 
     updates: int  # of the whole run
     header: Mapping[str, Any]  # shown once; "run" is the title
@@ -30,7 +30,7 @@ class Status:
 
 @attrs.frozen
 class Advanced:
-    """How far the current activity has come: in tokens, prompts, or whatever `what` names."""
+    """The progress of the current activity, in tokens, prompts, or another unit `what`."""
 
     what: str
     done: int
@@ -39,7 +39,7 @@ class Advanced:
 
 @attrs.frozen
 class Updated:
-    """An update is done. `metrics` has the log's names, none of which is required."""
+    """An update is done. `metrics` uses the log's names, none of which is required."""
 
     metrics: Mapping[str, Any]
     logged: bool = False  # whether the log gets it: every log.every-th, and the last
@@ -68,14 +68,14 @@ class Completions:
 
 @attrs.frozen
 class Note:
-    """A line worth reading: a notice, a checkpoint."""
+    """A message worth reading: a notice, a checkpoint."""
 
     text: str
 
 
 @attrs.frozen
 class Alert:
-    """A line that must be shown at once; another thread may send it. It is not recorded."""
+    """A message that must be shown immediately; another thread may send it. It is not recorded."""
 
     text: str
 
@@ -91,13 +91,13 @@ Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note |
 
 
 class Report:
-    """A listener; this one shows nothing, as for a rank whose run is shown by another rank. A
+    """A listener that shows nothing, such as for a rank whose run is shown by another rank. A
     context manager that restores the terminal."""
 
     @property
     def fault(self) -> Exception | None:
-        """The first write to standard output that failed.
-        From then on notes go to standard error."""
+        """The first failed write to standard output.
+        Afterwards, notes are printed to standard error."""
         return None
 
     def handle(self, event: Event) -> None:

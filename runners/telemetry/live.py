@@ -1,4 +1,4 @@
-"""The display on a terminal: the run's lines, and below them one line that is kept current."""
+"""The display on a terminal: the run's lines, and below them a line that is updated."""
 
 from __future__ import annotations
 

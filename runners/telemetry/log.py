@@ -64,7 +64,7 @@ _DASHBOARDS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb",
 
 
 def check_dashboards_installed(config: Config) -> None:
-    """Raises UserError if a dashboard that [log] asks for is not installed."""
+    """Raises UserError if a dashboard that [log] uses is not installed."""
     for key, (package, _) in _DASHBOARDS.items():
         if getattr(config.log, key) and find_spec(package) is None:
             raise UserError(
@@ -73,7 +73,7 @@ def check_dashboards_installed(config: Config) -> None:
 
 
 class MetricsLog:
-    """The log files and dashboards of a run, as the config's [log] asks; a context manager."""
+    """The log files and dashboards of a run, according to [log]; a context manager."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class MetricsLog:
         keep: Mapping[str, int] | None = None,
         update: int = 0,
     ):
-        """Opens the files in the run's `folder`. UserError if a file or a dashboard cannot be
-        opened.
+        """Opens the files in the run's `folder`. Raises UserError if a file or a dashboard cannot
+        be opened.
 
-        `keep` is what `positions` gave: the files continue from there, and dashboards from the
-        run's `update`. Events are appended, including interruptions. None: all start over.
+        `keep` is a result of `positions`: the files continue from there, and dashboards from the
+            run's `update`. Events are appended, including interruptions. None: all start over.
         """
         resumed_at = None if keep is None else update
         self._dashboards: list[Dashboard] = []
@@ -96,7 +96,7 @@ class MetricsLog:
                 try:
                     self._dashboards.append(opened(folder, config, resumed_at))
                 except Exception as error:  # each has its own errors: no login, no network, no disk
-                    line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
+                    line = f"log.{key} = true, but {package} cannot be started: {first_line(error)}"
                     raise UserError(line) from error
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
@@ -112,7 +112,7 @@ class MetricsLog:
         self.names = list(self._files)
 
     def handle(self, event: Event) -> None:
-        """Writes what an event has for the files, and sends metrics to the dashboards."""
+        """Writes an event's records to the files, and sends metrics to the dashboards."""
         match event:
             case Updated(metrics, logged=True):
                 self.log(metrics)
@@ -123,7 +123,7 @@ class MetricsLog:
                 self.write(COMPLETIONS, records)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one line of metrics. Dashboards get the finite numbers."""
+        """Writes one line of metrics. Dashboards receive the finite numbers."""
         self.write(METRICS, [metrics])
         if self._dashboards:
             plain = {name: plain_value(value, name, []) for name, value in metrics.items()}
@@ -132,22 +132,22 @@ class MetricsLog:
                 log(numbers, int(plain.get("update") or 0))
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Appends records to one of the files, if the config asks for it;
-        else they are not made."""
+        """Appends records to one of the files, if the config enables it; otherwise they are not
+        made."""
         if name in self._files:
             for record in records:
                 self._files[name].write(record)
 
     def fault(self) -> str | None:
-        """Why a line could not be written yet; None: all lines are written."""
+        """Why a line could not be written yet; None if all lines are written."""
         for lines in self._files.values():
             if lines.fault:
                 return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
         return None
 
     def positions(self) -> dict[str, int]:
-        """Bytes of each file that a resume cuts back. Raises UserError if a line is not written
-        yet."""
+        """The sizes in bytes to which a resume truncates the files. Raises UserError if a line is
+        not written yet."""
         for lines in self._files.values():
             lines.push()
         fault = self.fault()

@@ -1,4 +1,4 @@
-"""The display of a run: plain lines, on a terminal with a live one below them, or nothing."""
+"""The display of a run: plain lines, on a terminal with a live line below them, or nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class PlainReport(Report):
         return self._stream.fault
 
     def handle(self, event: Event) -> None:
-        """See `Report.handle`. An alert goes to standard error: standard output may be a file."""
+        """See `Report.handle`. An alert is printed to standard error, because standard output may
+        be a file."""
         match event:
             case events.Started():
                 self.total = event.updates
@@ -111,7 +112,7 @@ class PlainReport(Report):
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
 
     def activity(self) -> str:
-        """The current activity, how far it has come, and its time so far; empty: there is none."""
+        """The current activity with its progress and elapsed time; empty if there is none."""
         if not self._status:
             return ""
         spent = duration_text(self._clock() - self._status_began)
@@ -182,7 +183,8 @@ class PlainReport(Report):
 
 
 def number_text(value: float | None) -> str:
-    """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" as it is, "-" for None."""
+    """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" unchanged, "-" for
+    None."""
     if value is None:
         return "-"
     if not math.isfinite(value) or value == 0:

@@ -1,4 +1,4 @@
-"""The metrics of one update, under the names that TRL's dashboards know."""
+"""The metrics of one update, under TRL's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runners.rewards.experience import COUNTS, Experience, is_varied, length_pen
 
 @attrs.frozen(eq=False)
 class Tally:
-    """The numbers of a batch step that the log still needs when its completions are gone."""
+    """Per-step statistics kept for logging after the completions are freed."""
 
     rewards_pg: np.ndarray  # float64, combined; NaN = no reward
     values_kb: np.ndarray  # float64, of each reward function
@@ -62,11 +62,11 @@ class Tally:
 def rollout_metrics(
     tallies: Sequence[Tally], rewards: Sequence[str], config: Config
 ) -> dict[str, float]:
-    """Rewards and completions of an update's batch steps;
-    NaN where there is nothing to compute one from.
+    """Statistics of the rewards and completions of an update's batch steps; NaN where there are no
+    values.
 
     `reward_std` is the mean over groups of the standard deviation within a group.
-    `frac_reward_zero_std` is the share of groups that get no advantage from `loss.baseline`: groups
+    `frac_reward_zero_std` is the share of groups without an advantage from `loss.baseline`: groups
     without variance, or, with `batch_mean`, all groups of a batch step without variance. A metric
     that a reward logged keeps its name, unless one of these has that name.
     """
@@ -164,7 +164,7 @@ def loss_metrics(
     has_reference: bool,
     has_teacher: bool = False,
 ) -> dict[str, Any]:
-    """The learner's metrics of an update: token metrics only if a token reached it, clip metrics
+    """The learner's metrics of an update: token metrics only if there were tokens, clip metrics
     only if the surrogate of `spec` clips."""
     metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
@@ -210,7 +210,7 @@ class PartTimes:
 
     @contextmanager
     def timing(self, part: str | None) -> Iterator[None]:
-        """Adds the time of the `with` block to one of PARTS; None: it counts for no step."""
+        """Adds the time of the `with` block to one of PARTS; None: it is not part of a step."""
         started = self._clock()
         try:
             yield

@@ -1,7 +1,7 @@
 """Checks each update's metrics: warns when training goes wrong,
 and decides when a run may end early.
 
-It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same
+It depends only on logged values and on `Seen`, so that a resumed run warns and ends at the same
 updates.
 """
 
@@ -19,7 +19,7 @@ from runners.files.json_files import finite_number
 
 @attrs.frozen
 class Seen:
-    """What a run's readings have shown so far; a part of its state."""
+    """The run's readings so far, as a part of its state."""
 
     counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
     reached: str | None = None  # the condition that ends the run
@@ -27,7 +27,7 @@ class Seen:
 
 @attrs.frozen
 class Watch:
-    """Counts, for each sign of trouble, for how many readings in a row it has been there."""
+    """Counts, for each sign of trouble, for how many consecutive readings it has lasted."""
 
     settings: WatchConfig
     conditions: Sequence[Condition]  # of stop.when
@@ -36,7 +36,7 @@ class Watch:
         """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
         a line each.
 
-        A metric that is missing or not finite is ignored: it neither counts nor ends a row.
+        A metric that is missing or not finite is ignored: it neither counts nor resets a count.
         """
         counts = dict(seen.counts)
         reached = seen.reached
@@ -68,12 +68,13 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
         yield (
             "flat rewards",
             flat == 1,
-            f"no group's completions have differed in reward {row}, so nothing is learned (reward "
-            f"now {metrics.get('reward', 0):.3g}). If the reward has fallen, the policy has "
+            f"no group's completions have differed in reward {row}, so there is no gradient "
+            f"(reward now {metrics.get('reward', 0):.3g}). If the reward has fallen, the policy "
+            "has "
             "collapsed: lower optim.learning_rate "
             f"(now {metrics.get('learning_rate', 0):.3g}) or raise loss.beta, and resume from an "
-            "earlier checkpoint. If it has risen, give harder prompts. Else use prompts of other "
-            "difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or "
+            "earlier checkpoint. If it has risen, use harder prompts. Otherwise, use prompts of "
+            "another difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or "
             "rollout.temperature, or try `grpo check CONFIG`",
         )
     entropy = metrics.get("entropy")
@@ -81,7 +82,7 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
         yield (
             "low entropy",
             entropy < settings.min_entropy,
-            f"entropy has been below watch.min_entropy = {settings.min_entropy:g} nats a token "
+            f"entropy has been below watch.min_entropy = {settings.min_entropy:g} nats per token "
             f"{row}, now {entropy:.3g}: completions hardly differ any more; "
             "lower optim.learning_rate, raise loss.epsilon_high, or set loss.entropy_coef",
         )
@@ -90,7 +91,7 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
         yield (
             "high kl",
             kl > settings.max_kl,
-            f"kl has been above watch.max_kl = {settings.max_kl:g} nats a token {row}, "
+            f"kl has been above watch.max_kl = {settings.max_kl:g} nats per token {row}, "
             f"now {kl:.3g}: the policy has moved far from its reference; "
             "lower optim.learning_rate, or raise loss.beta",
         )
@@ -108,9 +109,9 @@ def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[
         yield (
             f"constant {name}",
             std <= 1e-12 * abs(mean),
-            f"reward {name} gave all completions the same value, or none, {row}, so nothing is "
-            "learned from it; look at completions.jsonl and the columns that it reads, and see "
-            "with `grpo check` what it gives a right answer",
+            f"reward {name} gave all completions the same value, or none, {row}, so it gives no "
+            "gradient; check completions.jsonl and the columns that it reads, and what `grpo "
+            "check` shows for a right answer",
         )
 
 

@@ -1,4 +1,4 @@
-"""The first use of a model's tokenizer and chat template: for a process that can be ended.
+"""The first use of a model's tokenizer and chat template, in a process that can be ended.
 
 Importing this module imports transformers.
 """

@@ -1,5 +1,5 @@
-"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm
-reads.
+"""The prompt format of a trained model: `grpo_prompt.json` in its folder, next to the files that
+mlx-lm reads.
 
 A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the
 model card read it. It contains nothing about the machine.
@@ -26,7 +26,7 @@ _FORMAT = {"format": "grpo_fn.prompt", "version": 3}
 
 @attrs.frozen(kw_only=True)
 class PromptSettings:
-    """How a run asked every question, ended its completions, and drew them: keys of [data] and
+    """A run's prompt format, ends of completions, and sampling settings: keys of [data] and
     [rollout].
     """
 
@@ -43,8 +43,8 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks
-        a key.
+        """From a resolved config's sections, as returned by `Config.to_dict`; raises KeyError if
+        one lacks a key.
         """
         values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
@@ -67,15 +67,15 @@ for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
 
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
-    """Writes grpo_prompt.json into a model's folder. OSError if the disk refuses."""
+    """Writes grpo_prompt.json into a model's folder. Raises OSError if writing fails."""
     write_json(folder / PROMPT_FILE, _FORMAT | attrs.asdict(settings), ensure_ascii=False)
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:
     """The settings in a model's folder, or in a folder of adapters; None if there are none.
 
-    Raises UserError for a file of another format or version, a missing or unknown key, and a value
-    that is impossible in a run.
+    Raises UserError for a file of another format or version, a missing or unknown key, and an
+    invalid value.
     """
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):

@@ -50,12 +50,13 @@ def _foreign(what: str) -> Iterator[None]:
 class TextDecoder:
     """The text of completions: what rewards, evaluation, logs and commands read.
 
-    Tokens that end a completion, and padding, give no text at its end. Every other special token
-    does, such as a `</think>`: rewards may look for it.
+    Tokens that end a completion, and padding, are omitted at its end. All other special tokens are
+    kept, such as a `</think>`, because rewards may look for them.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
-        """Reads which tokens end a completion; the tokenizer is that of `LoadedModel.tokenizer`."""
+        """Determines which tokens end a completion; the tokenizer is that of
+        `LoadedModel.tokenizer`."""
         self.tokenizer = tokenizer
         self.ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
 
@@ -67,7 +68,7 @@ class TextDecoder:
         return self.part(tokens[:count])
 
     def part(self, tokens: Sequence[int]) -> str:
-        """The text of tokens in the midst of a completion, those that would end it included."""
+        """The text of tokens inside a completion, including tokens that would end it."""
         if not tokens:
             return ""
         with _foreign("a completion"):
@@ -77,22 +78,22 @@ class TextDecoder:
             )
 
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
-        """A function from a completion's tokens to the number to keep, or None if it goes on.
+        """A function from a completion's tokens to the number to keep, or None if it continues.
 
-        Its second argument is the number of tokens that earlier calls have checked (0: none): these
+        Its second argument is the number of tokens that earlier calls have checked (0: none), which
         are not checked again.
 
-        The last kept token is the one that completes the earliest stop string, however tokens cut
-        it up; text of that token after the stop string stays, because tokens cannot be cut. A stop
-        string that is a special token's name makes it one of the tokens that end a completion:
-        `decode` leaves it out at the end. Without stop strings the result is None.
+        The last kept token is the one that completes the earliest stop string; text of that token
+        after the stop string is kept, because tokens cannot be split. A stop string that is a
+        special token's name makes that token end completions: `decode` omits it at the end. Without
+        stop strings the result is None.
 
         Text is decoded only if a token contains a stop string's last character, and only as far
         back as the string reaches. A call without such a token costs about a microsecond. Raises
         ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
-            raise ValueError("a stop string is empty: it would end every completion at once")
+            raise ValueError("a stop string is empty: it would end every completion immediately")
         texts = tuple(stop_strings)
         special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         self.ends |= {i for i, token in special if token.special and str(token) in texts}
@@ -134,12 +135,12 @@ class TextDecoder:
 
 
 class TextStream:
-    """A completion's text as its tokens come: the pieces together equal `decode` of all tokens.
+    """A completion's text as its tokens arrive: the pieces together equal `decode` of all tokens.
 
-    (Only nearly, if characters are broken: some decoders then change earlier text.) A piece is held
-    back while it ends inside a character. Only the last few tokens are decoded again: those since
-    the previous piece, with that piece's tokens in front, because decoders treat the first token of
-    a text differently.
+    (Only nearly, if characters are damaged, because some decoders then change earlier text.) A
+    piece is held back while it ends inside a character. Only the last few tokens are decoded again:
+    those since the previous piece, preceded by that piece's tokens, because decoders treat the
+    first token of a text differently.
     """
 
     def __init__(self, decoder: TextDecoder):
@@ -157,7 +158,7 @@ class TextStream:
         return "" if text.endswith("\ufffd") else self._advance(text)
 
     def finish(self) -> str:
-        """The rest, if the last character stayed incomplete."""
+        """The rest, if the last character was incomplete."""
         return self._advance(self._decoder.decode([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:

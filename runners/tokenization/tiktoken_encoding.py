@@ -1,4 +1,4 @@
-"""tiktoken's encodings in the files that transformers and mlx-lm read."""
+"""Converts tiktoken's encodings to the files that transformers and mlx-lm read."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _NANOCHAT_TEMPLATE = """\
 
 def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or
-    for one of tiktoken's own by its name.
+    for the name of one of tiktoken's own.
 
     A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or
-    the like, where the encoding has them. What a generation_config.json of the folder says stays.
-    With nanochat's turn marks there is a chat template.
+    the like, if the encoding contains them. Existing values in the folder's generation_config.json
+    are kept. With nanochat's turn marks, a chat template is written.
     """
     import tiktoken
     from tokenizers import (

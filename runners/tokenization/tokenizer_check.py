@@ -1,9 +1,9 @@
-"""Checks, before their first use, the time and memory of a model's tokenizer and chat template.
+"""Limits the time and memory of a model's tokenizer and chat template at their first use.
 
-Neither library has such a limit: a template of one line can ask for gigabytes, and so can a
-tokenizer.json of some kilobytes. So their first use is in a process that can be ended. That costs a
-second, once for each
-content: contents that have passed are remembered in the user's cache folder.
+The libraries have no such limits: a one-line template can require gigabytes, and so can a
+    tokenizer.json of a few kilobytes. So their first use is in a process that can be ended. This
+    costs a second, once for each content, because contents that have passed are remembered in the
+    user's cache folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_tokenizer(folder: Path) -> None:
             return
         if use(str(folder)) is None:
             raise UserError(
-                f"{folder}: its tokenizer or chat template takes more than {seconds:.3g} s or "
+                f"{folder}: its tokenizer or chat template needs more than {seconds:.3g} s or "
                 f"{memory / 1e6:,.0f} MB for a short text"
             )
     remember("checked", total.hexdigest())

@@ -21,7 +21,7 @@ from runners.training.session import Session
 
 
 def evaluate_if_due(session: Session) -> None:
-    """The evaluation that eval.at_start or eval.every asks for."""
+    """The evaluation that eval.at_start or eval.every requests."""
     every = session.config.eval.every
     state = session.state
     if session.config.eval.at_start and state.evaluated_at < 0:
@@ -44,7 +44,7 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss of the held-out gold completions with the learner's weights; empty if there are
+    """The loss of the held-out reference completions with the learner's weights; empty if there are
     none."""
     run, state, ranks = session.run, session.state, session.ranks
     examples = run.data.gold_evaluation

@@ -1,6 +1,6 @@
-"""Gradients and log-probs of micro-batches, repeated in smaller ones if memory runs out.
+"""Gradients and log-probs of micro-batches, repeated with smaller ones if memory runs out.
 
-On Metal and CUDA MLX raises an exception. On a CPU the system ends the process: nothing can be
+On Metal and CUDA, MLX raises an exception. On a CPU the system ends the process: nothing can be
 caught.
 """
 
@@ -29,7 +29,7 @@ LogprobStep = Callable[[Tree, g.Batch], mx.array]
 
 @attrs.frozen(eq=False)
 class Computed(Generic[_Result]):
-    """What was computed of micro-batches, and how."""
+    """The result of computing micro-batches, and how they were computed."""
 
     value: _Result
     steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step
@@ -38,7 +38,7 @@ class Computed(Generic[_Result]):
 
 @attrs.frozen(eq=False)
 class Gradients:
-    """Gradients that are added up."""
+    """Accumulated gradients."""
 
     train: g.TrainState  # with them
     stats: tuple[g.LossStats, ...]  # of each batch step
@@ -46,7 +46,8 @@ class Gradients:
 
 @attrs.frozen(eq=False)
 class MicroBatches:
-    """Computes micro-batches; each rank its part of them. All ranks shrink the budget together."""
+    """Computes micro-batches; each rank computes its share. All ranks reduce the budget
+    together."""
 
     grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
     asked: int  # tokens: system.micro_batch_tokens
@@ -87,8 +88,9 @@ class MicroBatches:
     def logprobs(
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
     ) -> Computed[dict[int, mx.array]]:
-        """The log-probs that these parameters give the tokens of micro-batches, by the number of
-        each one that has rows. With several ranks each computes its part, and all get the whole."""
+        """The log-probs of micro-batches' tokens under these parameters, by the number of each
+        micro-batch that has rows. With several ranks, each computes its share, and all get the
+        whole."""
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
@@ -188,8 +190,8 @@ class MicroBatches:
             )
         large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
-            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated in "
-            f"halves; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
+            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated "
+            f"with half as many; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
         )
         return max(large // 2, 1)
 

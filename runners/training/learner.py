@@ -40,8 +40,7 @@ _WRONG_GRADIENTS = {"cuda": ("gpt_oss",)}
 
 @attrs.frozen(eq=False)
 class Learner:
-    """The functional core of a run: its policies, its steps, and the state before the first of
-    them."""
+    """The functional core of a run: its policies, its steps, and the initial state."""
 
     policy: g.Policy
     sampling: g.Policy  # the same function for the sampler, over a module of its own
@@ -74,7 +73,7 @@ def build_learner(
     advance: Advance | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Learner:
-    """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
+    """Policies, steps and the initial state; the loaded module is emptied of its trainable weights.
 
     With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
     """
@@ -107,8 +106,8 @@ def build_learner(
         # With adapters on packed weights there is nothing to round: the weights are quantized
         # already.
         notices.append(
-            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are "
-            "quantized already, and sampler and learner use the same ones"
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights "
+            "are already quantized, and sampler and learner use the same weights"
         )
     elif quantized := make_quantized_role(
         config, sampling, "rollout.quantization", rollout.storage, notices
@@ -224,7 +223,7 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def check_backend(loaded: LoadedModel, platform: Platform) -> None:
-    """Raises UserError for a model whose gradient was measured as wrong on this backend."""
+    """Raises UserError for a model whose gradient is known to be wrong on this backend."""
     family = str(loaded.config.get("model_type"))
     if family in _WRONG_GRADIENTS.get(platform.backend, ()):
         raise UserError(
@@ -244,7 +243,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
         try:
             if config.system.grad_checkpoint:
                 raise ValueError(
-                    "with system.grad_checkpoint blocks do not return their routers' decisions"
+                    "with system.grad_checkpoint, blocks do not return their routers' decisions"
                 )
             check(loaded.module)
         except ValueError as error:

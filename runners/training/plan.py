@@ -1,7 +1,7 @@
-"""`Plan`: what the steps of a run need and never change, with the phases that its config asks for.
+"""`Plan`: the unchanging parts of a run's steps, with the phases that its config requires.
 
 `before_learn` makes micro-batches of an experience, phase by phase. `after_rollout` and
-`after_update` follow a batch step and an update.
+`after_update` are called after a batch step and an update.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
 
     run: Run
     micro_batches: MicroBatches
-    supervised: MicroBatches  # of gold completions
+    supervised: MicroBatches  # of reference completions
     before_learn: tuple[BeforeLearn, ...]
     after_rollout: tuple[AfterRollout, ...]
     after_update: tuple[AfterUpdate, ...]
@@ -73,21 +73,21 @@ class Plan:
 
     @property
     def engine(self) -> Engine:
-        """What samples the run's completions."""
+        """The engine that samples the run's completions."""
         return self.run.learner.engine
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share the run."""
+        """The ranks that share the run."""
         return self.run.ranks
 
     @property
     def uses(self) -> int:
-        """Updates that each rollout serves."""
+        """Number of updates per rollout."""
         return self.config.optim.num_iterations * self.config.optim.minibatches
 
     def is_supervised(self, state: RunState) -> bool:
-        """Whether the last batch step was one of gold completions."""
+        """Whether the last batch step used reference completions."""
         return state.batch_step <= self.run.length.supervised
 
     def update_due(self, state: RunState) -> bool:
@@ -96,7 +96,7 @@ class Plan:
         return bool(state.waiting) and (enough or state.batch_step == self.run.length.batch_steps)
 
     def syncs(self, state: RunState) -> bool:
-        """Whether the sampler takes the learner's weights after the next update."""
+        """Whether the sampler gets the learner's weights after the next update."""
         due = state.batch_step - state.synced_at >= self.config.loss.sync_every
         return due or self.is_supervised(state)
 
@@ -106,7 +106,7 @@ class Plan:
 
 
 def plan_of(run: Run, shown: Diary) -> Plan:
-    """The plan of a run: its config's phases."""
+    """The plan of a run, with the phases of its config."""
     config, learner = run.config, run.learner
     micro_batches = MicroBatches(
         learner.grad_step,
@@ -174,8 +174,8 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
 
 
 def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with the sampler's choice of experts for their tokens: one more forward
-    pass."""
+    """Micro-batches with the sampler's choice of experts for their tokens, which needs one more
+    forward pass."""
     weights = plan.weights(state)
     # In full precision the learner's own module is the same function, and the sampler's may be in use.
     policy = plan.run.learner.policy if state.sampler.role is None else weights.policy
@@ -227,8 +227,8 @@ def calibrated_roles(run: Run) -> list[QuantizedRole]:
 
 
 def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After the first rollout with tokens: its layers' moments, with which the roles are rounded
-    from now on."""
+    """After the first rollout with tokens: the moments of its layers' inputs, with which the roles
+    are rounded from now on."""
     config, learner = plan.config, plan.run.learner
     gold = plan.is_supervised(state)
     if state.sampler.moments is not None or gold or not experience.rollout.prompts:
@@ -260,7 +260,7 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
 
 
 def moved_reference(plan: Plan, state: RunState) -> RunState:
-    """The reference follows the learner every loss.ref_sync_every batch steps."""
+    """Updates the reference from the learner every loss.ref_sync_every batch steps."""
     loss = plan.config.loss
     due = loss.ref_sync_every and state.batch_step - state.ref_synced_at >= loss.ref_sync_every
     if not due or state.train.ref_params is None:
@@ -271,8 +271,8 @@ def moved_reference(plan: Plan, state: RunState) -> RunState:
 
 
 def started_grpo(plan: Plan, state: RunState) -> RunState:
-    """After the last supervised update GRPO begins: with new moments of the optimizer, and a
-    reference at these weights."""
+    """After the last supervised update, GRPO starts with new moments of the optimizer, and a
+    reference with these weights."""
     length = plan.run.length
     if not state.batch_step == length.supervised < length.batch_steps:
         return state
@@ -284,7 +284,7 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 
 def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
-    """How the reference is rounded now; None: it is not."""
+    """The current rounding of the reference; None if it is not rounded."""
     role = plan.run.learner.reference
     name = plan.config.loss.ref_quantization
     moments = state.sampler.moments
@@ -300,8 +300,8 @@ def shapes_of(pieces: Pieces) -> set[Shape]:
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
     """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that
-    tracing the step takes. On a CPU almost any number once an epoch has shown all lengths; a GPU
-    would then compute mostly padding once completions have become shorter."""
+    tracing the step takes. On a CPU almost any number, once an epoch has shown all lengths; a GPU
+    would then compute mostly padding if completions have become shorter."""
     return (
         number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000
     )

@@ -1,8 +1,8 @@
 """From prompts to an experience: sample completions, score them, turn rewards into advantages.
 
 Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get
-the whole. A completion's random draws depend on its prompt's number, so that N ranks draw the same
-as one rank.
+the complete result. A completion's random draws depend on its prompt's number, so that N ranks
+sample the same as one rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOT_FINITE = "its log-probs are not finite; the rollout was sampled again"
 
 @attrs.frozen(eq=False, kw_only=True)
 class Draw:
-    """All that a batch step's rollout needs, besides an engine."""
+    """The inputs of a batch step's rollout, besides an engine."""
 
     drawn: Drawn  # its prompts
     gold: bool = False  # whether their gold completions are learned from: nothing is sampled
@@ -74,7 +74,7 @@ class _Round:
 
 @attrs.frozen(eq=False)
 class Collector:
-    """Makes experiences; holds the settings for sampling and scoring."""
+    """Makes experiences, with the settings for sampling and scoring."""
 
     sampling: g.Sampling
     scorer: Scorer
@@ -86,14 +86,14 @@ class Collector:
     vision: VisionPart | None = None
 
     def collect(self, engine: Engine, draw: Draw) -> Experience:
-        """Sample and score the prompts of a draw with the engine's weights.
+        """Samples and scores completions of a draw's prompts with the engine's weights.
 
         With dynamic sampling, groups without variance are replaced by new prompts for at most
         `max_resample` rounds. If groups are still missing, the last ones without variance fill the
         batch; the learner skips them.
 
         Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail
-        is off. A call that was too slow, or that ended its process, has to be the third in a row.
+        is off. A call that was too slow, or that ended its process, must be the third in a row.
         """
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         missing = len(draw.drawn.examples)
@@ -299,7 +299,7 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Gold completions as a batch step: groups of one with an advantage of 1, and without
+    """Reference completions as a batch step: groups of one with an advantage of 1, and without
     rewards."""
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None

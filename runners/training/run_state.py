@@ -1,7 +1,8 @@
-"""`RunState`: all that a run has to remember between two steps, and what a checkpoint holds.
+"""`RunState`: everything that a run must remember between two steps, and the content of a
+checkpoint.
 
-It is saved and restored field by field, and all ranks start from the same one. A field that is not saved says
-why in its metadata.
+It is saved and restored field by field, and all ranks start from the same one. A field that is not
+saved gives the reason in its metadata.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _unsaved(default: Any, why: str) -> Any:
 
 @attrs.frozen(eq=False, kw_only=True)
 class RunState:
-    """The state of a run between two steps: a value, replaced as a whole when a step is done."""
+    """The state of a run between two steps: a value, replaced as a whole after each step."""
 
     train: g.TrainState = _unsaved(
         attrs.NOTHING, "a checkpoint has it in files of its own, as a model"
@@ -82,11 +83,11 @@ class RunState:
 
     @property
     def em(self) -> float | None:
-        """Exact match at the last evaluation, 0 to 1; None: not measured."""
+        """Exact match at the last evaluation, 0 to 1; None if it was not measured."""
         return self.scores[-1] if self.scores else None
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Every saved field: those of plain values as JSON holds them, and those with arrays as trees."""
+        """Every saved field: plain values in JSON's types, and those with arrays as trees."""
         plain: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         for field in attrs.fields(type(self)):
@@ -103,7 +104,8 @@ def restore_state(
     where: str,
     kind: type[RunState] = RunState,
 ) -> RunState:
-    """The inverse of `saved` (through JSON). UserError, which begins with `where`, for anything else."""
+    """The inverse of `saved` (through JSON). Raises UserError, starting with `where`, for invalid
+    values."""
     return decoded({**plain, **trees}, kind, where, train=train)
 
 
@@ -131,13 +133,14 @@ _ROUNDING = (
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     """The state of a checkpoint.
 
-    `changed` is --allow-config-change: it allows other training data, and roles of another precision.
+    `changed` is --allow-config-change: it allows other training data, and roles with another
+    precision.
 
     Raises UserError if the checkpoint belongs to another model or to other data.
     """
     if origin.facts.data != data_digest(run.data.train) and not changed:
         raise UserError(
-            f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
+            f"{origin.folder} was trained on data other than that of {run.config.data.source}; "
             "--allow-config-change continues anyway"
         )
     train, trees = load_trees(origin.folder)
@@ -154,7 +157,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         "key",
     ):
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
-            raise UserError(f"{file}: {name} is of another model, or of another model.tune")
+            raise UserError(f"{file}: {name} belongs to another model, or to another model.tune")
     if changed and (
         train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)
     ):
@@ -164,7 +167,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     known = [_shape(first.params), _shape(first.ref_params)]
     for tree in (train.old_params, train.ref_params):
         if tree is not None and _shape(tree) not in known:
-            raise UserError(f"{file}: a role's weights are of another model or precision")
+            raise UserError(f"{file}: a role's weights belong to another model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
     if (
         origin.facts.config.get("stop") != run.config.to_dict()["stop"]
@@ -189,9 +192,10 @@ def _shape(tree: Any) -> tuple[Any, Any]:
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
-    """Raises UserError, on all ranks, if one has other data, weights, rewards or versions than rank 0.
+    """Raises UserError, on all ranks, if one has other data, weights, rewards or versions than rank
+    0.
 
-    `inputs` are the digests that a resumed run compares as well.
+    `inputs` are the digests that a resumed run compares too.
     """
     if ranks.is_alone:
         return
@@ -230,9 +234,10 @@ def _weights(params: Any) -> list[int]:
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
-    """Gives all ranks the state from which rank 0 starts, the part of it that each keeps.
+    """Distributes rank 0's initial state to all ranks; each keeps its part of it.
 
-    `state`: rank 0's as `restore` gave it if the run is `resumed`, which only rank 0 knows; else the first.
+    `state`: rank 0's from `restore` if the run is `resumed`, which only rank 0 knows; otherwise the
+        first.
     """
     if ranks.is_alone:
         return state

@@ -1,8 +1,7 @@
-"""`Sampler`: what a run's completions are sampled with, as a value. Nothing else holds any part of
-it.
+"""`Sampler`: the source of a run's completions, as a value. Nothing else contains any part of it.
 
-Its weights are the learner's, in full precision or rounded to few bits. A format whose numbers are
-too coarse gives way to a finer one, after the last to full precision.
+Its weights are the learner's, in full precision or rounded to few bits. A format that is too coarse
+is replaced by a finer one, and finally by full precision.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FULL = "none"
 
 @attrs.frozen(eq=False, kw_only=True)
 class Sampler:
-    """The present sampler of a run."""
+    """The current sampler of a run."""
 
     version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
@@ -51,7 +50,7 @@ class Sampler:
 
     @property
     def quantization(self) -> str:
-        """The quantization of the present weights; "none" is full precision."""
+        """The quantization of the current weights; "none" is full precision."""
         return FULL if self.role is None else self.format
 
     def metrics(self) -> dict[str, str]:
@@ -63,7 +62,7 @@ class Sampler:
 
 
 def first_sampler(config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """The sampler before the first step; with calibrated rounding it starts in full precision."""
+    """The initial sampler; with calibrated rounding, it starts in full precision."""
     rows = config.rollout.max_batch
     if quantized is None:
         return Sampler(rows=rows)
@@ -78,10 +77,10 @@ def rounded_as(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> Sampler:
-    """The sampler with weights of that format, or of theirs in `formats`.
+    """The sampler with weights of that format, or of each weight's format in `formats`.
 
-    `quantized` is the role as it was checked at the start: what was found out there about its
-    policy holds for every format.
+    `quantized` is the role as checked at the start: the check's results for its policy hold for
+        every format.
     """
     made = quantized.remade(name, moments, formats)
     new = made.policy
@@ -91,7 +90,7 @@ def rounded_as(
 
 
 def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """A sampler that was read from a checkpoint, with its role."""
+    """A sampler from a checkpoint, with its role."""
     if quantized is None or sampler.fallback is not None:
         return sampler
     name = config.rollout.quantization
@@ -110,17 +109,17 @@ def given_up(sampler: Sampler, reason: str) -> Sampler:
 
 
 def fallback_line(sampler: Sampler) -> str:
-    """The line about a sampler that was given up."""
+    """The message about a sampler that was given up."""
     return f"sampling continues in full precision: {sampler.format}: {sampler.fallback}"
 
 
 def judged(
     sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
 ) -> tuple[Sampler, str | None]:
-    """A finer format, after the last full precision, if the weights π/μ of an update are too
-    uneven, and a line about it; else the sampler as it is, and None.
+    """A sampler with a finer format, or finally full precision, if the weights π/μ of an update are
+    too uneven, and a message about it; otherwise the same sampler, and None.
 
-    rollout.mismatch_limit is the KL(μ ‖ π) in nats a token above which a format is too coarse.
+    rollout.mismatch_limit is the KL(μ ‖ π) in nats per token above which a format is too coarse.
     """
     limit = config.rollout.mismatch_limit
     if sampler.role is None or quantized is None or not limit or not stats.num_tokens.item():
@@ -130,7 +129,7 @@ def judged(
     if size >= SAMPLE_SIZE and kl <= limit:
         return sampler, None
     reason = (
-        f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from "
+        f"an effective sample size of {size:.2g} and {kl:.2g} nats per token of KL divergence from "
         f"the learner; expected at least {SAMPLE_SIZE:g}, and at most rollout.mismatch_limit = "
         f"{limit:g}"
     )
@@ -146,7 +145,7 @@ def judged(
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """What an engine samples with: the learner's `params`, rounded if the sampler rounds, and
+    """The weights for an engine: the learner's `params`, rounded if the sampler rounds, and
     computed."""
     role = sampler.role
     if role is None or params is None:

@@ -1,4 +1,4 @@
-"""A run in progress: its current state, and the commits, saves and ends around it."""
+"""A run in progress: its current state, and how it is committed, saved and ended."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from runners.training.setup import Run
 class Session:
     """A run in progress.
 
-    `state` is replaced only within `committing`, by all ranks or by none. So a signal may interrupt
-    anything else: the step under way is dropped, and what is saved is the state before it.
+    `state` is replaced only within `committing`, on all ranks or on none. So a signal may interrupt
+    anything else: the current step is dropped, and the state before it is saved.
     """
 
     def __init__(
         self, run: Run, state: RunState, *, log: MetricsLog, shown: Diary, facts: Mapping[str, Any]
     ) -> None:
-        """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it
-        holds."""
+        """`state`: where the run starts or resumes; `facts`: constant entries of every
+        trainer_state.json."""
         self.run = run
         self.config = run.config
         self.ranks = run.ranks
@@ -61,7 +61,7 @@ class Session:
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:
-        """Where the run is, for lines of the log."""
+        """The progress of the run, for lines of the log."""
         return {"update": self.state.update, "batch_step": self.state.batch_step}
 
     def elapsed(self) -> float:
@@ -92,13 +92,13 @@ class Session:
     # saves
 
     def save_if_due(self) -> None:
-        """The checkpoint that checkpoint.every asks for."""
+        """The checkpoint that checkpoint.every requests."""
         every = self.config.checkpoint.every
         if every and self.state.batch_step % every == 0 and not self.plan.update_due(self.state):
             self.save()
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
-        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this
+        """Saves a checkpoint, which rank 0 writes; with `strict`, it is on the disk when this
         returns."""
         with self.plan.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
@@ -108,8 +108,8 @@ class Session:
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
-        """Saves before the run ends early, unless the last checkpoint is current or nothing has
-        begun."""
+        """Saves before the run ends early, unless the last checkpoint is current or no step was
+        done."""
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self._saved != (state.batch_step, state.update)
@@ -172,10 +172,10 @@ class Session:
             self.shown.note(f"{why}saved {path}")
 
     def failed(self, error: UserError, strict: bool = False) -> None:
-        """Reports the error and continues, or raises it, as checkpoint.on_error says."""
+        """Reports the error and continues, or raises it, according to checkpoint.on_error."""
         if strict or self.config.checkpoint.on_error == "stop":
             raise error
-        self.shown.note(f"{error}; the run goes on (checkpoint.on_error)")
+        self.shown.note(f"{error}; the run continues (checkpoint.on_error)")
 
     # ends
 
@@ -199,7 +199,8 @@ class Session:
         self.shown.status("saving")
         self.save("the last good state: ", strict=True)
         raise NumbersError(
-            f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
+            f"{in_a_row} consecutive updates had values that are not finite "
+            "(optim.max_bad_updates = "
             f"{limit}); the last good state has been saved; lower optim.learning_rate, or look at "
             "these updates' completions"
         )
@@ -216,7 +217,7 @@ class Session:
             raise UserError(
                 f"{self.config.where('system.swap_limit_gb')}: the system has swapped out "
                 f"{gigabytes(grown)} since the start; lower system.micro_batch_tokens or "
-                "rollout.max_batch or close programs, and continue with --resume"
+                "rollout.max_batch, or close programs, and continue with --resume"
             )
 
     def check_log(self) -> None:

@@ -1,4 +1,4 @@
-"""Builds a run up to its first step. What can fail quickly comes first."""
+"""Builds a run up to its first step. Steps that can fail quickly come first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Run:
 
 @attrs.define(eq=False)
 class SetUp:
-    """What a run is built from.
+    """The parts from which a run is built.
 
     Rewards come first, then data, then the model, so that a misspelt name fails quickly.
     """
@@ -102,7 +102,8 @@ class SetUp:
         worker = self.worker or start_worker(config)
         if config.data.image and not ranks.is_alone:
             raise UserError(
-                f"{config.where('data.image')}: prompts with images are trained on one rank, found "
+                f"{config.where('data.image')}: prompts with images can be trained only on one "
+                "rank, found "
                 f"{ranks.count}"
             )
         spec = config.loss_spec()
@@ -186,8 +187,8 @@ class SetUp:
         sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
-                f"{loaded.path}: completions of prompts with images are decoded over one copy of "
-                "their prompt, which gives other numbers with this model on this machine"
+                f"{loaded.path}: completions of prompts with images are decoded with one copy of "
+                "their prompt, which gives different numbers with this model on this machine"
             )
         return Run(
             config=config,
@@ -272,7 +273,9 @@ class SetUp:
                     reader.of_file() if from_file else reader.of_rows(examples, part, name)
                 )
                 whole = [example.tokens + example.gold for example in found]
-                place = f"gold completions of the {name} data with their prompts, {loaded.path}"
+                place = (
+                    f"reference completions of the {name} data with their prompts, {loaded.path}"
+                )
                 check_prompts(place, whole, 0, vocabulary, positions)
                 gold[name] = found
                 notices += lines
@@ -297,6 +300,7 @@ def _setting_warnings(config: Config, learner: Learner) -> list[str]:
         return []
     cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
     return [
-        f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
+        f"{cause} samples from a distribution other than the learner's; watch "
+        "sampling/sampling_logp_"
         'difference, or set loss.correction = "token_truncate"'
     ]

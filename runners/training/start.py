@@ -1,4 +1,4 @@
-"""A run's start: its folder, its parts, and its first state or a checkpoint's."""
+"""A run's start: its folder, its parts, and its initial state or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def start_or_resume(
     allow_config_change: bool,
     overwrite: bool,
 ) -> Iterator[Session]:
-    """The run, ready for its next step; see `run_training`. Afterwards its files are closed."""
+    """The run, ready for its next step; see `run_training`. Its files are closed at the end of the
+    block."""
     config = config.check()
     ranks.watchdog.timeout = config.system.collective_timeout
     check_dashboards_installed(config)
@@ -184,7 +185,7 @@ def _files(
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its
+    """Plain lines, with a live one below them if `stream` (stdout) is a terminal that can move its
     cursor.
 
     NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is

@@ -1,4 +1,4 @@
-"""What a run reports of its steps: log lines, the display, warnings."""
+"""A run's reports about its steps: log lines, the display, warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runners.training.session import Session
 from runners.training.steps import UpdateResult, batch_of
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
-# The metrics of an update that say nothing of gold completions begin so.
+# The metrics of an update that say nothing of reference completions begin so.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
     *("sampling/", "kl", "tokens_per", "groups/"),
@@ -52,7 +52,7 @@ def show_start(session: Session) -> None:
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
         plural = "s" if updates > 1 else ""
-        header["supervised"] = f"{updates:,} update{plural} of {gold:,} gold completions"
+        header["supervised"] = f"{updates:,} update{plural} of {gold:,} reference completions"
     session.shown.handle(
         Started(
             updates=run.length.updates,
@@ -65,7 +65,7 @@ def show_start(session: Session) -> None:
 
 
 def show_summary(session: Session, final: Path) -> None:
-    """The run's result on the display: the final model, and what its evaluations found."""
+    """The run's result on the display: the final model, and the results of its evaluations."""
     state = session.state
     folder = final.parent
     held_out = len(session.run.data.evaluation)
@@ -95,7 +95,7 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step, and its completions, if they are not gold ones."""
+    """The problems of a batch step, and its completions, unless they are reference completions."""
     if session.plan.is_supervised(session.state):
         return
     for line in experience.problems:
@@ -190,7 +190,7 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
 
 
 def _epoch(session: Session, gold: bool) -> float:
-    """Epochs done of the training examples, or of the gold completions."""
+    """Epochs done of the training examples, or of the reference completions."""
     run, state = session.run, session.state
     if gold:
         return state.batch_step * gold_batch(session.config) / len(run.data.gold)

@@ -1,9 +1,9 @@
 """The steps of a run, as functions of values: propose → experience → learn → gradients → update →
 sync.
 
-Each takes a `RunState` and returns the next one; the state that it gets stays as it is. The
-gradients of an update are not part of `learn`, because a checkpoint must not depend on the number
-of ranks: it holds the micro-batches that wait, and no rank's sums.
+Each takes a `RunState` and returns the next one; the given state does not change. The gradients of
+an update are not part of `learn`, because a checkpoint must not depend on the number of ranks: it
+contains the waiting micro-batches, and no rank's sums.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from runners.training.sampler import fallback_line, given_up, judged, weights_of
 
 @attrs.frozen(eq=False)
 class UpdateResult:
-    """What an update has computed, for the log."""
+    """The results of an update, for the log."""
 
     loss: g.LossStats
     update: g.UpdateStats
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """What the next rollout needs: prompts, random key, and the weights to fall back on.
+    """The inputs of the next rollout: prompts, random key, and the weights to fall back on.
 
-    All of it is computed: another thread could only read it.
+    All arrays are computed, so that another thread can read them.
     """
     run, config = plan.run, plan.config
     if state.batch_step < run.length.supervised:
@@ -75,9 +75,9 @@ def propose(plan: Plan, state: RunState) -> Draw:
 
 
 def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
-    """A scored rollout of the prompts of a draw, or its gold completions.
+    """A scored rollout of a draw's prompts, or its reference completions.
 
-    It touches no state, and its result is computed: it may run in another thread, beside the other functions.
+    It does not touch the state, and its result is computed, so it may run in another thread.
     """
     if draw.gold:
         found = gold_experience(draw.drawn.examples, plan.run.loaded.vision)
@@ -134,7 +134,8 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
 
 
 def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
-    """After `learn`: the engine gets the sampler's weights if the rollout has shown how to round them."""
+    """After `learn`: the engine gets the sampler's weights if the rollout has determined how to
+    round them."""
     role = learned.sampler.role
     if role is not None and role is not before.sampler.role:
         with plan.times.timing("sync"):
@@ -150,7 +151,7 @@ def release_sampler(plan: Plan, state: RunState) -> RunState:
 
 
 def gradients(plan: Plan, state: RunState) -> RunState:
-    """The gradients of the next update, added up over the micro-batches that wait."""
+    """The gradients of the next update, accumulated over the waiting micro-batches."""
     with plan.times.timing("learner"):
         steps = [parts[state.reused % len(parts)] for parts in state.waiting]
         learn = plan.supervised if plan.is_supervised(state) else plan.micro_batches
@@ -164,8 +165,8 @@ def gradients(plan: Plan, state: RunState) -> RunState:
 
 
 def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
-    """One optimizer step with these gradients. The new weights take the old ones' memory if nobody
-    else holds them: hand the state over, and keep no reference to it."""
+    """One optimizer step with these gradients. The new weights use the old ones' memory if nothing
+    else refers to them: pass the state, and keep no reference to it."""
     train = state.train
     state = attrs.evolve(state, train=None)
     with plan.times.timing("update"), plan.ranks.moving_arrays():
@@ -177,8 +178,8 @@ def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
 
 
 def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
-    """After an update: with a sampler of finer weights, if its numbers differ too much from the
-    learner's."""
+    """After an update: changes to a sampler with finer weights, if its numbers differ too much from
+    the learner's."""
     drawn_as = {tally.quantization for tally in state.tallies}
     # a coarser format drew them
     if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:
@@ -194,7 +195,7 @@ def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
 
 
 def sync(plan: Plan, state: RunState) -> RunState:
-    """After an update: if its rollouts serve no further one, prepares the next rollout."""
+    """After an update: prepares the next rollout, unless the current ones serve further updates."""
     if state.reused + 1 < plan.uses and not plan.is_supervised(state):
         return attrs.evolve(state, reused=state.reused + 1)
     syncs = plan.syncs(state)

@@ -1,4 +1,4 @@
-"""The teacher of [teacher]: loaded beside the student, it grades the tokens that the student
+"""The teacher of [teacher]: loaded next to the student, it scores the tokens that the student
 sampled."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runners.training.gradients import Computed, MicroBatches
 
 @attrs.frozen(eq=False)
 class Grader:
-    """A teacher, and what a batch gets from it before it is cut."""
+    """A teacher, and what it adds to a batch before the batch is split."""
 
     teacher: Teacher
     logprob_step: Callable[[Tree, g.Batch], mx.array]
@@ -90,7 +90,7 @@ class Grader:
         )
 
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The teacher's prompt: the student's, with the hint behind the question."""
+        """The teacher's prompt: the student's, with the hint after the question."""
         data = self.config.data
         *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
@@ -111,9 +111,10 @@ def make_grader(
     compile: bool,
 ) -> Grader | None:
     """The teacher of a checked config, None if it has none; `policy` and `params` are the student's
-    first.
+    initial ones.
 
-    Raises UserError for a vocabulary that is not the student's, and as `load_inference` does.
+    Raises UserError if the vocabulary differs from the student's, and the errors of
+    `load_inference`.
     """
     settings = config.teacher
     if not settings.path:

@@ -1,4 +1,4 @@
-"""A run from its config, or from a checkpoint, to its final model."""
+"""Runs a config, from the start or a checkpoint, to its final model."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ def run_training(
     ranks: Ranks | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Train as the config says; everything is written to OUTPUT_DIR/NAME.
+    """Trains according to the config; everything is written to OUTPUT_DIR/NAME.
 
     Args:
         config: see `load_config`.
         report: the display; by default the terminal.
-        resume: continue from the last whole checkpoint of the run's folder (True), or from the one
+        resume: resume from the last complete checkpoint of the run's folder (True), or from the one
             in this folder. A run without a checkpoint starts over.
         allow_config_change: continue even if keys differ on which the weights depend.
-        overwrite: start over even if the folder holds an interrupted run, and remove its
+        overwrite: start over even if the folder contains an interrupted run, and remove its
             checkpoints. run.overwrite replaces only a finished run.
         ranks: those that share the run; by default all that `mlx.launch` has started, including
-            this process. Rank 0 has the folder and the display.
+            this process. Rank 0 owns the folder and the display.
         signals: those that stop the run, already active; None: SIGINT, SIGTERM and SIGHUP while it
             runs.
 
     Raises UserError or ConfigError for bad input, before the first step. After the state is saved,
     raises Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display
-    can no longer be written, and NumbersError if too many updates in a row were skipped.
+    can no longer be written, and NumbersError if too many consecutive updates were skipped.
     """
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())

@@ -1,6 +1,6 @@
-"""Where code runs that a config names (rewards, tools, environments):
-in a process beside the run, or here.
+"""Runs the code that a config names (rewards, tools, environments), in a separate process or in
+this one.
 
-Imports config, machine and errors; whatever runs in that process is named by text,
-and imported there.
+Imports config, machine and errors; functions for that process are named by text, and imported
+there.
 """

@@ -1,8 +1,8 @@
-"""The process that runs user code for `worker.Worker`: reads calls from a connection,
-and answers each.
+"""The process that runs user code for `worker.Worker`: reads calls from a connection, and answers
+each.
 
-Its main thread imports the user's files and calls plain rewards, so that what needs a main thread
-works. It computes nothing for the run, and imports no MLX unless the user's code does.
+Its main thread imports the user's files and calls plain rewards, so that code that needs a main
+thread works. It computes nothing for the run, and imports no MLX unless the user's code does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOGETHER = "together"
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     value: Any = None
     fault: str = ""  # one line; empty: it returned
@@ -62,14 +62,14 @@ class Outcome:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function gives a coroutine: an ``async def``, or an object with one."""
+    """Whether calling the function returns a coroutine: an ``async def``, or an object with one."""
     # The kind of the method is asked, not whether it exists.
     method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def finished(value: Any) -> Any:
-    """The value; one that can be awaited is awaited."""
+    """The value; awaitables are awaited."""
 
     async def wait() -> Any:
         return await value
@@ -91,8 +91,8 @@ class _Server:
         self.new_thread(self.loop.run_forever)
 
     def read(self) -> None:
-        """Starts calls as they come; without the name of an operation,
-        it is a call that is too late."""
+        """Starts calls as they arrive; a message without the name of an operation means that a call
+        is too late."""
         while True:
             number, mode, name, arguments = pickle.loads(self.connection.recv_bytes())
             act = functools.partial(self.operate, name, arguments)
@@ -113,8 +113,8 @@ class _Server:
         return operation(self.store, *pickle.loads(arguments))
 
     def run(self, number: int, act: Act, mode: str = MAIN) -> None:
-        """Runs a call in the current thread. What can be awaited is: TOGETHER in the event loop of
-        all calls, else in one of its own, as what is no coroutine may block it."""
+        """Runs a call in the current thread. Awaits results that are awaitable: in the shared event
+        loop with TOGETHER, otherwise in a separate one, because other awaitables may block it."""
         begun = time.monotonic()
         self.threads[number] = threading.get_ident()
         try:
@@ -134,8 +134,8 @@ class _Server:
         self.answer(number, outcome, begun)
 
     async def wait(self, value: Awaitable[Any]) -> Outcome:
-        """What comes of a coroutine, also KeyboardInterrupt,
-        which would end the event loop of all."""
+        """The outcome of a coroutine, including KeyboardInterrupt, which would end the event loop
+        of all calls."""
         try:
             outcome = Outcome(await value)
         except BaseException as error:
@@ -146,8 +146,8 @@ class _Server:
         return outcome
 
     def cancel(self, number: int) -> None:
-        """Ends a call if it is a coroutine, or computes in Python, and says so;
-        one that blocks goes on."""
+        """Ends a call that is a coroutine or computes in Python, and reports it; a blocking call
+        continues."""
         coroutine = self.coroutines.get(number)
         if coroutine:  # its thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
@@ -161,7 +161,8 @@ class _Server:
         self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
-        """SIGINT: the call of the main thread is too late. None may come amid an answer."""
+        """Handles SIGINT: the main thread's call is too late. No signal may arrive during an
+        answer."""
         if self.main_thread in self.threads.values():
             raise KeyboardInterrupt
 
@@ -170,7 +171,7 @@ class _Server:
         threading.Thread(target=act, name="grpo-call", daemon=True).start()
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
-        """Sends an outcome, in JSON, which runs nobody's code where it is read."""
+        """Sends an outcome as JSON, which runs no code where it is read."""
         timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
         fault = f"returned more than {LARGEST:,} bytes"
         try:
@@ -192,8 +193,7 @@ class _Server:
 
 
 def serve(stdout: str) -> None:
-    """Runs until the connection, which is standard output, is closed;
-    `stdout` is what takes its place."""
+    """Runs until the connection, which is standard output, is closed; `stdout` replaces it."""
     connection = Connection(os.dup(1))
     os.dup2(int(stdout), 1)
     os.close(int(stdout))

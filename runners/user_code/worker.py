@@ -1,7 +1,8 @@
-"""A process of its own for user code: it can be ended whatever it does, and ends with the run.
+"""A separate process for user code: it can be ended whatever it does, and ends with the run.
 
-It is kept, so that a call costs a message there and back. Arguments go there as pickles; results
-come back as JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
+It is persistent, so that a call costs only a message in each direction. Arguments are sent as
+pickles; results come back as JSON. It leads a session: Ctrl-C in the terminal does not reach it or
+its children.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up. The process is ended if it does not react,
-        or if its main thread goes on."""
+        """Gives a call up. The process is ended if it does not react, or if its main thread
+        continues."""
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
-                self.kill("a call that took too long did not let go")
+                self.kill("a call exceeded its time limit and could not be interrupted")
 
     def kill(self, why: str = "the run has ended") -> None:
         """Ends the process and its children."""
@@ -101,8 +102,8 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """In a forked child of the run: the run alone ends the process,
-        and holds the pipe whose end does."""
+        """In a forked child of the run: only the run ends the process, and holds the pipe that does
+        so."""
         self._process.returncode = 0
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -122,7 +123,7 @@ class _Process:
                     self._end(number, Outcome(*rest))
                 elif call is not None and call.mode != MAIN:  # it reacts to being given up
                     call.let_go.set()
-        self.kill("the one before ended by itself (os._exit, a crash)")
+        self.kill("the previous process ended by itself (os._exit, a crash)")
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
@@ -141,10 +142,11 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 
 
 class Worker:
-    """The process: started when it is needed, and again after it was ended.
+    """The process: started when needed, and again after it was ended.
 
-    Calls name an operation, a function `package.module:name` of this package that gets the
-    process's store and the arguments. `notices` are lines on restarts, for whoever reports.
+    Calls name an operation, a function `package.module:name` of this package that receives the
+    process's store and the arguments. `notices` are messages about restarts, for the caller to
+    report.
     """
 
     def __init__(self) -> None:
@@ -154,7 +156,7 @@ class Worker:
         self._process: _Process | None = None
 
     def preload(self, name: str, *arguments: Any) -> None:
-        """Begins an operation that later calls need; it is repeated in each new process."""
+        """Starts an operation that later calls need; it is repeated in each new process."""
         if (name, *arguments) not in self._loads:
             self._loads[name, *arguments] = self.submit(name, *arguments, mode=MAIN)
 
@@ -168,7 +170,7 @@ class Worker:
             raise
 
     def submit(self, name: str, *arguments: Any, mode: str) -> Call:
-        """Starts a call; its outcome comes later."""
+        """Starts a call; its outcome is available later."""
         call = Call(mode)
         self._running().start(call, name, pickle.dumps(arguments))
         return call
@@ -179,7 +181,7 @@ class Worker:
             self._process.cancel(call)
 
     def close(self) -> None:
-        """Ends the process and everything that it has started."""
+        """Ends the process and all processes that it has started."""
         if self._process is not None:
             self._process.kill()
         self._process = None
@@ -192,8 +194,7 @@ class Worker:
         weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(
-                "rewards and tools go on in a new process, which has imported their files again: "
-                f"{before.dead}"
+                f"the reward and tool process was restarted and reloaded its files: {before.dead}"
             )
             for load in self._loads:
                 self._loads[load] = self.submit(*load, mode=MAIN)
@@ -201,7 +202,7 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                line = f"user code cannot be loaded again: {error_line(error)}"
+                line = f"user code cannot be reloaded: {error_line(error)}"
                 raise RewardError(line) from error
         return self._process
 
@@ -213,7 +214,7 @@ class Worker:
 
 
 class Calls:
-    """Calls by key, of which one runs at a time for each.
+    """Calls by key; for each key, one call runs at a time.
     A time limit counts from a call's start."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
@@ -225,8 +226,8 @@ class Calls:
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (its name and arguments: see `Worker`) for a key;
-        `timeout` 0: no limit."""
+        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0: no
+        limit."""
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
             self._start_waiting()
@@ -236,7 +237,7 @@ class Calls:
     def collect(self, least: int, check: Callable[[], None] | None = None) -> Mapping[Any, Outcome]:
         """The available outcomes, by key; waits until there are at least `least`.
 
-        `check` is called meanwhile; what it raises ends the waiting.
+        `check` is called meanwhile; an exception from it ends the wait.
         """
         found: dict[Any, Outcome] = {}
         while True:

@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused(policy, params, prompts):
     with pytest.raises(ValueError, match="prompt 0 has 5 tokens: its images have"):
         g.generate(policy, params, [tokens[:5]], images=[images], **how)
     blind = g.Policy.from_module(make_language_part(multimodal=False))
-    with pytest.raises(ValueError, match="this policy takes no images"):
+    with pytest.raises(ValueError, match="this policy does not accept images"):
         g.generate(blind, blind.params, [tokens], images=[images], **how)
     with pytest.raises(ValueError, match=r"features_fd has shape \(2, 4\)"):
         PromptImages(mx.zeros((2, 4)), (1,), ((0, 1), (0, 1), (0, 1)))

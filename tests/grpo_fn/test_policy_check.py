@@ -37,7 +37,7 @@ def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
     assert not of.split.over_caches
     found = checked(of)
     assert found.given_up == ("plain_forward",) and found.policy.split.over_caches
-    assert "computes over caches" in found.notices[0] and "nats a token" in found.notices[0]
+    assert "uses caches" in found.notices[0] and "nats per token" in found.notices[0]
 
 
 def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatch):
@@ -47,7 +47,7 @@ def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatc
     assert of.takes_ragged
     found = checked(of)
     assert found.given_up == ("takes_ragged",) and found.policy.shares_prefix == of.shares_prefix
-    assert "prompts of one length" in found.notices[0]
+    assert "prompts of the same length" in found.notices[0]
 
 
 def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
@@ -55,7 +55,7 @@ def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
     of = tiny_policy("afm7")
     found = checked(of, share_prompts=True)
     assert found.given_up == ("share_prompts",)
-    assert "by itself" in found.notices[0]
+    assert "separately" in found.notices[0]
 
 
 class Broken(nn.Module):
@@ -121,7 +121,9 @@ def test_blocks_that_cannot_be_checkpointed_are_refused():
     module.model.layers = [Keeping(layer, kept, n == 1) for n, layer in enumerate(module.model.layers)]
     checkpoint_layers(module)
     of = g.Policy.from_module(module)
-    with pytest.raises(ValueError, match="cannot be trained here: checkpointed blocks give another gradient"):
+    with pytest.raises(
+        ValueError, match="cannot be trained here: checkpointed blocks give a different gradient"
+    ):
         checked(of, share_prompts=False)
 
 

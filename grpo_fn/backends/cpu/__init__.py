@@ -1,7 +1,7 @@
-"""CPUs: the BLAS of a Linux machine, which importing this loads, and functions faster than MLX's
-own.
+"""CPUs: the BLAS of a Linux machine, which importing this package loads, and functions that are
+faster than MLX's own.
 
-Does not import MLX, because the BLAS has to come first; `find` imports the submodules.
+Does not import MLX, because the BLAS must be loaded first; `find` imports the submodules.
 """
 
 from grpo_fn.backends.cpu.blas import Blas, load_blas, processor_flags

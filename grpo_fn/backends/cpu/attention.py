@@ -1,7 +1,7 @@
-"""Attention over whole sequences in float32, in as few products of the BLAS as there are keys.
+"""Attention over whole sequences in float32, with one BLAS product per head of keys.
 
-MLX takes one product for each row and head, and its softmax computes one exponential at a time.
-Here heads that share keys are further rows of one product, and the softmax is `elementwise`'s.
+MLX uses one product for each row and head, and its softmax computes one exponential at a time.
+Here, heads that share keys are additional rows of one product, and the softmax is `elementwise`'s.
 """
 
 from typing import Any, cast
@@ -15,8 +15,8 @@ _MOST_SCORES = 2**23
 
 
 def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -> bool:
-    """Whether `attention` is for these: float32, several tokens a row, a causal mask or one of
-    booleans."""
+    """Whether `attention` supports these arguments: float32, several tokens per row, a causal or
+    boolean mask."""
     if not isinstance(keys, mx.array) or queries.dtype != mx.float32 or keys.dtype != mx.float32:
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")

@@ -1,8 +1,7 @@
-"""The BLAS for MLX's products on a Linux CPU: the one effect of `import grpo_fn`.
+"""The BLAS for MLX's products on a Linux CPU: the only side effect of `import grpo_fn`.
 
-The reference BLAS inside MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and
-rounds differently. Another library takes its place only if its symbols are global before MLX is
-imported.
+The reference BLAS in MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and rounds
+differently. Another library replaces it only if its symbols are global before MLX is imported.
 """
 
 import ctypes
@@ -30,14 +29,12 @@ _KERNELS = (
     ("Haswell", {"avx2", "fma"}),
 )
 TOO_LATE = "mlx was imported before grpo_fn: import grpo_fn first"
-_AS_IT_IS = (
-    "as it is, matrix products are some 30 times slower and round otherwise than those of grpo-run"
-)
+_AS_IT_IS = "matrix products are about 30 times slower now, and round differently from grpo-run"
 
 
 @attrs.frozen
 class Blas:
-    """The outcome of the search for a BLAS: the library that is loaded, or why there is none."""
+    """The outcome of the search for a BLAS: the loaded library, or the reason for none."""
 
     library: str | None
     reason: str = ""
@@ -47,11 +44,11 @@ _found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.rel
 
 
 def load_blas() -> Blas:
-    """Makes a fast BLAS global, once per process; the environment's GRPO_FN_BLAS names one, or says
-    "none".
+    """Loads a fast BLAS globally, once per process; GRPO_FN_BLAS in the environment names one, or
+    is "none".
 
-    Nothing is loaded on macOS, with a CUDA build of MLX, or if MLX has been imported already, which
-    gives a warning.
+    Loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has already been
+    imported.
 
     Raises ImportError if GRPO_FN_BLAS names something that is not a BLAS.
     """
@@ -66,7 +63,7 @@ def load_blas() -> Blas:
 def _search() -> Blas:
     wish = os.environ.get(_VARIABLE, "")
     if sys.platform != "linux":
-        return Blas(None, "this platform brings its own BLAS")
+        return Blas(None, "this platform has its own BLAS")
     if _installed(*_CUDA_WHEELS):
         return Blas(None, "MLX computes on the GPU")
     loaded = _global_blas()
@@ -142,7 +139,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
 
 
 def processor_flags() -> set[str]:
-    """The processor's features as Linux lists them; empty if it does not."""
+    """The processor's features as reported by Linux; otherwise empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units
-are.
+"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, vectorized for CPUs.
 
-MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most
-of its time. The exponential below is sums and products alone, which `mx.compile` turns into vector
-instructions. All of it is for float32: `on_cpu` tells.
+MLX's CPU kernels call the C library's `exp` one element at a time, which takes most of a small
+model's time. The exponential below uses only sums and products, which `mx.compile` turns into
+vector instructions. Everything here is for float32: see `on_cpu`.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
@@ -35,13 +34,13 @@ def on_cpu(*arrays: mx.array) -> bool:
 
 
 def exp(x: mx.array) -> mx.array:
-    """e^x; relative error at most 2e-7; below −88 it is 0, above 88.3 infinity."""
+    """e^x with a relative error of at most 2e-7; 0 below −88, infinity above 88.3."""
     return cast(mx.array, _exp(x))
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which goes: a product with a column, as MLX adds one number at a
-    time."""
+    """Σ x along the last axis, which is removed: a product with a column, because MLX adds one
+    number at a time."""
     return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
 
 
@@ -51,7 +50,7 @@ def softmax(x: mx.array) -> mx.array:
 
 
 def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
-    """The gradient of softmax's argument."""
+    """The gradient with respect to softmax's argument."""
     weighted_nd, flat_nd = (
         each.reshape(-1, each.shape[-1]) for each in (cotangent * output, output)
     )
@@ -65,7 +64,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def swiglu_gradient(gate: mx.array, x: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
-    """The gradients of `swiglu`'s gate and x."""
+    """The gradients with respect to `swiglu`'s gate and x."""
     power, scale = _powers_of_minus(gate)
     return _gated_gradient(gate, x, power, scale, cotangent)
 
@@ -194,8 +193,8 @@ def _gated_gradient(
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     """The product of attention weights and values in float32, which is the faster product on a CPU.
 
-    A sum of two such products is rounded to 16 bits once, as one product over copied prompts is.
-    Rounded twice, log-probs were up to 0.12 nats from the learner's.
+    A sum of two such products is rounded to 16 bits once, like one product over copied prompts.
+    Rounded twice, log-probs would differ from the learner's by up to 0.12 nats.
     """
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 

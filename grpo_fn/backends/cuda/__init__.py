@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: kernels of our own, and steps that are launched ahead of the device.
+"""NVIDIA GPUs: custom kernels, and steps that are launched ahead of the device.
 
 Imports no MLX; `find` imports the submodules.
 """

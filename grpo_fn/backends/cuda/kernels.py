@@ -1,7 +1,7 @@
 """Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` would do both, but takes 1.3 s for each kernel in each process, because it
-reads MLX's headers each time. These sources need no headers and compile in a small part of that
+`mx.fast.cuda_kernel` would do both, but needs 1.3 s for each kernel in each process, because it
+reads MLX's headers each time. These sources need no headers and compile in a small fraction of that
 time.
 """
 
@@ -51,13 +51,13 @@ _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
-    """Whether kernels written for the three floating dtypes run here on this one."""
+    """Whether kernels for the three floating dtypes support this one here."""
     return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
 
 
 def literal(number: float) -> str:
-    """The number as text in a kernel's source. A passed number would be in memory that the host
-    writes to, and each launch would wait for it. Every number makes a new kernel."""
+    """A number as text in a kernel's source. A number passed as an argument would be in host
+    memory, and each launch would wait for it. Every number makes a new kernel."""
     return f"({number:.9e}f)"
 
 
@@ -90,7 +90,7 @@ class CudaKernel:
         """The outputs of one launch.
 
         Args:
-            inputs: arrays in the order of their names; they are copied if their rows are not in
+            inputs: arrays in the order of their names, copied if their rows are not in
                 order.
             template: names in the source, with the dtype, number or bool of each.
             grid: threads.
@@ -164,7 +164,7 @@ def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], so
 
 
 def compiles(least: str) -> bool:
-    """Whether sources are compiled by NVRTC, for a device of at least this architecture, such as
+    """Whether NVRTC compiles sources for a device with at least this architecture, such as
     "sm_80"."""
     architecture = str(mx.device_info().get("architecture", ""))
     return _nvrtc() is not None and _generation(architecture) >= _generation(least)
@@ -177,7 +177,7 @@ def _generation(architecture: str) -> int:
 
 @attrs.frozen
 class DeviceLimits:
-    """The limits of a device that a kernel may need."""
+    """The device limits that a kernel may depend on."""
 
     multiprocessors: int
     shared_bytes: int  # of a block of threads that asks for them
@@ -185,7 +185,7 @@ class DeviceLimits:
 
 @functools.cache
 def device_limits() -> DeviceLimits | None:
-    """The limits of MLX's device; None: CUDA's driver does not tell."""
+    """The limits of MLX's device; None if CUDA's driver does not report them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

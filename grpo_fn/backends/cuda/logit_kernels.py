@@ -1,9 +1,9 @@
 """Two CUDA kernels over a chunk of a head's products: log-probs and entropies, and their gradient.
 
-A block computes one row. MLX's composed form needs a dozen passes over float32 copies of the
-logits. Here each number of a product is read once and, for its gradient, written once, in its own
-dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), with the moment that an
-entropy needs beside the total:
+A block of threads computes one row. MLX's composed form needs about a dozen passes over float32
+copies of the logits. Here, each number of a product is read once and, for its gradient, written
+once, in its own dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), with the
+moment that an entropy needs beside the total:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
     lse = top + log total                       H = log total − moment / total
@@ -192,12 +192,14 @@ def row_gradients(
     scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> mx.array:
-    """The gradient in the products [C,V], in their dtype, of Σ upstream · (logp, entropy).
+    """The gradient with respect to the products [C,V], in their dtype, of Σ upstream · (logp,
+    entropy).
 
     Args:
         product_cv, targets_c, scale_cap, temperature: as in `row_logprobs`.
         found: log Σ e^z and the entropy, from `row_logprobs`.
-        upstream: gradients of log-probs and entropies, float32 [C]; None: entropies are constants.
+        upstream: gradients of log-probs and entropies, float32 [C]; None if entropies are
+            constants.
     """
     lse_c, entropy_c = found
     by_logp_c, by_entropy_c = upstream

@@ -1,13 +1,12 @@
-"""Programs that MLX compiles at their first use on CUDA, each as a small computation that needs
-only it.
+"""Programs that MLX compiles at their first use on CUDA, each triggered by a small computation.
 
-MLX (0.32) writes the source of every gather, scatter and fused chain of elementwise operations, and
-NVRTC compiles it: two to six seconds on one core, one after another, and a first update needs some
-thirty. Compiled programs are stored in a folder under the names used here, and other processes find
-them there. So parallel processes can compile them ahead, while the model is loaded.
+MLX (0.32) generates the source of every gather, scatter and fused chain of elementwise operations,
+and NVRTC compiles it: two to six seconds each on one core, and a first update needs some thirty.
+Compiled programs are stored in a folder under the names used here, where other processes find them.
+So parallel processes can compile them while the model is loaded.
 
-A name that this version of MLX does not use costs a process for nothing: `names` is for the
-versions that pyproject.toml allows.
+A name that this version of MLX does not use wastes a process; `names` fits the versions that
+pyproject.toml allows.
 """
 
 from collections.abc import Callable
@@ -111,7 +110,8 @@ def names(dtype: str) -> tuple[str, ...]:
 
 
 def compile_program(name: str) -> None:
-    """Makes MLX compile one of `names` on the default device. ValueError for any other name."""
+    """Makes MLX compile one of `names` on the default device. Raises ValueError for any other
+    name."""
     for dtype, code in _CODES.items():
         for chain, (function, arguments) in _CHAINS.items():
             if chain.format(code) == name:

@@ -1,4 +1,4 @@
-"""Calibrated rounding: some rows of a block of columns for each block of threads; a thread for each
+"""Calibrated rounding: some rows of a block of columns per block of threads, and one thread per
 range."""
 
 import functools
@@ -133,7 +133,7 @@ for (int n = 0; n < TRIED; n++) {
 
 
 def tensor_cores() -> bool:
-    """Whether `round_columns` runs on this device."""
+    """Whether `round_columns` supports this device."""
     return compiles("sm_80")
 
 

@@ -1,13 +1,13 @@
-"""The states from which a batch's completion tokens are predicted: hidden ones, and those of
-routers.
+"""The hidden states (and router inputs) from which a batch's completion tokens are predicted.
 
-With shared prompts a group's prompt is computed once, and its completions attend to it:
+With shared prompts, a group's prompt is computed once, and its completions attend to it:
 
     prompts [P,L] ─backbone→ keys, values of each layer
     completions [B,T−1] ─backbone over them→ hidden
 
-The layers below replace caches and give mlx-lm's attention layers an offset, a mask, and keys and
-values to attend to. They hold traced arrays, so gradients flow from completions into prompts.
+The layers below replace caches and provide mlx-lm's attention layers with an offset, a mask, and
+keys and values to attend to. They contain traced arrays, so gradients flow from completions into
+prompts.
 """
 
 from typing import cast
@@ -26,7 +26,7 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
     """Hidden states [B,T,D] from which the completions' tokens are predicted.
 
     Raises:
-        ValueError: the batch shares prompts and has `experts_blnk`, which are for whole rows.
+        ValueError: the batch shares prompts and has `experts_blnk`, which requires whole rows.
     """
     if batch.prompt_index_b is None:
         hidden_bld = policy.hidden(
@@ -64,7 +64,8 @@ def completion_hidden_and_routing(
     tokens.
 
     Raises:
-        ValueError: the batch shares prompts or has images, or as `Policy.hidden_and_routing`.
+        ValueError: the batch shares prompts or has images, or the errors of
+            `Policy.hidden_and_routing`.
     """
     if batch.prompt_index_b is not None:
         raise ValueError(
@@ -119,10 +120,9 @@ def _last(size: int) -> mx.array:
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer has its own plain cache of keys and values, and takes a mask for each
-    row.
+    """Whether every layer has its own plain key-value cache and accepts a mask for each row.
 
-    Sliding windows, recurrent states, and layers that use other layers' caches do not allow it.
+    Sliding windows, recurrent states, and layers that use other layers' caches do not allow this.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -176,8 +176,8 @@ class _CompletionLayer:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token
-        itself."""
+        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the current
+        token."""
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
         offset = self._length_b[:, None, None, None]

@@ -1,7 +1,8 @@
-"""Log-probabilities of given tokens, and the KL to a teacher, without all logits in memory at once.
+"""Log-probabilities of given tokens, and the KL to a teacher, without keeping all logits in memory.
 
 The logits of N positions × V tokens are the largest arrays of the learner. Here they are computed
-for a chunk of positions at a time, forward and again backward, with the gradient in closed form:
+for a chunk of positions at a time, and again in the backward pass, with the gradient in closed
+form:
 
     z = head(hidden) / temperature
     log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
@@ -22,10 +23,10 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """The default number of positions whose logits are held at a time.
+    """The default number of positions per chunk.
 
-    On a CPU 96, fewer if that is over 16 MB and more if it is under 1 MB; on a GPU as many as fit
-    in 128 MB (Metal) or 512 MB (CUDA).
+    On a CPU 96, fewer above 16 MB and more below 1 MB; on a GPU as many as fit in 128 MB (Metal) or
+    512 MB (CUDA).
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -48,7 +49,7 @@ def token_logprobs(
         head: the [V,D] matrix of a plain linear head, or a Head.
         targets_bt: token ids [B,T], integers.
         temperature: divides the logits; > 0.
-        chunk: positions whose logits are held at a time; None: see `chunk_rows`.
+        chunk: positions per chunk; None: see `chunk_rows`.
 
     Returns:
         logp_bt, float32, nats. Gradients flow to `hidden_btd` and the head's parameters.
@@ -71,8 +72,8 @@ def token_logprobs_and_entropy(
     """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt,
     entropy_bt).
 
-    Both float32, nats, at the given temperature. With `entropy_gradient=False` the entropy is a
-    constant to differentiation, which saves two passes over the logits.
+    Both float32, nats, at the given temperature. With `entropy_gradient=False`, the entropy is
+    treated as a constant, which saves two passes over the logits.
     """
     entropy = "differentiable" if entropy_gradient else "constant"
     logp_bt, entropy_bt = _apply(hidden_btd, head, targets_bt, temperature, chunk, entropy)
@@ -120,8 +121,8 @@ def _chunked(
     lse_n]."""
 
     def divided(x: mx.array) -> mx.array:
-        """By the temperature. Each pass over a chunk's logits takes time, so there is none for a
-        one."""
+        """By the temperature. Each pass over a chunk's logits takes time, so the pass is skipped
+        for a cotangent of one."""
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
@@ -191,17 +192,17 @@ def reverse_kl(
 
     p = softmax(head(hidden)/temperature), q likewise.
 
-    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and all data from
-    the student, MiniLLM's divergence (arXiv 2306.08543) taken token by token. Vocabularies that are
-    padded to different sizes are compared over the ids that both have.
+    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and data from the
+    student alone, or MiniLLM's divergence (arXiv 2306.08543) for single tokens. Vocabularies that
+    are padded to different sizes are compared on the ids that both contain.
 
     Args:
         hidden_btd: the student's final hidden states [B,T,D].
         head: the student's.
         teacher_bte: the teacher's hidden states at the same positions, [B,T,E].
-        teacher_head: the teacher's; no gradient flows to it, nor to its states.
+        teacher_head: the teacher's head; no gradient flows to it or to its states.
         temperature: divides the logits of both; > 0.
-        chunk: positions whose logits are held at a time; None: half of `chunk_rows`.
+        chunk: positions per chunk; None: half of `chunk_rows`.
 
     Returns:
         kl_bt float32, nats; gradients flow to `hidden_btd` and the head's parameters.
@@ -252,8 +253,8 @@ BackwardChunk = Callable[
 def in_chunks(
     forward: ForwardChunk, backward: BackwardChunk, constants_n: mx.array, chunk: int
 ) -> Any:
-    """A custom function (hidden_nd, head params) -> columns [N], `chunk` positions at a time,
-    forward and backward. No gradient flows to `constants_n`, [N] or [N,…]."""
+    """A custom function (hidden_nd, head params) -> columns [N], computed and differentiated
+    `chunk` positions at a time. No gradient flows to `constants_n`, [N] or [N,…]."""
     starts = range(0, constants_n.shape[0], chunk)
 
     @mx.custom_function
@@ -295,7 +296,7 @@ def in_chunks(
 def autodiff(
     forward: ForwardChunk, params: Tree, h_cd: mx.array, constants_c: mx.array, ct: list[mx.array]
 ) -> tuple[mx.array, Tree]:
-    """A chunk's gradient by plain differentiation, for functions without one in closed form."""
+    """A chunk's gradient by automatic differentiation, for functions without a closed form."""
 
     def inner(h_cd: mx.array, params: Tree) -> mx.array:
         outs = forward(params, h_cd, constants_c)

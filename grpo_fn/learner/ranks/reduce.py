@@ -1,9 +1,9 @@
-"""Many devices: shares of a batch for the grad step, and sums over ranks between it and the update
-step.
+"""Many devices: distributes a batch for the grad step, and sums over ranks between it and the
+update step.
 
-Every rank adds the gradients of its own completions to its state. Before the update the sums, and
-the sums of their denominators, are added up over all ranks, so that the update divides by the whole
-batch's denominator. Nothing is averaged per rank: any cut of a batch into ranks gives the same
+Every rank adds the gradients of its own completions to its state. Before the update, these sums and
+their denominators are added over all ranks, so that the update divides by the whole batch's
+denominator. Nothing is averaged per rank: any distribution of a batch over ranks gives the same
 update.
 """
 
@@ -23,11 +23,12 @@ from grpo_fn.trees import Tree, arrays_of, flat, map_arrays, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
-    """A batch in `number` parts with about as many tokens each; the rows of a prompt stay together.
+    """Splits a batch into `number` parts with similar numbers of tokens; the rows of a prompt stay
+    together.
 
-    Largest groups first, each to the part with the fewest tokens so far. The parts' counts add up
-    to the batch's: the first one also counts the rows left out of the batch. Parts without a row
-    are omitted, except the first. Waits for the device.
+    Assigns the largest groups first, each to the part with the fewest tokens so far. The parts'
+    counts add up to the batch's: the first part also counts the rows that were dropped. Parts
+    without a row are omitted, except the first. Waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -63,8 +64,8 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
     """The micro-batches of a batch that a rank computes, with about the same number of tokens on
     each rank.
 
-    If there are fewer micro-batches than ranks, the largest are cut in halves. At least one is
-    returned; a rank without work gets one without rows.
+    If there are fewer micro-batches than ranks, the largest ones are halved. Each rank gets at
+    least one micro-batch, possibly without rows.
     """
     if size == 1:
         return list(pieces)
@@ -96,10 +97,9 @@ BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
 
 
 class Collectives(Protocol):
-    """The operations on a group of ranks that are needed here; `collectives` makes one from MLX's
-    group.
+    """The required operations on a group of ranks; `collectives` makes them from MLX's group.
 
-    Every rank calls the same methods in the same order, with arrays of the same shapes.
+    Every rank must call the same methods in the same order, with arrays of the same shapes.
     """
 
     def rank(self) -> int:
@@ -111,20 +111,20 @@ class Collectives(Protocol):
         ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of all ranks' arrays, on all ranks, computed."""
+        """The sum of all ranks' arrays, evaluated, on all ranks."""
         ...
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """All ranks' [n] as [N·n], in the order of the ranks, computed."""
+        """All ranks' [n] as [N·n], in rank order, evaluated."""
         ...
 
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are computed before they are sent, and awaited
+    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
     afterwards.
 
-    Otherwise a command buffer of a Metal GPU would wait for the slowest rank, and the system ends a
+    Otherwise a Metal GPU's command buffer would wait for the slowest rank, and the system ends a
     buffer that waits for some seconds.
     """
 
@@ -151,7 +151,7 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, else on the CPU.
+    """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, otherwise on the CPU.
 
     For another combination (ring on a machine with CUDA) pass an `MlxCollectives` with its own
     stream.
@@ -165,16 +165,16 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
     """The state with its gradients and their denominators summed over all ranks.
 
     Call it between the grad step and the update step, once per update. With one rank it returns the
-    state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES`, joined from small
+    state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine small
     leaves; a larger leaf is sent alone. If a loss is not finite on one rank, the sum of the
-    denominators is NaN on all ranks, and they skip the update together.
+    denominators is NaN on all ranks, and all skip the update.
 
     Args:
-        state: this rank's, after its grad steps.
+        state: this rank's state after its grad steps.
         group: `mx.distributed.init()`, or other `Collectives`.
 
     Raises:
-        RuntimeError: a rank is gone; from MLX.
+        RuntimeError: a rank is gone (raised by MLX).
     """
     ranks = collectives(group)
     if ranks.size() == 1:
@@ -185,7 +185,7 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
-    """Rank 0's tree on all ranks, bit for bit; the others pass a tree of the same shapes and
+    """Rank 0's tree on all ranks, bit for bit; the others pass a tree with the same shapes and
     dtypes."""
     ranks = collectives(group)
     if ranks.size() == 1:
@@ -233,7 +233,7 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single
+    """Bounds [low, high) of consecutive leaves with at most `BUCKET_BYTES` together, or of a single
     leaf."""
     low = held = 0
     for place, size in enumerate(sizes):

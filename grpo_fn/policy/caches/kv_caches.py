@@ -1,4 +1,4 @@
-"""Operations on mlx-lm's caches of any kind for decoding: make, fork, keep some rows."""
+"""Operations on all kinds of mlx-lm's caches for decoding: make, fork, keep some rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _PROBE_ROWS = 13  # not a number of heads, so that a mask on the wrong axis cann
 
 
 def plain_caches(model: nn.Module) -> Caches:
-    """Empty caches as the model itself makes them; all rows of a batch must then be of one
+    """Empty caches from the model's own function; all rows of a batch must then have the same
     length."""
     # pulls in transformers: only once decoding starts
     from mlx_lm.models.cache import make_prompt_cache
@@ -24,23 +24,23 @@ def plain_caches(model: nn.Module) -> Caches:
 
 
 def ragged_caches(model: nn.Module, rows: int) -> Caches:
-    """Empty caches for rows of different lengths; only for models that `takes_ragged`."""
+    """Empty caches for rows of different lengths; only if `takes_ragged`."""
     # A separate cache for each row: merging reads them one by one.
     return merged([plain_caches(model) for _ in range(rows)])
 
 
 def merged(rows: Sequence[Caches]) -> Caches:
-    """Plain caches of one row each as caches of all these rows."""
+    """Combines plain caches of one row each into caches of all these rows."""
     return [type(per_row[0]).merge(list(per_row)) for per_row in zip(*rows, strict=True)]
 
 
 def takes_ragged(model: nn.Module) -> bool:
-    """Whether rows of different lengths can share a batch: the caches have a form for it, and the
-    model too.
+    """Whether rows of different lengths can share a batch: both the caches and the model must
+    support it.
 
-    This is found by building a call without computing it: some attention layers cannot take a mask
-    for each row. Only a model that `shares_keys` is computed, because it may derive a position from
-    the number of keys (afm7).
+    This is determined by building a call without computing it: some attention layers do not accept
+        a mask for each row. Only a model that `shares_keys` is actually computed, because it may
+        derive a position from the number of keys (afm7).
     """
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
@@ -63,16 +63,16 @@ def _keep_keys(caches: Caches) -> bool:
 
 
 def shares_keys(model: nn.Module) -> bool:
-    """Whether some layers attend to keys and values that others have cached: fewer caches than
-    layers."""
+    """Whether some layers attend to keys and values from other layers' caches: there are fewer
+    caches than layers."""
     return len(plain_caches(model)) < len(getattr(model, "layers", None) or [])
 
 
 def needs_caches(model: nn.Module) -> bool:
     """Whether logits differ with and without caches, so that training would not match sampling.
 
-    Only models that `shares_keys` are checked, by computing a few tokens: without caches to share,
-    layers of gemma3n use their own keys.
+    Only models that `shares_keys` are checked, by computing a few tokens: without shared caches,
+        layers of gemma3n use their own keys.
     """
     if not hasattr(model, "make_cache") or not shares_keys(model):
         return False
@@ -113,20 +113,20 @@ def _same_numbers(one: mx.array, other: mx.array) -> bool:
 
 
 def prepare_padding(caches: Caches, lengths: list[int], padded: int) -> None:
-    """Tell ragged caches that each row of the next call ends with `padded − length` tokens of
+    """Tells ragged caches that each row of the next call ends with `padded − length` tokens of
     padding."""
     for cache in caches:
         cache.prepare(lengths=lengths, right_padding=[padded - length for length in lengths])
 
 
 def finish_padding(caches: Caches) -> None:
-    """Forget the padding of the call just made."""
+    """Removes the padding of the previous call from ragged caches."""
     for cache in caches:
         cache.finalize()
 
 
 def keep_rows(caches: Caches, rows: list[int]) -> None:
-    """Keep the given rows, in that order; a row may be repeated, which forks it."""
+    """Keeps the given rows, in that order; a row may be repeated, which forks it."""
     index = mx.array(rows, mx.int32)
     for cache in caches:
         _drop_spare_room(cache)
@@ -134,21 +134,22 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
 
 
 def hold_all_tokens(caches: Caches) -> bool:
-    """Whether they hold keys and values of every token: they can be cut, and joined with others."""
+    """Whether caches contain keys and values of every token, so that they can be truncated and
+    joined."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
     return all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
 
 
 def join_rows(caches: Caches, others: Caches) -> None:
-    """Append the rows of other caches, padded on the left; all of them `hold_all_tokens`."""
+    """Appends the rows of other caches, padded on the left; all of them `hold_all_tokens`."""
     for number, other in enumerate(others):
         caches[number] = _padded(caches[number])
         caches[number].extend(_padded(other))
 
 
 def drop_padding(caches: Caches) -> None:
-    """Cut the columns that are padding in every row from caches after `join_rows`."""
+    """Removes the columns that are padding in every row, after `join_rows`."""
     spare = min(on_host(caches[0].left_padding))
     for cache in caches if spare else ():
         keys, values, offset_b, padding_b, used = cache.state

@@ -1,11 +1,11 @@
-"""Decoding G completions of a prompt over one copy of the prompt's keys and values.
+"""Decoding G completions of a prompt with one copy of the prompt's keys and values.
 
     attention of a row = softmax over [its prompt's keys | its own keys]
 
 The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it
-would be a product with a separate matrix for each row. So it needs G times less memory to hold and
-to read (Hydragen, arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the
-rows' own part.
+would be a product with a separate matrix for each row. So it needs and reads G times less memory
+(Hydragen, arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own
+part.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ ROOM = 64  # tokens by which the rows' own part grows
 
 @attrs.frozen(eq=False)
 class Layout:
-    """Which rows continue which prompt; the same for all layers."""
+    """Which rows continue which prompt; equal for all layers."""
 
     prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
     lengths: tuple[int, ...]  # P: tokens of each prompt
@@ -76,7 +76,7 @@ class Layout:
         )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
-        """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
+        """[B,...] to [P,G,...]: each prompt's rows; smaller groups repeat their last row."""
         if self.grid_n is not None:
             row_bx = row_bx[self.grid_n]
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
@@ -88,7 +88,7 @@ class Layout:
 
 
 class PrefixCache:
-    """One layer's cache: prompts once, rows' own tokens by row."""
+    """One layer's cache: prompts once, and each row's own tokens."""
 
     def __init__(self, prompt: Pair, layout: Layout) -> None:
         """`prompt`: [P,K,L,D] each."""
@@ -103,12 +103,12 @@ class PrefixCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the next token: of all rows, or [B]."""
+        """Position of the next token: one for all rows, or [B]."""
         return self.layout.start + self._own.offset
 
     @property
     def state(self) -> list[mx.array]:
-        """Everything it holds, to be evaluated."""
+        """All its arrays, for evaluation."""
         return [*self.prompt, self._own.keys, self._own.values]
 
     def make_mask(
@@ -121,11 +121,11 @@ class PrefixCache:
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Append tokens to each row's own part, and return that part."""
+        """Appends tokens to each row's own part, and returns that part."""
         return self._own.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] of the newest token of a row over its prompt and its own tokens."""
+        """Attention [B,H,1,D] of each row's newest token over its prompt and its own tokens."""
         self.attended = True
         rows, heads, _, width = queries.shape
         layout, (prompt_keys, prompt_values) = self.layout, self.prompt
@@ -153,11 +153,11 @@ class PrefixCache:
 
     @property
     def columns(self) -> int:
-        """Columns of the rows' own part so far."""
+        """Number of columns of the rows' own part."""
         return self._own.offset
 
     def join(self, other: "PrefixCache", layout: Layout) -> None:
-        """Append the prompts of another cache, and its rows, which have no own tokens yet."""
+        """Appends the prompts of another cache and its rows, which have no own tokens yet."""
         self.prompt = (
             _stacked(self.prompt[0], other.prompt[0]),
             _stacked(self.prompt[1], other.prompt[1]),
@@ -171,9 +171,9 @@ class PrefixCache:
         self.layout = layout
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout, spare: int) -> None:
-        """Keep these rows, and the prompts that still have a row (None: all).
+        """Keeps these rows, and the prompts that still have a row (None: all).
 
-        The first `spare` columns of the own parts are left out, as no row uses them.
+        The first `spare` columns of the own parts are removed, as no row uses them.
         """
         self.layout = layout
         if prompts is not None:
@@ -189,8 +189,8 @@ class PrefixCache:
 
 
 def sharing_pays() -> bool:
-    """Whether one copy of each prompt was measured as faster on this kind of device: `generate`'s
-    default."""
+    """Whether one copy of each prompt was measured as faster on this kind of device: the default of
+    `generate`."""
     return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
@@ -198,8 +198,8 @@ def shares_prefix(module: nn.Module) -> bool:
     """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in
     every layer.
 
-    This is found by building a call without computing it. Each cache has to be asked to attend: a
-    layer that takes the keys and attends by itself (phi3small) would not see the prompt.
+    This is determined by building a call without computing it. Every layer must ask its cache to
+    attend: a layer that takes the keys and attends itself (phi3small) would not see the prompt.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -220,8 +220,8 @@ def shares_prefix(module: nn.Module) -> bool:
 def fork(
     caches: Caches, lengths: list[int], groups: Sequence[int], shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
-    """Plain caches after P prompts, padded on the right, as caches of their rows, `groups` of each
-    prompt.
+    """Converts plain caches after P prompts, padded on the right, into caches of their rows,
+    `groups` of each prompt.
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
@@ -239,7 +239,7 @@ def fork(
 
 
 def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
-    """Keep the given rows, in rising order, and drop the prompts that no row continues any more."""
+    """Keeps the given rows, in ascending order, and drops the prompts without rows."""
     old = caches[0].layout
     prompt_of = [old.prompt_of[row] for row in rows]
     live = sorted(set(prompt_of))
@@ -258,7 +258,7 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
 
 
 def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> None:
-    """Append the prompts and rows of other caches right after `fork`: own tokens begin in the next
+    """Appends the prompts and rows of other caches right after `fork`: own tokens start in the next
     column."""
     layout, new = caches[0].layout, others[0].layout
     column = caches[0].columns

@@ -1,6 +1,6 @@
-"""Layers of a model as the policy calls them: the same functions, faster, with a gradient, or in
+"""Layers of a model as the policy uses them: the same functions, but faster, differentiable, or in
 few bits.
 
-Functions that change layers change only those of one module instance. Nothing here depends on
-caches or decoding.
+Functions that change layers affect only one module instance. Nothing here depends on caches or
+decoding.
 """

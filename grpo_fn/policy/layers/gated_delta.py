@@ -2,17 +2,17 @@
 
     S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t
 
-("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g a channel it is Kimi Delta Attention,
-arXiv 2510.26692.)
+("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, it is Kimi Delta
+Attention, arXiv 2510.26692.)
 
-mlx-lm goes token by token, and its backward pass keeps a few states [Dv,Dk] of each head and token.
-In a chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
+mlx-lm computes token by token, and its backward pass keeps a few states [Dv,Dk] for each head and
+token. In a chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
 
     u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)
     so (I + A) U = β(V − K'Sᵀ)
 
-which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and products of
-matrices. Only S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never
+which requires one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and matrix
+products. Only S is passed from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never
 differences of two long sums.
 """
 
@@ -42,10 +42,10 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's function of that name, but in chunks where mlx-lm would loop over tokens.
+    """mlx-lm's function of the same name, computed in chunks where mlx-lm would loop over tokens.
 
     mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel
-    has no gradient; a layer asks for it with `use_kernel` only outside training.
+    has no gradient; a layer requests it with `use_kernel` only outside training.
     """
     # what its kernel takes
     kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0
@@ -88,18 +88,18 @@ def chunked_gated_delta(
     *,
     chunk: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T tokens: outputs and the state after the last, differentiable in
-    all floats.
+    """The gated delta rule over T tokens: outputs and the final state, differentiable in all
+    floating inputs.
 
     Args:
         q: queries [B,T,Hk,Dk]; each serves Hv / Hk heads of values, as keys do. Nothing is scaled
             here.
         k: keys [B,T,Hk,Dk].
         v: values [B,T,Hv,Dv].
-        log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one a channel.
-        beta: how much of the difference is written, [B,T,Hv].
-        state: [B,Hv,Dv,Dk], the state before the first token; None: zeros.
-        mask: [B,T], False where there is no token: the state stays, the output is 0.
+        log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one per channel.
+        beta: the share of the difference that is written, [B,T,Hv].
+        state: [B,Hv,Dv,Dk], the state before the first token; None means zeros.
+        mask: [B,T], False where there is no token: the state does not change, and the output is 0.
         chunk: tokens of a chunk, a power of two; None: `CHUNK` or `CHANNEL_CHUNK`, less for short
             sequences.
 
@@ -118,7 +118,8 @@ def chunked_gated_delta(
         arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
 
     def in_chunks(x: mx.array, split: int) -> mx.array:
-        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; tokens that fill the last chunk have k, β and ln g 0."""
+        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; the tokens that fill up the last chunk have k, β and ln g
+        of 0."""
         missing = -length % chunk
         if missing:
             x = mx.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])

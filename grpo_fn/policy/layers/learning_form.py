@@ -1,5 +1,4 @@
-"""The form of a model for the learner: layers that have a gradient, and blocks that save memory for
-it.
+"""The form of a model for the learner: layers with a gradient, and blocks that save memory.
 
 If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
 that has no gradient. Only these layers are switched; dropout, which also depends on it, does not
@@ -26,7 +25,7 @@ _GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """The module with `training` on in the layers of mlx-lm that ask for it, until the end of the
+    """The module with `training` turned on in the layers of mlx-lm that depend on it, inside the
     block."""
     switched = [
         part for part in module.modules() if asks_for_training(type(part)) and not part.training
@@ -42,7 +41,7 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def asks_for_training(kind: type[nn.Module]) -> bool:
-    """Whether a layer of mlx-lm's models folder, or one made of it here, computes by
+    """Whether a layer, of mlx-lm's models folder or derived from it here, depends on
     `self.training`."""
     values = flat(
         vars(base).values()
@@ -55,11 +54,11 @@ def asks_for_training(kind: type[nn.Module]) -> bool:
 
 
 def checkpoint_layers(module: nn.Module) -> int:
-    """Make each block of this one model recompute its inside in the backward pass; returns how
-    many.
+    """Makes each block of this model recompute its intermediate results in the backward pass;
+    returns the number of blocks.
 
-    Only these instances change, not their class: other models of the same kind in the process stay
-    as they are. Decoding, which passes a cache, is left alone.
+    Only these instances change, not their class, so other models in the process are not affected.
+    Decoding, which passes a cache, is not affected.
 
     Raises:
         ValueError: the model has no `layers`.

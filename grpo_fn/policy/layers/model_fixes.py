@@ -1,8 +1,8 @@
-"""Fixes for faults of mlx-lm's experts, of one of its models, and of tables of positions, in one
+"""Fixes for faults in mlx-lm's experts, in one of its models, and in tables of positions, for one
 instance.
 
 MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
-there: numbers of other arrays, NaN, or a crash.
+there, which corrupts other arrays or crashes.
 """
 
 import functools
@@ -20,7 +20,7 @@ _SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
 
 
 def fix_known_faults(module: nn.Module) -> None:
-    """Fix the known faults of the model; a second call changes nothing."""
+    """Fixes the known faults of the model; a second call has no effect."""
     from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
     if type(module).__module__ == "mlx_lm.models.kimi_k3":
@@ -74,11 +74,11 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 
 
 def bound_positions(module: nn.Module) -> int | None:
-    """How many positions the module has learned; None: it has no table of positions.
+    """The number of positions that the module has learned; None if it has no table of positions.
 
-    A table is one whose rows are taken by the tokens' places. A call shows it, of which only the
-    places are computed. From then on places behind the table, which only padding may have, take its
-    last row.
+    A table is recognized by being indexed with the tokens' positions. This is determined by a call
+    of which only the positions are computed. Afterwards, positions beyond the table, which only
+    padding can have, use its last row.
     """
     from mlx_lm.tuner.dora import DoRAEmbedding
     from mlx_lm.tuner.lora import LoRAEmbedding
@@ -107,7 +107,7 @@ def bound_positions(module: nn.Module) -> int | None:
 
 
 def is_position_table(layer: Any) -> bool:
-    """Whether `bound_positions` has found the layer to be one."""
+    """Whether `bound_positions` has identified the layer as a table of positions."""
     return "bounded" in vars(type(layer))
 
 

@@ -1,9 +1,9 @@
-"""Our functions in place of those that mlx-lm's layers call by name, for one model instance.
+"""Replaces functions that mlx-lm's layers call by name, for one model instance.
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the
-layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals hold ours,
-and `nn.RMSNorm` a new `__call__`. The classes, their modules and every other model in the process
-stay as they are.
+layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals contain
+ours, and `nn.RMSNorm` a new `__call__`. The classes, their modules and other models in the process
+do not change.
 """
 
 import functools
@@ -29,10 +29,11 @@ from grpo_fn.policy.layers.quantized_layers import (
 
 
 def patch_layers(module: nn.Module) -> int:
-    """Let this model's layers call the functions of this library; returns how many layers now do.
+    """Lets this model's layers call the functions of this library; returns the number of patched
+    layers.
 
-    The model computes the same, to rounding. Layers that reach those functions in another way are
-    left alone, and a second call changes nothing.
+    The model's results stay the same up to rounding. Layers that access those functions in another
+    way are not patched, and a second call has no effect.
     """
     fix_known_faults(module)
     if not enabled("patched_layers"):
@@ -47,9 +48,9 @@ def patch_layers(module: nn.Module) -> int:
 
 
 def attends_through_cache(module: nn.Module) -> bool:
-    """Whether every attention layer of the model asks its cache to attend, if the cache can.
+    """Whether every attention layer of the model asks its cache to attend if the cache can.
 
-    This is decided by the number of such layers: each block has one.
+    This is determined by counting these layers: each block has one.
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
@@ -74,10 +75,10 @@ def attention(
     """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's
     `scaled_dot_product_attention`.
 
-    A cache with a method `attend(queries, keys, values, scale)` computes it itself; its keys and
-    values are not all in one array.
+    A cache with a method `attend(queries, keys, values, scale)` computes the attention itself,
+    because its keys and values are not in one array.
 
-    Raises ValueError for a mask or sinks with such a cache, which does not see them.
+    Raises ValueError for a mask or sinks with such a cache, because it does not support them.
     """
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:
@@ -143,11 +144,11 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class _PackedLinear(_QuantizedLinear):
-    """Of a quantized role; without `computes_as`, so that no rollout unpacks it."""
+    """A linear layer of a quantized role; without `computes_as`, so that no rollout unpacks it."""
 
 
 class _PackedEmbedding(_QuantizedEmbedding):
-    """Of a quantized role; its rows have the role's dtype."""
+    """An embedding of a quantized role; its rows have the role's dtype."""
 
     dtype: mx.Dtype
 

@@ -2,7 +2,7 @@
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each
 row. From `unpack_rows` rows on, the weight is therefore unpacked for one dense product: the same
-numbers, memory for a part of one layer at a time, and a cost that does not grow with the rows.
+numbers, memory for a part of one layer at a time, and a cost independent of the rows.
 """
 
 import functools
@@ -19,7 +19,8 @@ PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gig
 
 
 def unpack_rows() -> int:
-    """Rows of a product from which a packed weight is unpacked first, on this machine; 0: never."""
+    """The number of rows from which a packed weight is unpacked first, on this machine; 0 means
+    never."""
     return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
@@ -43,8 +44,8 @@ class QuantMode:
 
     @property
     def bits_stored(self) -> float:
-        """Bits of a weight with its share of a scale: 8 bits, or of two 16-bit numbers in affine
-        modes."""
+        """Bits per weight including its share of a scale: 8 bits, or of two 16-bit numbers in
+        affine modes."""
         return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
 
 
@@ -55,7 +56,7 @@ def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
 
 
 def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype) -> mx.array:
-    """The matrix from the result of `quantize`."""
+    """The matrix for the result of `quantize`."""
     return mx.dequantize(
         packed["weight"],
         packed["scales"],
@@ -72,8 +73,8 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part
     by part.
 
-    Its backward pass unpacks W again; if it were saved, all layers' weights would be in memory in
-    full size. Packed weights have no gradient.
+    Its backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
+    size. Packed weights have no gradient.
     """
 
     @mx.custom_function

@@ -1,9 +1,8 @@
 """Records or replaces the decisions of a model's routers, in one instance during a call.
 
-mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of
-its outputs. During a call that layer is replaced by another one, which keeps the outputs, or
-excludes all experts except those that were chosen before. Blocks that add biases or choose by
-groups are not supported.
+mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
+outputs. During a call, that layer is replaced by one that records the outputs, or excludes all
+experts except those chosen before. Blocks that add biases or choose by groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ def has_routers(module: nn.Module) -> bool:
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """k, of the model's first router.
+    """k of the model's first router.
 
     Raises:
         ValueError: as `recorded_routing`.
@@ -46,27 +45,27 @@ def experts_per_token(module: nn.Module) -> int:
 
 def check_replay(module: nn.Module) -> None:
     """Raises ValueError if `replayed_routing` does not support this model: no known routers,
-    checkpointed blocks, or weights of experts that depend on those that are not chosen."""
+    checkpointed blocks, or expert weights that depend on experts that are not chosen."""
     for block, _, _, by_all in _known_blocks(module):
         if by_all or not getattr(block, "norm_topk_prob", True):
             raise ValueError(
                 f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax "
-                "over all of them, also those that are not chosen: with given experts the weights "
-                "would be others"
+                "over all of them, including those that are not chosen: with given experts, the "
+                "weights would differ"
             )
 
 
 @contextmanager
 def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterator[None]:
-    """Until the end of the block each token gets these experts, weighted as the routers do now.
+    """Inside the block, each token uses these experts, weighted by the current routers.
 
     Args:
-        module: of a kind that `check_replay` takes.
+        module: a model that `check_replay` accepts.
         experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None:
-            those that the routers choose, of any model.
+            those that the routers choose, for any model.
 
     Raises:
-        ValueError: as `check_replay`, or there are not as many layers or experts.
+        ValueError: see `check_replay`, or the number of layers or experts is wrong.
     """
     if experts_blnk is None:
         yield
@@ -93,12 +92,12 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
 @contextmanager
 def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
-    """A list that gets each router's logits [...,E] in the order of the calls, until the end of the
-    block.
+    """Inside the block, a list that receives each router's logits [...,E] in the order of the
+    calls.
 
     Raises:
-        ValueError: the model has no experts that are chosen in a known way, or its blocks are
-            checkpointed: what a block records then has no gradient.
+        ValueError: the model's experts are not chosen in a supported way, or its blocks are
+            checkpointed, so that recorded values would have no gradient.
     """
     blocks = _known_blocks(module)
     logits: list[mx.array] = []
@@ -127,8 +126,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
     blocks = _blocks(module)
     if not blocks:
         raise ValueError(
-            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a way "
-            "that is known here; known are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
+            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts with a supported way "
+            "of choosing; supported are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
             "olmoe"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):

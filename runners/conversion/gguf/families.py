@@ -1,4 +1,4 @@
-"""What GGUF calls the parts and the sizes of mlx-lm's models: one table a fact, read in both
+"""GGUF's names for the parts and sizes of mlx-lm's models: one table per fact, used in both
 directions.
 """
 
@@ -32,7 +32,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @attrs.frozen
 class Family:
-    """How a family's models stand in GGUF."""
+    """How GGUF represents a family's models."""
 
     arch: str  # GGUF's name
     model_type: str  # config.json's, of a folder made from GGUF
@@ -43,7 +43,7 @@ class Family:
     wide: int = 0
 
     def names(self, blocks: int) -> dict[str, str]:
-        """GGUF's name for each of mlx-lm's layers, in a model of so many blocks."""
+        """GGUF's name for each of mlx-lm's layers, in a model with this many blocks."""
         names = dict(_OUTSIDE)
         for block in range(blocks):
             for ours, theirs in self.parts.items():
@@ -51,7 +51,7 @@ class Family:
         return names
 
     def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
-        """Of a tensor of GGUF's name: its heads whose rotated pairs change places; 0: none do."""
+        """For a GGUF tensor, the number of heads whose rotated pairs are reordered; 0 for none."""
         part = name.split(".")[-2]
         if not self.pairs or part not in ("attn_q", "attn_k"):
             return 0
@@ -108,7 +108,7 @@ def metadata_of(
     """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its
     rotation.
 
-    Raises UserError for what llama.cpp would compute otherwise.
+    Raises UserError for models that llama.cpp would compute differently.
     """
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config = {**config, "head_dim": head}
@@ -178,12 +178,12 @@ def config_of(
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
         if kind is int and not 0 <= found < 2**31:
-            raise UserError(f"{arch}.{key}: expected a number of 31 bits, found {found}")
+            raise UserError(f"{arch}.{key}: expected a 31-bit number, found {found}")
         config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     if min(heads, config["num_key_value_heads"], config["hidden_size"]) < 1:
-        raise UserError("expected heads and a width from 1 on")
+        raise UserError("expected at least one head and a width of at least 1")
     config.setdefault("head_dim", config["hidden_size"] // heads)
     config["tie_word_embeddings"] = not has_head
     if family.wide:
@@ -247,7 +247,7 @@ def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np
 
 
 def swap_pairs(rows: Any, heads: int, *, apart: bool) -> Any:
-    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, else as
+    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, otherwise as
     neighbours.
     """
     inner = (-1, 2) if apart else (2, -1)

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, of which nothing is believed before it was checked.
+"""The header of a GGUF file, which is untrusted and fully checked.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-The `gguf` package knows the types of tensors; its own reader is slow, and reads without bounds.
+The `gguf` package defines the types of tensors; its own reader is slow, and does not check bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST = 2**31 - 1  # MLX's shapes are int32
 
 @attrs.frozen
 class Tensor:
-    """Where a tensor lies in the file."""
+    """Where a tensor is in the file."""
 
     kind: str
     shape: tuple[int, ...]  # outermost first, as in MLX; the file has it the other way round
@@ -49,7 +49,7 @@ class GGUF:
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """A value of the metadata.
 
-        Raises UserError for another type, and for none without a default.
+        Raises UserError for another type, and for a missing value without a default.
         """
         found = self.metadata.get(key, default)
         if found is default is not ...:
@@ -59,7 +59,7 @@ class GGUF:
         return found
 
     def numbers(self, key: str, count: int) -> list[float] | None:
-        """A list of so many finite numbers in the metadata; None: there is none.
+        """A list of finite numbers of this length in the metadata; None if it is missing.
 
         UserError for others.
         """
@@ -85,9 +85,9 @@ def gguf_package() -> Any:
 
 
 def read_header(file: Path) -> GGUF:
-    """The header of a GGUF file; every tensor lies in the file, and no two in one place.
+    """The header of a GGUF file; every tensor is inside the file, and tensors do not overlap.
 
-    Raises UserError for anything else.
+    Raises UserError otherwise.
     """
     gguf = gguf_package()
     try:
@@ -98,7 +98,7 @@ def read_header(file: Path) -> GGUF:
             size = os.fstat(stream.fileno()).st_size
         magic, version, tensor_count, count = reader.numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"expected GGUF of version 2 or 3, found {show(magic)} {version}")
+            raise ValueError(f"expected GGUF version 2 or 3, found {show(magic)} {version}")
         metadata = {reader.text(): reader.value(*reader.numbers("I")) for _ in range(count)}
         found = [(reader.text(), *reader.placed(gguf)) for _ in range(tensor_count)]
         step = metadata.get("general.alignment", 32)
@@ -108,16 +108,17 @@ def read_header(file: Path) -> GGUF:
         tensors: dict[str, Tensor] = {}
         for name, kind, shape, offset, length in sorted(found, key=lambda each: each[3]):
             if name in tensors or start + offset < before:
-                raise ValueError(f"the tensor {show(name)} overlaps another, or is there twice")
+                raise ValueError(f"the tensor {show(name)} overlaps another one, or occurs twice")
             before = start + offset + length
             if before > size:
                 raise ValueError(
-                    f"the tensor {show(name)} ends beyond the file; is the file cut off?"
+                    f"the tensor {show(name)} ends after the end of the file; is the file "
+                    "truncated?"
                 )
             tensors[name] = Tensor(kind, shape, start + offset, length)
         return GGUF(file, metadata, tensors)
     except (struct.error, ValueError, OSError) as error:
-        cut = "the header is cut off" if isinstance(error, struct.error) else first_line(error)
+        cut = "the header is truncated" if isinstance(error, struct.error) else first_line(error)
         raise UserError(f"cannot be read as GGUF: {cut}") from error
 
 
@@ -128,7 +129,7 @@ class _Reader:
     reads: int = 0
 
     def take(self, size: int) -> int:
-        """Steps over so many bytes and returns where they begin."""
+        """Skips this many bytes and returns where they begin."""
         if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
@@ -151,7 +152,7 @@ class _Reader:
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
-            raise ValueError(f"expected a type of GGUF's, found {kind}")
+            raise ValueError(f"expected a GGUF type, found {kind}")
         inner, count = self.numbers("IQ")
         if inner == _TEXT:
             return [self.text() for _ in range(count)]

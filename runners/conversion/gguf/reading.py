@@ -1,4 +1,5 @@
-"""`grpo convert FILE.gguf`: weights by mlx-lm's names, packed where the format is MLX's own."""
+"""`grpo convert FILE.gguf`: weights under mlx-lm's names, still packed if the format is MLX's
+own."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _GROUP = 32
 def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
-    If most numbers are packed in one of `_PACKED`, such weights stay packed, with the same numbers,
-    unless `dequantize`. All others are unpacked by the `gguf` package. Raises UserError for a file
-    that is broken or of an unknown kind.
+    If most numbers are packed in one of `_PACKED`, these weights stay packed, with the same
+    numbers, unless `dequantize`. The `gguf` package unpacks all others. Raises UserError for a
+    damaged or unsupported file.
     """
     # a shape, or a type that gguf only names
     with user_errors(str(file), UserError, ValueError, NotImplementedError, why=first_line):

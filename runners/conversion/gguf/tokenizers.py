@@ -1,5 +1,6 @@
-"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named cutting into words, or a BPE like
-SentencePiece's ("llama") with scores in place of merges. Both from and to tokenizer.json."""
+"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named pre-tokenizer, or a BPE like
+SentencePiece's ("llama") with scores instead of merges. Converted both from and to
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -66,21 +67,21 @@ _MAX_TOKEN = 256  # characters of a token that merges are sought for
 
 
 def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dict[str, Any]:
-    """GGUF's metadata of a tokenizer for a model of so many token ids.
+    """GGUF's metadata of a tokenizer for a model with this many token ids.
 
-    Raises UserError for kinds that llama.cpp does not have.
+    Raises UserError for kinds that llama.cpp does not support.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            "the tokenizer is not one of transformers' fast ones: GGUF has no form for it"
+            "the tokenizer is not a fast tokenizer of transformers: GGUF cannot represent it"
         )
     stated = json.loads(backend.to_str())
     model = stated["model"]
     added = {token["id"]: token for token in stated["added_tokens"]}
     if model["type"] != "BPE":
         raise UserError(
-            f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}"
+            f"tokenizer.json: expected a model of type BPE, found {show(model['type'])}"
         )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     bytewise = not model.get("byte_fallback")
@@ -127,7 +128,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 def write_tokenizer(header: GGUF, folder: Path) -> None:
     """tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
 
-    Raises UserError for kinds that are not known here.
+    Raises UserError for unsupported kinds.
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
@@ -143,7 +144,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     }
     beyond = [i for i in ids.values() if i >= len(tokens)]
     if beyond:
-        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
+        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is not one of {len(tokens)}")
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -211,7 +212,8 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
     names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
     if not names:
         raise UserError(
-            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
+            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a "
+            "folder instead"
         )
     return next((name for name in names if (name == _WHOLE_WORDS) == whole_words), names[0])
 
@@ -271,7 +273,7 @@ def _sentences(
     """
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))
     if scores is None:
-        raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
+        raise UserError("tokenizer.ggml.scores: expected a score for each token, found none")
     plain = {
         tokens[i]
         for i in range(len(tokens))

@@ -1,5 +1,5 @@
-"""`grpo export --gguf`: a model for llama.cpp and what builds on it, by the `gguf` package's
-writer.
+"""`grpo export --gguf`: a model for llama.cpp and programs based on it, written with the `gguf`
+package.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def write_gguf(
     name: str,
     force: bool = False,
 ) -> None:
-    """Writes a model without adapters and packed layers as one file, whole or not at all.
+    """Writes a model without adapters and packed layers as one file, atomically.
 
-    Matrices have the type `kind`, everything else is float32. Token embedding and head of a file of
-    four bits have eight, and rows that are no multiple of 32 stay in float16. Raises UserError for
-    a model that llama.cpp does not have, or computes otherwise, and if the disk refuses.
+    Matrices have the type `kind`, everything else is float32. With four bits, token embedding and
+    head have eight, and rows whose length is not a multiple of 32 stay in float16. Raises UserError
+    for a model that llama.cpp does not support or computes differently, and if writing fails.
     """
     gguf = check_gguf(kind)
     family = FAMILIES.get(str(config["model_type"]))
@@ -74,7 +74,7 @@ def write_gguf(
     inner: Any = getattr(module, "language_model", module)
     config = {**config, **(config.get("text_config") or {}), **vars(inner.args)}
     if family.arch == "llama" and "sliding_attention" in (config.get("layer_types") or ()):
-        raise UserError("layer_types: llama.cpp has no sliding windows for a llama, found some")
+        raise UserError("layer_types: llama.cpp supports no sliding windows for llama, found some")
     sizes, factors = metadata_of(family, config)
     leaves = _leaves(module, family, config, kind, tied="lm_head" not in inner)
     leaves += [_Leaf(name, "F32", array) for name, array in factors.items()]
@@ -103,7 +103,7 @@ def write_gguf(
         for leaf in leaves:
             data = leaf.data()
             if leaf.kind == "F16" and np.abs(data).max(initial=0) > np.finfo(np.float16).max:
-                raise UserError(f"{leaf.name}: beyond float16's range; --type bf16 or f32 has it")
+                raise UserError(f"{leaf.name}: beyond float16's range; use --type bf16 or f32")
             writer.write_tensor_data(
                 gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind])
             )

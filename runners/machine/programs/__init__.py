@@ -1,1 +1,1 @@
-"""Compiles, before they are needed, the programs that MLX would compile during a run."""
+"""Compiles the programs that MLX would compile during a run, before they are needed."""

@@ -37,12 +37,12 @@ _CODE = (
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
-    """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the
-    user stays.
+    """Sets the folder in the user's cache where MLX keeps its compiled programs; keeps a setting of
+    the user.
 
-    Each version and each GPU has its own, because home folders may be shared, and so has each
-    process that is running: MLX writes programs in place, and a second run or rank would read half
-    of one and compute with it. The folder begins with the programs of the others.
+    Each version, each GPU and each running process has its own folder: home folders may be shared,
+        and MLX writes programs in place, so a second process could read an incomplete one. The
+        folder starts with the programs of the others.
     """
     wish = os.environ.get(_VARIABLE)
     # else inherited from the parent process
@@ -83,11 +83,11 @@ def _is_whole(code: Path) -> bool:
 
 
 def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
-    """Starts to compile the programs of a run, before anything of it is read; only on CUDA.
+    """Starts to compile the programs of a run before anything else is read; only on CUDA.
 
-    A model whose dtype is not known yet is taken to be bfloat16: MLX compiles the others when it
-    needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory`
-    (bytes). They end with this process, or with the compilation.
+    A model with an unknown dtype is assumed to be bfloat16: MLX compiles other programs when it
+        needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory`
+        (bytes). They end with this process, or when the compilation is finished.
     """
     from grpo_fn.backends import cuda_programs, enabled
 
@@ -104,12 +104,10 @@ def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Comp
 
 
 class Compilation:
-    """Programs that are being compiled into `folder`, until `stop`, or until nobody needs this any
-    more.
-    """
+    """Compiles programs into `folder` until `stop`, or until nothing needs this object any more."""
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
-        """Starts at most so many processes, for those of `names` that are not in the folder."""
+        """Starts at most this many processes, for the `names` that are not in the folder."""
         self.folder = folder
         self.names = [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
@@ -127,9 +125,7 @@ class Compilation:
             )
 
     def wait(self) -> None:
-        """Waits until the programs are in the folder; MLX compiles missing ones when it
-        needs them.
-        """
+        """Waits until the programs are in the folder; MLX compiles missing ones when it needs them."""
         for part, process in self._running.items():
             with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
                 if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:

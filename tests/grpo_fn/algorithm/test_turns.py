@@ -108,7 +108,7 @@ def test_states_that_nobody_shares_add_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(baseline="turn"), "needs states_pgs"),
+        (dict(baseline="turn"), "requires states_pgs"),
         (dict(baseline="turn", scale="batch", states_pgs=mx.zeros((1, 2, 3))), "'group' or 'none'"),
         (dict(baseline="turn", states_pgs=mx.zeros((1, 2, 2))), r"states_pgs has shape \(1, 2, 2\)"),
         (dict(discount=1.5), "discount = 1.5: expected 0 <= discount <= 1"),

@@ -179,7 +179,7 @@ def test_bad_replies_are_refused():
         def collect(self, least):
             return {}
 
-    with pytest.raises(ValueError, match="replies came of rows"):
+    with pytest.raises(ValueError, match="replies arrived for rows"):
         roll(policy, eos_ids=ENDS, limit=30, replies=Silent(lambda row, t: None))
 
 

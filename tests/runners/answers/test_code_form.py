@@ -94,8 +94,8 @@ def test_programs_that_can_forge_their_tests_are_counted():
     forged = RIGHT.replace("return", "import builtins, sys; sys._getframe(); return")
     assert FORM.doubts([RIGHT, HALF]) == []
     assert FORM.doubts([RIGHT, forged, forged]) == [
-        "2 of 3 completions contain _getframe, builtins, with which a program can pass tests that it does "
-        "not solve: look at those that are right"
+        "2 of 3 completions contain _getframe, builtins, with which a program can pass tests without "
+        "solving them: check the completions that count as right"
     ]
     other: Any = answer_form("boxed")
     assert other.doubts([forged]) == []

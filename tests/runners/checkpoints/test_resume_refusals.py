@@ -74,12 +74,12 @@ def link(file):
 
 
 DAMAGE = {
-    "a turned bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: its content is not what"),
+    "a turned bit": (lambda f: flip(f / "model.safetensors"), "model.safetensors: its content has changed"),
     "a missing file": (lambda f: (f / "tokenizer.json").unlink(), 'expected a file "tokenizer.json" in'),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: cannot be read as JSON"),
     "half a manifest": (lambda f: cut(f / MANIFEST), "manifest.json: cannot be read as JSON"),
     "a linked file": (lambda f: link(f / "model.safetensors"), 'a file "model.safetensors" in .* a link'),
-    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "its table of files is damaged"),
+    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "its list of files is damaged"),
     "a parent": (lambda f: name_more(f, "../training_log.jsonl"), "found none or a link"),
     "a path": (lambda f: name_more(f, str(f.parent / "training_log.jsonl")), "found none or a link"),
 }
@@ -108,7 +108,10 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
         # No damage: going on from the checkpoint before would lose this one.
-        ({"version": 5}, r"trainer_state\.json: expected version 6, found 5: another grpo_fn saved it"),
+        (
+            {"version": 5},
+            r"trainer_state\.json: expected version 6, found 5: it was saved by another version",
+        ),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": {**whole["loop"], "update": "three"}}, 'loop: update: expected an integer, found "three"'),
         ({"loop": {**whole["loop"], "bad_updates": -1}}, "bad_updates: expected an integer: 0 <= x"),
@@ -175,7 +178,7 @@ def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
     assert not notes.lines  # the error says it all
     result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
     assert result.updates == 3 and not same_bits(result.state, finished.state)
-    with pytest.raises(UserError, match="is of another model, or of another"):
+    with pytest.raises(UserError, match="belongs to another model, or to another"):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 

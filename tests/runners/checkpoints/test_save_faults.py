@@ -151,7 +151,7 @@ def test_a_run_whose_folder_is_renamed_saves_nothing_where_it_was(tmp_path, take
                 if taken:
                     shutil.copytree(moved, folder)
 
-    notes, line = Renamer(), "expected the folder in which this run began, found"
+    notes, line = Renamer(), "expected the folder in which this run started, found"
     with pytest.raises(UserError, match=line):
         run_training(config, report=notes)
     assert any(line in note and "goes on" in note for note in notes.lines)

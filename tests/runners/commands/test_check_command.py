@@ -44,12 +44,15 @@ def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
     text = "\n".join(warnings)
     assert "\nwarning: constant gave 0.25 to every answer, good or bad" in text
     assert "silent gave no reward to any answer" in text
-    assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
-    assert "the gold answer's total reward is not above: gold without form, form without answer" in text
+    assert 'reward "broken" failed' in text and "RuntimeError: oh (reference answer)" in text
+    assert (
+        "the reference answer's total reward is not above that of: answer without form, form without answer"
+        in text
+    )
     assert "likes_nothing gave" not in text
     free = grpo("check", "t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
-    assert "  gold answer  wrong answer  empty\n" in free and "silent gave no reward" in free
-    assert "constant gave" not in free and "the gold answer" not in free
+    assert "  reference answer  wrong answer  empty\n" in free and "silent gave no reward" in free
+    assert "constant gave" not in free and "the reference answer" not in free
 
 
 def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_path):
@@ -164,7 +167,7 @@ class Picky(Guess):
     ("name", "line"),
     [
         ("Raises", "the environment: reset: RuntimeError: no server at localhost:1"),
-        ("Picky", "its signature is reset(city), and it is called with the data's columns question, answer"),
+        ("Picky", "its signature is reset(city), but it is called with the data's columns question, answer"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_a_line(tmp_path, name, line):

@@ -68,7 +68,7 @@ def test_calibrated_weights_are_nearer_and_open_as_any_others(source, tmp_path):
     assert len({file.stat().st_size for file in files}) == 1
     for more in ([], ["--mode", "mxfp4"]):
         refused = convert("model", "other", *more, "--calibrate", "prompts.txt", code=2)
-        assert "--calibrate goes with --bits or --recipe" in refused.stderr
+        assert "--calibrate requires --bits or --recipe" in refused.stderr
 
 
 def test_without_options_the_weights_stay(source, tmp_path):
@@ -91,7 +91,7 @@ def test_own_code_runs_only_when_trusted_and_is_copied(source, tmp_path):
     (source / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     code = "from mlx_lm.models.llama import Model, ModelArgs\n"
     for text, options, message in (
-        (code, (), "brings its own model code"),
+        (code, (), "contains its own model code"),
         (f"{code}1 / 0\n", ("--trust-remote-code",), "division by zero"),
     ):
         (source / "own.py").write_text(text)
@@ -106,7 +106,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     """Refused, untouched; with --force the new one stands there whole."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    assert "out: this exists; --force replaces it" in convert("model", "out", code=2).stderr
+    assert "out: this already exists; --force replaces it" in convert("model", "out", code=2).stderr
     assert (tmp_path / "out" / "precious").read_text() == "x"
     broken = convert("model", "out", "--force", "--recipe", "mixed_2_6", "--group-size", "128", code=2)
     assert "nothing was quantized" in broken.stderr
@@ -120,10 +120,13 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     ("arguments", "message"),
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
-        (["model", "model", "--force"], "lies there; expected another folder"),
+        (["model", "model", "--force"], "is in that folder; expected another folder"),
         (["model", "out", "--group-size", "32"], "nothing would be quantized"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
-        (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
+        (
+            ["model", "out", "--recipe", "mixed_2_6", "--bits", "4"],
+            "--recipe determines the bits",
+        ),
         (["model", "out", "--step", "3"], "model: no step 3; found none"),
         (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "p.txt: cannot be read as text"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),

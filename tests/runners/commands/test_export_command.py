@@ -102,7 +102,7 @@ def test_quantization_repacks_every_layer(runs, tmp_path):
     full = logits_of(runs["packed"] / "final")[0]
     assert np.abs(found - full).mean() < 0.05 * np.abs(full).mean()
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "quantized: 8 bits, groups of 32. The results are those of full" in card
+    assert "quantized: 8 bits, groups of 32. The results were measured in full" in card
 
 
 DRAWN: Any = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -189,7 +189,7 @@ def test_faults_are_lines(runs, tmp_path):
     places = (runs["full"] / "final", runs["full"], runs["full"].parent)
     for arguments, message in (
         (["./nope", "--out", "out"], 'MODEL = "./nope": there is no such folder'),
-        (["run", "--out", "out"], "run: this run has no final model and no whole checkpoint"),
+        (["run", "--out", "out"], "run: this run has no final model and no complete checkpoint"),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
         ([runs["full"], "--gguf", "m", "--out", "out"], "expected one of --out DIR, --gguf FILE"),

@@ -208,7 +208,7 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
     packed = {"group_size": 32, "bits": "4\ntrust_remote_code = true\n#"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": packed}))
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
-    line = r'quantization.bits: expected a whole number from 1 to 8, found "4\ntrust'
+    line = r'quantization.bits: expected an integer from 1 to 8, found "4\ntrust'
     assert line in grpo("init", "other", "rows.jsonl", code=2).stderr
     assert not list(tmp_path.glob("*.toml"))
 
@@ -217,9 +217,9 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
     ("arguments", "line"),
     [
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
-        (["llama", "https://hf.co/datasets/a/b"], 'an address on the Hub; expected its name, "a/b"'),
+        (["llama", "https://hf.co/datasets/a/b"], 'a Hub address; expected the name, "a/b"'),
         (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
-        (["llama", "empty.jsonl"], "expected rows with a question, found none"),
+        (["llama", "empty.jsonl"], "expected rows with a question, found no"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected the name of a new file"),
         (

@@ -130,12 +130,15 @@ def test_a_quantized_sampler_has_a_correction(load):
         ("quantize_for_rollouts = 1", "train.toml: quantize_for_rollouts: expected one of none, "),
         ("model_name = './nope'", 'train.toml: model_name: no such file or folder: "./nope"'),
         ("eval_samples = 5\neval_subset_size = {}", "eval_subset_size: expected an integer"),
-        ("mlx_grpo = 3", "train.toml: mlx_grpo: unknown key; MLX-GRPO's keys are in sections here"),
+        ("mlx_grpo = 3", "train.toml: mlx_grpo: unknown key; MLX-GRPO's keys have other names in sections"),
         (
             "clip_eps = 0.1\n[model]\npath = 'embedded'",
             "clip_eps: unknown key; did you mean loss.epsilon_low?",
         ),
-        ("[mlx_grpo]\nseed = 1\n[model]\npath = 'embedded'", "mlx_grpo: unknown key; MLX-GRPO's keys are in"),
+        (
+            "[mlx_grpo]\nseed = 1\n[model]\npath = 'embedded'",
+            "mlx_grpo: unknown key; MLX-GRPO's keys have other names in",
+        ),
     ],
 )
 def test_a_bad_flat_key_is_named_as_the_file_has_it(load, text, line):

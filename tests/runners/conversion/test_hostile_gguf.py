@@ -40,9 +40,9 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
         {"metadata": {"x": struct.pack("<IIQ", 9, 9, 1) * 1000}}, "array of numbers or texts"
     ),
     "cut off": ({"size": 700}, "cut off"),
-    "lacking weights": ({"size": 6000}, "beyond the file"),
+    "lacking weights": ({"size": 6000}, "after the end of the file"),
     "overlapping": ({"offsets": {"blk.0.ffn_up.weight": 0}}, "overlaps another"),
-    "10⁹ rows": (tensors(token_embd=(32, 10**9)), "beyond the file"),
+    "10⁹ rows": (tensors(token_embd=(32, 10**9)), "after the end of the file"),
     "wrapping sizes": (tensors(token_embd=(2**31, 2**31, 4, 4)), "expected a shape"),
     "10⁹ blocks": (llama("llama.block_count", 10**9), "block_count"),
     "10⁹ wide": (llama("llama.feed_forward_length", 10**9), "ffn_down|up_proj|gate_proj|shape"),
@@ -57,12 +57,12 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "a missing tensor": (
         {"tensors": {name: TENSORS[name] for name in TENSORS if "ffn_up" not in name}}, "ffn_up|up_proj"
     ),
-    "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "the token 7 is none of 4"),
+    "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "the token 7 is not one of 4"),
     "a text for a number": (llama("llama.context_length", "long"), "context_length: expected int"),
     "merges of one part": (llama("tokenizer.ggml.merges", ["ab"]), "two parts"),
     "a number for types": (llama("tokenizer.ggml.token_type", 3), "token_type: expected 4 finite numbers"),
     "texts for types": (llama("tokenizer.ggml.token_type", ["a"] * 4), "token_type: expected 4 finite"),
-    "2³¹ heads": (llama("llama.attention.head_count", struct.pack("<IQ", 10, 2**31)), "a number of 31 bits"),
+    "2³¹ heads": (llama("llama.attention.head_count", struct.pack("<IQ", 10, 2**31)), "a 31-bit number"),
     "another cutting": (llama("tokenizer.ggml.pre", "../x"), "tokenizer.ggml.pre: expected"),
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
     assert [example.text for example in train] == [prompts[n].text for n in (2, 3)]
     assert [example.number for example in train] == [0, 1]
     assert known.first_n.tolist() == [0.5, 0.25]
-    assert "3 of 5 training prompts are left out" in notices[0]
+    assert "3 of 5 training prompts are skipped" in notices[0]
     assert known.weight_n.tolist() == [8, 8]
     train, known, notices = with_difficulty(prompts, attrs.evolve(config, curriculum="adaptive"))
     assert (len(train), notices) == (5, [])

@@ -102,7 +102,7 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     assert train == ROWS
     assert list(train.faults) == [f"{tmp_path / 'train-00000-of-00002.jsonl'}, line 11"]
     jsonl(tmp_path / "train.jsonl", ROWS)
-    assert f'expected "train" whole and once in {tmp_path}, found' in refused(tmp_path)
+    assert f'expected "train" complete and once in {tmp_path}, found' in refused(tmp_path)
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
     assert refused(tmp_path).endswith("found train-00000-of-00002.jsonl, train.jsonl")
     (tmp_path / "train.jsonl").unlink()
@@ -168,8 +168,12 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     ("name", "content", "expected"),
     [
         ("rows.jsonl", b"", "has no usable row"),
-        ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected two usable rows at least"),
-        ("rows.jsonl", b'{"question": "", "answer": 1}\n{\n{', "no usable row; its data: 3 bad rows left"),
+        ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected at least two usable rows"),
+        (
+            "rows.jsonl",
+            b'{"question": "", "answer": 1}\n{\n{',
+            "no usable row; its data: 3 invalid rows skipped",
+        ),
         ("rows.jsonl", b'{"question": "a"}\n{"question": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
         ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),
         ("rows.parquet", b"PAR1 no", "is not a usable Parquet file"),
@@ -214,7 +218,9 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = datasets.Dataset.from_list([ROWS[0], {**ROWS[1], "question": None}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, **__: {"train": bad}[split])
     message = refused("a/b", on_bad_row="skip")
-    assert message.startswith('data.source is "a/b", data.eval_split "test", which the Hub did not give: Key')
+    assert message.startswith(
+        'data.source is "a/b", data.eval_split "test", which could not be downloaded: Key'
+    )
     assert refused("a/b").startswith("a/b (train), row 2: no question")
 
 
@@ -249,7 +255,9 @@ def test_data_without_answers(tmp_path):
     """With `data.answer = ""`, or without the usual column, rows need none; another name is missed."""
     rows = [{"question": f"Go {n} steps.", "level": n} for n in range(20)]
     source = jsonl(tmp_path / "maze.jsonl", rows)
-    assert refused(source, answer="x").endswith('; data.answer = "" if your own rewards measure')
+    assert refused(source, answer="x").endswith(
+        '; set data.answer = "" if only your own rewards score completions'
+    )
     assert load(source) == load(source, answer="")
     train, held_out = load(source, answer="")
     assert len(train) + len(held_out) == 20

@@ -87,14 +87,15 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     found, notices = reader.of_rows(examples, loaded, "train")
     assert len(found) == 1
     assert notices == [
-        "train data: 1 of 3 rows left out: no gold completion",
-        "train data: 1 of 3 rows left out: gold completions longer than rollout.max_new_tokens = 40 tokens",
+        "train data: 1 of 3 rows left out: no reference completion",
+        "train data: 1 of 3 rows left out: "
+        "reference completions longer than rollout.max_new_tokens = 40 tokens",
     ]
     reader, examples, _, loaded = read(tmp_path, model, rows, data={"completion": "text"})
-    with pytest.raises(UserError, match=r"line 3: no gold completion in text \(data.on_bad_row"):
+    with pytest.raises(UserError, match=r"line 3: no reference completion in text \(data.on_bad_row"):
         reader.of_rows(examples, loaded, "train")
     reader, examples, _, loaded = read(tmp_path, model, rows[:2], rollout={"max_new_tokens": 1})
-    with pytest.raises(UserError, match=r"is 1, but the shortest of 2 gold completions .* has 2"):
+    with pytest.raises(UserError, match=r"is 1, but the shortest of 2 reference completions .* has 2"):
         reader.of_rows(examples, loaded, "train")
 
 
@@ -122,7 +123,7 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
 def test_messages_that_the_assistant_ends_name_the_key_that_reads_them(tmp_path, model):
     """The line of a row names `data.completion`; with that key of another column it does as well."""
     for data in ({"prompt": "chat"}, {"prompt": "chat", "completion": "text"}):
-        with pytest.raises(UserError, match=r'data\.completion = "chat" takes that turn'):
+        with pytest.raises(UserError, match=r'data\.completion = "chat" uses that turn'):
             read(tmp_path, model, [{"chat": [ASKED, TURN], "text": "x", "answer": "12"}], data=data)
     with pytest.raises(UserError) as caught:
         read(tmp_path, model, [{"chat": [], "answer": "12"}], data={"prompt": "chat"})

@@ -94,7 +94,7 @@ def test_templates_without_a_system_role(template: str) -> None:
     assert text == "<s><|user|>user: Be brief.\n\n1+1?<|end|><|bot|>"
     assert render(tokenizer(template), MESSAGES[1:])[0] == "<s><|user|>user: 1+1?<|end|><|bot|>"
     for others in ((), ({"role": "assistant", "content": "Hi"}, MESSAGES[1]), (MESSAGES[1], MESSAGES[0])):
-        with pytest.raises(UserError, match=r"no system role|leaves out a system message"):
+        with pytest.raises(UserError, match=r"no system role|drops the system message"):
             render(tokenizer(template), (MESSAGES[0], *others))
 
 
@@ -163,14 +163,14 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
     fault = f"{path}, line 4: the tokenizer's chat template fails: TemplateError: roles must alternate"
     with pytest.raises(UserError, match="roles must alternate") as caught:
         build_examples(load_rows(config)[0], config, tokenizer(ALTERNATING))
-    assert str(caught.value) == f'{fault} (data.on_bad_row = "skip" would leave it out)'
+    assert str(caught.value) == f'{fault} (data.on_bad_row = "skip" skips such rows)'
     config = attrs.evolve(config, on_bad_row="skip")
     found, _ = load_rows(config)
     examples, too_long = build_examples(found, config, tokenizer(ALTERNATING))
     assert [example.number for example in examples] == [0, 1, 2, 4, 5, 6, 7] and too_long == 0
-    assert found.notices("train", 0, 9) == [f"train data: 1 bad rows left out (the first: {fault})"]
+    assert found.notices("train", 0, 9) == [f"train data: 1 invalid rows skipped (the first: {fault})"]
     refuses = tokenizer("{{ raise_exception('never') }}")
-    with pytest.raises(UserError, match=r"all 8 rows are refused, such as .*never"):
+    with pytest.raises(UserError, match=r"all 8 rows are invalid; the first: .*never"):
         build_examples(found, config, refuses)
 
 

@@ -42,8 +42,8 @@ def test_rows_are_made_left_out_and_counted(folder):
     assert train[0] == {"question": "What is 1 + 1?", "answer": 2, "n": 1}
     assert (train.dropped, len(train.faults)) == (4, 2)
     assert train.notices("train", 0, 512) == [
-        "train data: 4 rows left out by data.transform",
-        f"train data: 2 bad rows left out (the first: {next(iter(train.faults.values()))})",
+        "train data: 4 rows skipped by data.transform",
+        f"train data: 2 invalid rows skipped (the first: {next(iter(train.faults.values()))})",
     ]
     assert len(load_split(config, "test", folders=[folder])) == 6
 
@@ -54,7 +54,7 @@ def test_rows_are_made_left_out_and_counted(folder):
         ("return row['five']", "rows.jsonl, line 1: data.transform failed: line 2: KeyError: 'five'"),
         ("return 'seven'", "rows.jsonl, line 1: data.transform: expected a row"),
         ("raise SystemExit(0)", "rows.jsonl, line 1: data.transform failed: line 2: SystemExit: 0"),
-        ("return None", r"no usable row; its data: 12 rows left out by data.transform"),
+        ("return None", r"no usable row; its data: 12 rows skipped by data.transform"),
     ],
 )
 def test_a_fault_has_the_rows_place_and_the_functions_line(folder, code, fault):

@@ -218,7 +218,7 @@ def test_a_group_has_the_prompt_that_its_rows_share():
         assert found.completions()[row] == rest + alone.completions()[0]
         assert found.sampled()[row] == [False] * len(rest) + alone.sampled()[0]
         assert found.logp_bt[row, : len(rest)].tolist() == [0.0] * len(rest)
-    with pytest.raises(UserError, match="no first token in common"):
+    with pytest.raises(UserError, match="no common first token"):
         converse(engine_of(policy), [own[0], own[2]], SAMPLING, Answers())
 
 
@@ -230,6 +230,6 @@ def test_a_reply_of_a_wrong_row_or_too_few_are_refused(replied, line):
     policy, _ = usual()
     engine, replies = engine_of(policy), Answers()
     replies.collect = lambda least: replied
-    with pytest.raises(ValueError, match=f"replies came {line}.* of the rows"):
+    with pytest.raises(ValueError, match=f"replies arrived {line}.* of the rows"):
         converse(engine, requests(), SAMPLING, replies)
     assert_free(engine)

@@ -28,7 +28,7 @@ def engine_of(policy, version=0, rows=0, **options):
 
 
 def requests(prompts=RAGGED, sampling=SAMPLING):
-    """A request for G completions of each prompt."""
+    """A request for G completions per prompt."""
     seeds = seeds_of(KEY, range(len(prompts)), sampling)
     return [Request(prompt=tuple(prompt), seeds=seeds[p]) for p, prompt in enumerate(prompts)]
 

@@ -473,7 +473,7 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     [
         ({"factory": "shop.py:Shops"}, "did you mean Shop?"),
         ({"factory": "shop.py:NoReset"}, "has no method reset"),
-        ({"factory": "shop.py:SHOPS"}, "expected one class, whose reset(**row) can choose by a"),
+        ({"factory": "shop.py:SHOPS"}, "expected one class; its reset(**row) can choose by a"),
         ({"factory": "shop.py:Untyped"}, "expected type hints"),
         ({"factory": "shop.py:Needs"}, "no server at localhost:1"),
         ({"factory": "", "tools": ("shop.py:nothing",)}, "has no nothing"),

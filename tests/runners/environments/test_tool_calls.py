@@ -86,4 +86,4 @@ def test_no_more_calls_than_a_bound():
 def test_what_json_cannot_hold_is_no_argument(value):
     """Literals of Python that a parser reads, and that no log could take."""
     _, (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>")
-    assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are no JSON object")
+    assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are not a JSON object")

@@ -19,7 +19,7 @@ PROSE = ["The answer is 18 dollars."] * 9
     ("form", "texts", "cut", "line"),
     [
         ("xml", [*PROSE, RIGHT], 0, r'9 of 10 .* lack <answer>…</answer>, .*10 fit .*"last_number", 10 of'),
-        ("boxed", ["no"] * 10, 0, r"10 of 10 .* lack \\boxed{…}, .*data.system_prompt and data.nudge"),
+        ("boxed", ["no"] * 10, 0, r"10 of 10 .* lack \\boxed{…}, .*data.system_prompt or data.nudge"),
         ("xml", [*PROSE, "x"], 9, r"9 of 10 .* cut off at 64 tokens; .* up to 5: .*max_new_tokens, .* 128"),
         ("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None),
         ("xml", [], 0, None),

@@ -134,7 +134,7 @@ def killed(folder, content):
 @pytest.mark.parametrize("name", [".", "..", "a/..", "/"])
 def test_a_folder_that_cannot_be_renamed_is_refused_before_the_work(name):
     """Also with --force: the system would refuse it only after the work."""
-    with pytest.raises(UserError, match="this folder cannot be replaced; expected the name of a new one"):
+    with pytest.raises(UserError, match="this folder cannot be replaced; expected the name of a new folder"):
         durable.check_target(Path(name), True)
 
 
@@ -150,7 +150,7 @@ def test_what_was_moved_aside_comes_back(tmp_path):
     durable.sweep(tmp_path)
     assert made(stage / "old") == "old"
     (tmp_path / "target").rmdir()
-    with pytest.raises(UserError, match="target: this exists; --force replaces it"):
+    with pytest.raises(UserError, match="target: this already exists; --force replaces it"):
         durable.check_target(tmp_path / "target", False)
     assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
 

@@ -73,7 +73,7 @@ def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
 
 
 NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"
-NO_DATA = "which the Hub did not give"
+NO_DATA = "which could not be downloaded"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path, picture):
     (inner / "link.png").symlink_to(picture)
     (inner / "circle.png").symlink_to(inner / "circle.png")
     for value in ("../pics/a.png", str(picture), "link.png", "~/a.png"):
-        assert f"leads out of {inner}, where nothing is read" in image_fault(value, inner)
+        assert f"leads out of {inner}, but images are only read inside" in image_fault(value, inner)
     assert "names" in image_fault("circle.png", inner)
     (tmp_path / "way").symlink_to(tmp_path / "pics")
     assert image_files("a.png", tmp_path / "way")
@@ -173,7 +173,7 @@ def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     without_mlx_vlm(monkeypatch)
     result = grpo("check", write_vision_run(tmp_path), code=2)
     assert result.output.count("\n") == 1
-    assert "prompts with images need mlx-vlm: pip install -e '.[vlm]'" in result.output
+    assert "prompts with images require mlx-vlm: pip install -e '.[vlm]'" in result.output
 
 
 def test_several_ranks_are_refused(tmp_path):
@@ -183,5 +183,7 @@ def test_several_ranks_are_refused(tmp_path):
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")
     config = load_config(str(write_vision_run(tmp_path)))
-    with pytest.raises(UserError, match=r"data\.image: prompts with images are trained on one rank, found 2"):
+    with pytest.raises(
+        UserError, match=r"data\.image: prompts with images can be trained only on one rank, found 2"
+    ):
         SetUp(config.check(), Platform("cpu"), ranks=two).build()

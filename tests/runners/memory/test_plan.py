@@ -224,7 +224,7 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
         outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
         rows = outlook.rollout.max_batch
         assert rows % 4 == 0 and least <= rows <= most
-        assert notices == (f"decoding: memory holds {rows} of 256 rows together",)
+        assert notices == (f"decoding: memory is enough for {rows} of 256 rows at a time",)
     own = checked.having("rollout", max_batch=100)
     assert plan.memory_outlook(own, CPU, sizes, 30)[0].rollout.max_batch == 100
 

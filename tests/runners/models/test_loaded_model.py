@@ -99,7 +99,7 @@ def test_unknown_adapter_keys_are_refused(llama):
     module = load_module(llama, False)[0]
     module.vision = [nn.Linear(2, 2)]  # no layer of the language model
     module.vision[0].inner = nn.Linear(2, 2)
-    with pytest.raises(UserError, match='"inner" is no linear or embedding layer'):
+    with pytest.raises(UserError, match='"inner" is not a linear or embedding layer'):
         new_adapters(module, "lora", LoraConfig(keys=("inner",)), 0)
     new_adapters(module, "lora", LoraConfig(keys=("vision.0.inner",)), 0)
     assert len(named_leaves(module.trainable_parameters())) == 2
@@ -175,13 +175,16 @@ DAMAGE = [
     (containing("tokenizer.json", '{"version": "1.0"}'), "the tokenizer cannot be loaded"),
     (containing("model.safetensors", ""), "cannot be read as safetensors"),
     (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
-    (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing, the first is model-00"),
-    (cut_off, "model.safetensors: .*is the file cut off"),
+    (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing; the first is model-00"),
+    (cut_off, "model.safetensors: .*is the file truncated"),
     *(
         (also_as(name), rf"expected each tensor once, found .* in {files}; move")
         for name, files in TWICE.items()
     ),
-    *((holding(x), f"the weight {WEIGHT} holds NaN or infinity") for x in map(float, ("nan", "inf", "-inf"))),
+    *(
+        (holding(x), f"the weight {WEIGHT} contains NaN or infinity")
+        for x in map(float, ("nan", "inf", "-inf"))
+    ),
     *(
         (stating(f"{kind}.json", eos_token_id=x), f"{kind}.json: eos_token_id: expected token ids, found ")
         for kind in ("config", "generation_config")
@@ -204,7 +207,7 @@ def test_a_packed_model_is_not_tuned_in_full(tmp_path):
     """The message says how to unpack it, and that works."""
     path = make_model_folder(tmp_path / "packed", quantize=QUANTIZED)
     command = rf"`grpo convert {path} --out NEW --dequantize`"
-    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model unpacked by {command}$'):
+    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model dequantized by {command}$'):
         load(path)
     grpo("convert", path, "--out", tmp_path / "new", "--dequantize")
     assert load(tmp_path / "new").num_trainable > 0
@@ -243,7 +246,7 @@ def test_a_weight_is_finite_or_refused(dtype):
             if mx.all(mx.isfinite(leaf)).item():
                 check_finite({"a": leaf, "b": -mx.abs(leaf), "c": mx.zeros((0, 2), dtype)}, Path("model"))
                 continue
-            with pytest.raises(UserError, match="model: the weight a holds NaN or infinity"):
+            with pytest.raises(UserError, match="model: the weight a contains NaN or infinity"):
                 check_finite({"a": leaf.T}, Path("model"))
 
 
@@ -254,9 +257,11 @@ def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
     def of(vocab_size):
         return make_model_folder(tmp_path / str(vocab_size), vocab_size=vocab_size, tokenizer_size=320)
 
-    with pytest.raises(UserError, match="token id 315, the model's embedding only 312 rows"):
+    with pytest.raises(UserError, match="token id 315, but the model's embedding has only 312 rows"):
         load(of(312))
-    assert load(of(316)).notices == ("4 added tokens lie beyond the model's embedding and cannot be used",)
+    assert load(of(316)).notices == (
+        "4 added tokens are outside of the model's embedding and cannot be used",
+    )
     assert load(of(384)).notices == ()
 
 

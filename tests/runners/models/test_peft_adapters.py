@@ -100,13 +100,13 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({"fan_in_fan_out": True, "lora_bias": True}, {}, "fan_in_fan_out: expected none"),
         ({"alpha_pattern": {r"([a-z._]+\d?)+!": 2}}, {}, "alpha_pattern: expected regular expressions that"),
         ({"alpha_pattern": {"q_proj(": 2}}, {}, r"alpha_pattern: expected .*, found \[.q_proj\("),
-        ({"use_dora": True}, DORA, "model.embed_tokens: mlx-lm's DoRA of an embedding is not PEFT's"),
+        ({"use_dora": True}, DORA, "model.embed_tokens: mlx-lm's DoRA of an embedding differs from PEFT's"),
         ({"alpha_pattern": {"q": "2"}}, {}, "alpha_pattern: expected a JSON object of numbers"),
-        ({}, {"../../x": array(2, 2)}, "is no part of a LoRA"),
-        ({}, {B: array(4, 2)}, "expected lora_A and lora_B of one rank"),
-        ({}, {A: array(3, 6)}, "expected lora_A and lora_B of one rank"),
-        ({}, {A: array(2, 6, 1)}, "is no part of a LoRA"),
-        ({}, {A: mx.zeros((0, 6)), B: mx.zeros((4, 0))}, "a rank from 1 on, found 0"),
+        ({}, {"../../x": array(2, 2)}, "is not part of a LoRA"),
+        ({}, {B: array(4, 2)}, "expected lora_A and lora_B of the same rank"),
+        ({}, {A: array(3, 6)}, "expected lora_A and lora_B of the same rank"),
+        ({}, {A: array(2, 6, 1)}, "is not part of a LoRA"),
+        ({}, {A: mx.zeros((0, 6)), B: mx.zeros((4, 0))}, "a rank of at least 1, found 0"),
         ({}, None, "found none"),
     ],
 )
@@ -195,9 +195,9 @@ def test_embedding_and_head_are_read_with_the_weights_under_them(tmp_path, tie, 
 @pytest.mark.parametrize(
     ("tie", "tensors", "message"),
     [
-        (True, over_embedding, "its head is its token embedding, and they change the two separately"),
-        (True, over_head, "its head is its token embedding, and they change the two separately"),
-        (False, moved, "lm_head has other weights than the adapters' base_layer"),
+        (True, over_embedding, "its head is its token embedding, but the adapters change the two separately"),
+        (True, over_head, "its head is its token embedding, but the adapters change the two separately"),
+        (False, moved, "lm_head has weights that differ from the adapters' base_layer"),
     ],
 )
 def test_adapters_of_another_function_are_a_line(tmp_path, tie, tensors, message):

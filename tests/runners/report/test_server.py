@@ -177,4 +177,4 @@ def test_the_command_refuses_a_folder_without_a_run(tmp_path):
     """Before it listens; the runs in it are named."""
     make_run(tmp_path / "one")
     done = grpo("watch", tmp_path, code=2)
-    assert "it holds the runs one" in done.output
+    assert "it contains the runs one" in done.output

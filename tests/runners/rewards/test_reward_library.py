@@ -34,7 +34,7 @@ def tagged(answer):
     ],
 )
 def test_mathematics_is_compared_as_mathematics(gold, text, value):
-    """Fractions, LaTeX, expressions, sets; None where the gold answer is none."""
+    """Fractions, LaTeX, expressions, sets; None where the reference answer is none."""
     assert math_verify_reward(completions(text), [gold]) == [value]
 
 
@@ -56,5 +56,5 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
     """The line says what to install."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
     # A config's rewards are resolved before its model is loaded.
-    with pytest.raises(UserError, match=r"needs math-verify: .*pip install -e '\.\[math\]' in a clone"):
+    with pytest.raises(UserError, match=r"requires math-verify: .*pip install -e '\.\[math\]' in a clone"):
         resolve_rewards(["runners.rewards.library:math_verify_reward"])

@@ -52,7 +52,7 @@ def test_arguments_by_name() -> None:
     assert seen["ids"] == ([[1], [2], [3]], 1)
 
 
-BEYOND = "returned a number beyond 1e+15, whose square float32 cannot hold, at completion 0"
+BEYOND = "returned a number beyond 1e+15, whose square exceeds float32, at completion 0"
 
 
 @pytest.mark.parametrize(

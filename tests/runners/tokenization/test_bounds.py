@@ -48,7 +48,7 @@ LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 DOUBLE = (
     "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 )
-LIMITS = r"its tokenizer or chat template takes more than [\d.]+ s or \d+ MB for a short text"
+LIMITS = r"its tokenizer or chat template needs more than [\d.]+ s or \d+ MB for a short text"
 TEMPLATES = {
     "a product": ("{{ 'x' * 10**9 }}", 10.0),
     "doubling": (DOUBLE, 10.0),
@@ -74,7 +74,7 @@ def test_tokenizers_without_end(folder):
     (folder / "chat_template.json").write_text("[")
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     changed(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [step] * 6})
-    with pytest.raises(UserError, match="its tokenizer or chat template takes more than"):
+    with pytest.raises(UserError, match="its tokenizer or chat template needs more than"):
         check_tokenizer(folder)
 
 

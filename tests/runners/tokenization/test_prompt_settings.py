@@ -73,15 +73,18 @@ def test_what_is_written_is_read(tmp_path):
         ({"format": "other"}, 'expected {format = "grpo_fn.prompt", version = 3}, found {format = "other"'),
         ({"version": 4}, 'found {format = "grpo_fn.prompt", version = 4}'),
         ({"chat_template_kwargs": {"a": [1]}}, "expected a table of strings, numbers, true or false, found"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "what the template itself reads, found {tokenize ="),
-        ({"chat_template_kwargs": {"a": "\ud800"}}, "kwargs: expected text that UTF-8 can hold"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "arguments that the template itself reads, found {tokenize =",
+        ),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "kwargs: expected text that UTF-8 can represent"),
         ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
         ({"nudge": None}, "nudge: expected a string, found None"),
         ({"stop": [""]}, "expected a list of strings: no empty string, found"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1, found 0"),
         ({"temperature": float("nan")}, "temperature: expected a finite number, found nan"),
         ({"top_p": 2}, "top_p: expected a number: 0 < x <= 1, found 2"),
-        ({"system_prompt": "\ud800"}, "system_prompt: expected text that UTF-8 can hold"),
+        ({"system_prompt": "\ud800"}, "system_prompt: expected text that UTF-8 can represent"),
     ],
 )
 def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
@@ -148,14 +151,14 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
     assert model_of_run(str(run), notes.append) == str(run / "final") and notes == []
     shutil.rmtree(run / "final")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-4")
-    assert notes.pop().endswith("no final model; using its newest whole checkpoint, checkpoint-4")
+    assert notes.pop().endswith("no final model; using its newest complete checkpoint, checkpoint-4")
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"cut off")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-2")
     assert "checkpoint-4 is skipped" in notes[0] and "checkpoint-2" in notes[1]
     model = load_inference(str(run), CPU)
     assert model.path == (run / "checkpoint-2").resolve() and model.notices[-1:] == (notes[1],)
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(UserError, match="no final model and no whole checkpoint"):
+    with pytest.raises(UserError, match="no final model and no complete checkpoint"):
         model_of_run(str(run), notes.append)
     assert model_of_run("embedded", notes.append) == "embedded"
     assert model_of_run(str(runs["bare"]), notes.append) == str(runs["bare"])

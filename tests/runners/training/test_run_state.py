@@ -155,7 +155,7 @@ def test_a_number_that_no_float_can_hold_is_refused():
         seconds: float
 
     assert decoded({"seconds": 3}, Measured, "here").seconds == 3.0
-    with pytest.raises(UserError, match="here: seconds: expected a number that float64 can hold"):
+    with pytest.raises(UserError, match="here: seconds: expected a number that float64 can represent"):
         decoded({"seconds": 10**400}, Measured, "here")
 
 

@@ -60,7 +60,7 @@ def test_losses_in_the_log_are_cross_entropies(tmp_path):
         ({"context": {"role": "user"}}, "expected text as its content"),
         ({"context": 7}, "message 0: expected a role"),
         ({"prompt": {"a": 1}}, "message 0: expected text as its content, found dict"),
-        ({"context": json.loads("[" * 300 + "]" * 300)}, "at most 100 lists and objects inside each other"),
+        ({"context": json.loads("[" * 300 + "]" * 300)}, "at most 100 nested lists and objects"),
     ],
 )
 def test_completions_that_are_no_messages_are_a_line(tmp_path, changes, line):
@@ -113,7 +113,7 @@ def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):
     losses = [line["eval/loss"] for line in log if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.5 and not any("em" in line for line in log)
     assert [line["epoch"] for line in log if "loss" in line][-1] == 3
-    assert "9 updates of 9 gold completions" in done.output and "tokens sampled" in done.output
+    assert "9 updates of 9 reference completions" in done.output and "tokens sampled" in done.output
     resolved = json.loads((tmp_path / "outputs" / "small" / "config.resolved.json").read_text())
     assert resolved["sft"]["only"] is True
     done = grpo("generate", "outputs/small", "7+1?", "--temperature", "0")

@@ -1,1 +1,1 @@
-"""Decoding steps on CUDA: few launches, none of which waits for the host."""
+"""Decoding steps on CUDA: few launches, which never wait for the host."""

@@ -1,8 +1,8 @@
-"""One CUDA kernel for a whole block of a decoder at one token a row: norms, products, attention and
+"""One CUDA kernel for a whole decoder block at one token per row: norms, products, attention and
 MLP.
 
-A decoding step has some 300 operations, and for each MLX needs 5 to 13 µs of the host: twice the
-time that the device needs for all of them. Here a whole block is one launch.
+A decoding step has some 300 operations, each of which costs the host 5 to 13 µs in MLX: twice the
+    device's time for all of them. Here a whole block is one launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
@@ -58,12 +58,12 @@ class BlockShape:
 
     @property
     def products(self) -> int:
-        """Numbers multiplied for a row: one for each weight."""
+        """Multiplications per row: one for each weight."""
         heads = self.head_width * (2 * self.heads + 2 * self.shared)
         return self.width * (heads + self.hidden * (3 if self.gated else 2))
 
     def fault(self) -> str | None:
-        """Why the kernel does not support this shape; None: it does."""
+        """The reason why the kernel does not support this shape; None if it does."""
         queries, keys = (number * self.head_width for number in (self.heads, self.shared))
         sizes = {"width": self.width, "queries": queries, "keys": keys, "hidden": self.hidden}
         for name, size in sizes.items():
@@ -80,7 +80,8 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """The weights of a block; those of products are [out,in]. None: the block has none."""
+    """The weights of a block; those of products are [out,in]. None if the block does not have
+    it."""
 
     q: mx.array
     k: mx.array
@@ -106,7 +107,7 @@ _CACHE_NAMES += ("prompt_of", "lengths", "own_lengths", "barrier")
 
 
 def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
-    """Whether the kernel runs here, on such a block and number of rows."""
+    """Whether the kernel supports this device, block and number of rows."""
     dtypes = {weight.dtype for weight in weights if weight is not None}
     return (
         has_cuda()

@@ -1,17 +1,18 @@
 """The CUDA source of `block_kernel`.
 
-One block of threads runs on each multiprocessor, and all of them wait for each other between the
-parts: they count themselves in `barrier`, two numbers that are written in place. So at most as many
-blocks may be launched as can run at a time, and launches with the same barrier must not overlap.
+One block of threads runs on each multiprocessor. Between the parts, all blocks wait for each other
+by counting themselves in `barrier`, two numbers that are updated in place. So the number of
+launched blocks must not exceed what can run at a time, and launches with the same barrier must not
+overlap.
 
 Products: tiles of 128 rows × 64 columns, 64 numbers of K at a time through a ring of stages in
 shared memory, on tensor cores (mma.m16n8k16). If there are fewer tiles than multiprocessors, K is
-cut, and the reader of the product adds up the parts, always in the same order: no row's products
-depend on the other rows. Attention: `attention_source`, by a group of warps for each row and head
-of keys.
+split, and the reader of the product adds the parts in a fixed order, so a row's products do not
+depend on other rows. Attention: `attention_source`, with a group of warps for each row and head of
+keys.
 
-Names in capitals are constants of the shape, or weights that a block may lack: `block_kernel` puts
-them in.
+Names in capitals are constants of the shape, or optional weights of a block; `block_kernel` inserts
+them.
 """
 
 from grpo_fn.backends.cuda.decoding.attention_source import ATTENTION, COMBINATION, PRODUCT

@@ -1,8 +1,8 @@
-"""Blocks of a decoder computed by `block_kernel` while a model samples on CUDA.
+"""Decoder blocks that `block_kernel` computes while a model samples on CUDA.
 
-Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2,
-Qwen3, Mistral), and nanochat's. The names are not trusted: on random weights a block has to give
-the numbers of `composed_block`, the kernel's specification; otherwise it stays as it is.
+Two families of mlx-lm's blocks are supported: those with Llama's names of parts (Llama, Qwen2,
+Qwen3, Mistral), and nanochat's. Names alone are not trusted: on random weights, a block must agree
+with `composed_block`, the kernel's specification; otherwise it is not replaced.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """The parts of a block of a known family; None: unknown."""
+    """The parts of a block of a supported family; None for others."""
     try:
         parts = _llama_parts(block) if "self_attn" in block else _nanochat_parts(block)
     except (AttributeError, KeyError, TypeError):
@@ -218,7 +218,7 @@ class _ById:
 
 
 class DecodeBlock(nn.Module):
-    """Replaces a block: decoding steps use the kernel, all other calls the block itself."""
+    """Replaces a block: decoding steps use the kernel, and all other calls the block itself."""
 
     def __init__(self, block: nn.Module, rotation: tuple[float, ...], barrier: mx.array) -> None:
         """`rotation` differs for blocks whose heads are rotated differently."""
@@ -227,7 +227,8 @@ class DecodeBlock(nn.Module):
         self._rotation, self._barrier = rotation, barrier
 
     def __getattr__(self, key: str) -> Any:
-        """The block's attributes: some models read attributes of a layer."""
+        """Forwards attribute access to the block, because some models read attributes of a
+        layer."""
         try:
             return super().__getattr__(key)
         except AttributeError:
@@ -264,10 +265,10 @@ class DecodeBlock(nn.Module):
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """The module with its blocks in this form, for so many rows, until the end of the `with` block;
-    on CUDA.
+    """The module with its blocks in this form, for this many rows, inside the `with` block; on CUDA
+    only.
 
-    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be
+    If the kernel does not support this many rows, the blocks stay unchanged, and other forms may be
     used.
     """
     found = known_blocks(module, rows)
@@ -291,7 +292,7 @@ def _rotation(parts: Parts | None) -> mx.array:
 
 
 def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
-    """The blocks that the kernel can compute for so many rows, with their paths."""
+    """The blocks that the kernel supports for this many rows, with their paths."""
     found: NamedLayers = []
     for name, block in module.named_modules():
         parts = parts_of(block) if "mlp" in block else None

@@ -1,9 +1,9 @@
-"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one
-kernel that also keeps the row's new key and value, in place: nothing grows, nothing is copied.
+"""Decoding steps on CUDA over one copy of each prompt: a compiled program whose attention kernel
+also writes the row's new key and value in place, so that nothing is copied.
 
 A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A
-compiled program is launched without the Python that describes it. If its buffers keep their place,
-it can be launched ahead of the device.
+compiled program is launched without running the Python code that describes it. If its buffers do
+not move, it can be launched ahead of the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,11 +44,11 @@ class KernelSteps:
 
         Args:
             step: `kernel_forward` of the policy, compiled.
-            params: all leaves of the model, as they are in the forward.
+            params: all leaves of the model, as used in the forward pass.
             caches: plain ones after P prompts, padded on the right; their spare room is used.
             lengths: tokens of each prompt.
-            groups: rows of each prompt.
-            room: tokens that a row may be fed.
+            groups: number of rows of each prompt.
+            room: the most tokens that can be fed to a row.
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
@@ -70,8 +70,8 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """As `Steps`, for rows right after their prefill: they take the places of rows that have
-        left."""
+        """Like `Steps`, for rows right after their prefill: they take the places of finished
+        rows."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -162,7 +162,7 @@ def _inserted(array: mx.array, new: mx.array, places: mx.array, rows: int) -> mx
 
 @attrs.frozen(eq=False)
 class KernelCache:
-    """One layer's cache while a step is traced; it adds to `own` in place."""
+    """One layer's cache while a step is traced; it updates `own` in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
     own: tuple[mx.array, mx.array]  # [B,K,T,D]
@@ -230,10 +230,10 @@ def kernel_forward(
 
 
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
-    """Whether a model that shares prefixes can be decoded with `KernelSteps`.
+    """Whether `KernelSteps` can decode a model that shares prefixes.
 
-    This is found by building a compiled step without computing it: a model that reads numbers in
-    between cannot be compiled. `caches` are plain and empty.
+    This is determined by building a compiled step without computing it: a model that reads values
+        while it runs cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:

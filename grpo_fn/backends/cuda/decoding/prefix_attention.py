@@ -1,15 +1,15 @@
 """One CUDA kernel for attention over a shared prompt and a row's own tokens, which also stores the
-newest.
+newest token's key and value.
 
-A block computes one row and one head of keys, with all the query heads that share it: numbers of 16
-bits on tensor cores (`attention_source`). Other dtypes, and narrow heads, do not use them: groups
-of lanes take keys in turn, 8 numbers of each key per lane, while the next ones are read, and keep a
-running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end the groups' sums are
-combined. The rows of a prompt read the same keys, mostly from the cache.
+A block of threads computes one row and one head of keys, with all query heads that share it; 16-bit
+numbers use tensor cores (`attention_source`). Other dtypes and narrow heads do not: groups of lanes
+process keys in turn, 8 numbers of each key per lane, prefetch the next keys, and keep a running
+softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the groups' sums are combined. The
+rows of a prompt read the same keys, mostly from the device's cache.
 
 The new key and value are written into the row's own buffers, which are inputs; MLX does not know
-this. It is correct only if the caller alone holds these buffers and steps do not overlap. A step's
-tokens depend on those of the step before, which orders the steps.
+this. This is correct only if the caller alone holds these buffers and steps do not overlap. A
+step's tokens depend on the previous step's, which orders the steps.
 """
 
 import mlx.core as mx
@@ -168,7 +168,7 @@ def append_and_attend(
     own_length_b: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attention [B,H,1,D] of one token a row; its key and value are written to the rows' own
+    """Attention [B,H,1,D] of one token per row; its key and value are written to the row's own
     buffers.
 
     Args:
@@ -180,7 +180,7 @@ def append_and_attend(
         prompt_of_b: each row's prompt; int32, as are the lengths.
 
     Raises:
-        ValueError: the kernel is not made for these heads or dtypes.
+        ValueError: the kernel does not support these heads or dtypes.
     """
     rows, heads, _, width = queries.shape
     shared = own_keys.shape[1]
