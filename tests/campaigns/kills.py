@@ -245,7 +245,7 @@ def main(kills: int, seed: int, each: int, kinds: tuple[str, ...]) -> None:
         if each:
             equal = "equal" if not tally.problems else "DIFFERENT"
             seen = f"{tally.kills} kills ({tally.while_saving} while saving), {tally.runs} runs"
-            print(f"| {part[0]} | {seen} | {equal} |", flush=True)
+            print(f"| {part[0]} | {seen} | {equal} |", *tally.problems, sep="\n", flush=True)
     print(*problems, sep="\n")
     sys.exit(bool(problems))
 
