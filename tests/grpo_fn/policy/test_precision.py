@@ -135,7 +135,7 @@ def test_weights_are_rounded_in_the_compute_dtype():
         (wide_policy, "mxfp-8", {}, "did you mean 'mxfp8'"),
         (wide_policy, "affine-4", {"storage": "pack"}, "did you mean 'packed'"),
         (tiny_policy, "affine-4", {}, "no weight can be quantized as affine-4: .*a multiple of 64"),
-        (partial(lora_policy, packed=True, **SIZE), "affine-4", {}, "quantized already"),
+        (partial(lora_policy, packed=True, **SIZE), "affine-4", {}, "already quantized"),
         (lambda: wide_policy().without_weights(), "affine-4", {}, "no weights left"),
         (wide_policy, "affine-4", {"group_size": 16}, "group_size = 16: mlx packs groups of 32, 64, 128"),
         (wide_policy, "affine-8", {"group_size": -1}, "group_size = -1"),

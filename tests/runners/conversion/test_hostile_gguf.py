@@ -26,20 +26,20 @@ def tensors(**shapes):
 
 HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "nothing": ({"size": 0}, "cannot be read as GGUF"),
-    "10⁹ tokens": (llama("tokenizer.ggml.tokens", MANY), "cut off"),
+    "10⁹ tokens": (llama("tokenizer.ggml.tokens", MANY), "truncated"),
     "10⁹ empty tokens, as a hole": (
         {"metadata": {"tokenizer.ggml.tokens": MANY}, "tensors": {}, "size": 8 * 10**9 + 100},
         "at most 2,097,152 texts and numbers",
     ),
-    "10⁹ entries": ({"counts": (10**9, 10**9)}, "cut off"),
+    "10⁹ entries": ({"counts": (10**9, 10**9)}, "truncated"),
     "10⁹ empty entries, as a hole": (
         {"metadata": {}, "tensors": {}, "counts": (0, 10**9), "size": 8 * 10**9}, "at most 2,097,152"
     ),
-    "a long name": ({"metadata": {"x": struct.pack("<IQ", 8, 2**63)}}, "cut off"),
+    "a long name": ({"metadata": {"x": struct.pack("<IQ", 8, 2**63)}}, "truncated"),
     "arrays in arrays": (
         {"metadata": {"x": struct.pack("<IIQ", 9, 9, 1) * 1000}}, "array of numbers or texts"
     ),
-    "cut off": ({"size": 700}, "cut off"),
+    "truncated": ({"size": 700}, "truncated"),
     "lacking weights": ({"size": 6000}, "after the end of the file"),
     "overlapping": ({"offsets": {"blk.0.ffn_up.weight": 0}}, "overlaps another"),
     "10⁹ rows": (tensors(token_embd=(32, 10**9)), "after the end of the file"),

@@ -169,4 +169,4 @@ def test_names_of_the_log_are_refused() -> None:
         return [1.0, 2.0, 3.0]
 
     (line,) = score(logs).problems
-    assert "ValueError: log_metric: update_skipped is a name of the log's own" in line
+    assert "ValueError: log_metric: update_skipped is a name that the log uses itself" in line
