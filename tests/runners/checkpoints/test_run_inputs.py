@@ -114,7 +114,7 @@ def test_another_arithmetic_is_told(place, monkeypatch):
     monkeypatch.setattr(Platform, "arithmetic", lambda _: {**here, "cores": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
-    (line,) = [line for line in lines if "bit for bit" in line]
+    (line,) = [line for line in lines if "last bits" in line]
     assert "cores (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
 
 

@@ -87,7 +87,7 @@ STATE, WEIGHTS = "optimizer.safetensors", "model.safetensors"
         (WEIGHTS, Path.unlink, "its structure is damaged \\(KeyError: 'weights:"),
         (STATE, lambda f: f.write_bytes(f.read_bytes()[:-9]), "optimizer.safetensors: cannot be read"),
         (WEIGHTS, lambda file: spoil(file, "layers.0"), "the weight weights:.* contains NaN"),
-        (STATE, lambda file: spoil(file, "opt_state"), "the weight opt_state.* holds"),
+        (STATE, lambda file: spoil(file, "opt_state"), "the weight opt_state.* contains"),
     ],
 )
 def test_a_damaged_state_is_named(llama, tmp_path, name, damage, message):

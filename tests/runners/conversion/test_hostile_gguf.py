@@ -46,7 +46,7 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "wrapping sizes": (tensors(token_embd=(2**31, 2**31, 4, 4)), "expected a shape"),
     "10⁹ blocks": (llama("llama.block_count", 10**9), "block_count"),
     "10⁹ wide": (llama("llama.feed_forward_length", 10**9), "ffn_down|up_proj|gate_proj|shape"),
-    "no heads": (llama("llama.attention.head_count", 0), "heads"),
+    "no heads": (llama("llama.attention.head_count", 0), "at least one head"),
     "not a number": (
         llama("llama.attention.layer_norm_rms_epsilon", float("nan")), "expected a finite number, found nan"
     ),

@@ -223,13 +223,13 @@ def test_a_group_has_the_prompt_that_its_rows_share():
 
 
 @pytest.mark.parametrize(
-    ("replied", "line"), [({0: [1], 9: [1]}, r"of rows \[0, 9\]"), ({}, r"of rows \[\]: expected at least")]
+    ("replied", "line"), [({0: [1], 9: [1]}, r"rows \[0, 9\]"), ({}, r"rows \[\]: expected at least")]
 )
 def test_a_reply_of_a_wrong_row_or_too_few_are_refused(replied, line):
     """The line names the rows that came and those that wait; the engine is free."""
     policy, _ = usual()
     engine, replies = engine_of(policy), Answers()
     replies.collect = lambda least: replied
-    with pytest.raises(ValueError, match=f"replies arrived {line}.* of the rows"):
+    with pytest.raises(ValueError, match=f"replies arrived for {line}.* of the rows"):
         converse(engine, requests(), SAMPLING, replies)
     assert_free(engine)

@@ -233,7 +233,7 @@ def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, 
     config = shutil.copytree(run, folder / "theirs") / "config.resolved.json"
     config.write_text(json.dumps(json.loads(config.read_text())))
     refused = grpo("eval", "theirs", code=2)
-    assert "--config theirs/config.resolved.json measures" in refused.stderr
+    assert "--config theirs/config.resolved.json uses" in refused.stderr
     other = grpo("eval", "theirs", "--data", PROBLEMS, "--split", "valid", "--samples", "2")
     assert "reward/mine" not in other.stdout and not ran.exists()
     assert "reward/mine" in grpo("eval", "theirs", "--config", config).stdout and ran.exists()

@@ -88,7 +88,7 @@ def test_a_model_s_calls_are_run_and_answered(generate):
     [
         (["--tools", "nope.py"], "no file at"),
         (["--tools", "tools.py:doble"], "has no doble; did you mean double?"),
-        (["--tools", "tools.py", "--tools", "tools.py:double"], "there is already a tool double already"),
+        (["--tools", "tools.py", "--tools", "tools.py:double"], "there is already a tool double"),
         (["--tools", "tools.py", "--row", '{"a": 1}'], "--row: expected --env FILE:CLASS as well"),
         (["--env", "tools.py:Box", "--row", "[1]"], "expected a JSON object"),
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
@@ -106,7 +106,7 @@ def test_the_bounds_of_a_config(generate, tmp_path):
     (tmp_path / "bounds.toml").write_text(f'model.path = "embedded"\n[env]\n{keys}\n')
     config, double = ["--config", "bounds.toml"], ("double", {"a": 1})
     result = generate("?", *config, "--tools", "tools.py", calls=[[double, double], [double]])
-    assert json.loads(result.stdout)["turns"] == 2 and "used up" in told(result)[2]
+    assert json.loads(result.stdout)["turns"] == 2 and "tool calls at most" in told(result)[2]
     assert "timed out after 1 s" in told(generate("?", *config, calls=[[("hang", {})]]))[1]
 
 

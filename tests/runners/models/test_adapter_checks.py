@@ -157,7 +157,7 @@ def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
 
 def test_unusable_adapters_are_errors(base, adapter):
     """As a model to train, two at once, a base that is not named, missing files."""
-    with pytest.raises(UserError, match=r"these are adapters, not a model; .* with model\.adapters"):
+    with pytest.raises(UserError, match=r"these are adapters, not a model; .* set model\.adapters"):
         resolve_model(str(adapter))
     with pytest.raises(UserError, match=r"contains adapters, and .* is given too"):
         load_inference(str(adapter), CPU, adapter=str(adapter))

@@ -178,7 +178,7 @@ DAMAGE = [
     (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing; the first is model-00"),
     (cut_off, "model.safetensors: .*is the file truncated"),
     *(
-        (also_as(name), rf"expected each tensor once, found .* in {files}; move")
+        (also_as(name), rf"expected each tensor once, found .* in {files}; remove")
         for name, files in TWICE.items()
     ),
     *(

@@ -44,7 +44,7 @@ def test_what_passes_is_not_compared_again(monkeypatch):
 def test_a_path_is_given_up_each_time():
     """With its line: afm7 shares no prompts in the learner."""
     for found in (check(tiny_policy("afm7")), check(tiny_policy("afm7"))):
-        assert found.given_up == ("share_prompts",) and "by itself" in found.notices[0]
+        assert found.given_up == ("share_prompts",) and "separately" in found.notices[0]
 
 
 @pytest.mark.parametrize(
