@@ -24,6 +24,7 @@ eval/rewards/{name} | your reward's | mean of one reward function over the held-
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | number of problems that `em` and `eval/reward` were measured on | `eval.samples`, or all held-out problems | –
 
+worse | text | what is below its best by more than chance, and the likeliest cause | absent | [faults](faults.md#a-run-that-becomes-worse)
 eval/loss | nats per token | with [supervised updates](sft.md): cross-entropy of the tokens of the held-out reference completions | falls; rises again when the model overfits | a lower `sft.learning_rate`, fewer `sft.epochs`
 eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 

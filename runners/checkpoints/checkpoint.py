@@ -24,8 +24,9 @@ from runners.checkpoints.values import decoded
 from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, first_line, show
-from runners.files.durable import new_folder, remove_folder
+from runners.files.durable import link_folder, new_folder, remove_folder
 from runners.files.json_files import finite_number, read_json, to_json
+from runners.files.run_files import BEST
 from runners.files.tensor_files import load_arrays, save_arrays
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import check_finite
@@ -57,6 +58,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes `run_dir/checkpoint-{step}` and returns it. A folder of that name is replaced.
 
+    It holds the run's best weights so far, too, as links.
+
     Args:
         run_dir: the run's folder.
         step: the batch step.
@@ -77,6 +80,8 @@ def write_checkpoint(
             write_prompt(folder, prompt)
         line = to_json({"version": VERSION, "step": step, **trainer_state})
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        if (run_dir / BEST).is_dir():
+            link_folder(run_dir / BEST, folder / BEST)
         write_manifest(folder)
     return run_dir / f"checkpoint-{step}"
 

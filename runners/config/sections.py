@@ -282,7 +282,7 @@ class CheckpointConfig:
 
     every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
     keep_last: int = key(3, "number of most recent checkpoints to keep; 0: all, regardless of `keep_best`", ">= 0")
-    keep_best: int = key(1, "number of best checkpoints to keep in addition: by exact match, then by the reward on held-out problems, then by reward", ">= 0")
+    keep_best: int = key(1, "number of best checkpoints to keep in addition: by exact match, then by the reward on held-out problems, then by reward; 0: none, and no `best/` either", ">= 0")
     on_error: Literal["continue", "stop"] = key("continue", "if a checkpoint or log entry cannot be written: continue training and retry, or stop")
 
 
@@ -305,7 +305,7 @@ class LogConfig:
 class WatchConfig:
     """[watch]: when to warn that training goes wrong."""
 
-    patience: int = key(10, "warn after this many consecutive updates in which rewards are equal within every group, or one of the two limits below is crossed; 0: no warnings", ">= 0")
+    patience: int = key(10, "warn after this many consecutive updates in which rewards are equal within every group, or one of the two limits below is crossed; 0: no warnings, not even that a run has [become worse](faults.md#a-run-that-becomes-worse)", ">= 0")
     min_entropy: float = key(0.001, "warn if the entropy is below this, in nats per token: completions hardly differ; 0: off", ">= 0")
     max_kl: float = key(10.0, "warn if the KL is above this, in nats per token: the policy is far from the reference model; 0: off", ">= 0")
 
@@ -315,6 +315,7 @@ class StopConfig:
     """[stop]: conditions that end a run before its last step."""
 
     when: tuple[str, ...] = key((), 'conditions such as `"em >= 0.95"` or `"kl > 0.5 for 20"` (20 consecutive readings); the first that is met ends the run', "no empty string")
+    patience: int = key(0, "end a run that has [become worse](faults.md#a-run-that-becomes-worse), and has stayed so for this many updates; 0: never", ">= 0")
 
 
 @attrs.frozen(kw_only=True)

@@ -16,6 +16,7 @@ from runners.checkpoints.run_folder import check_place, place_of
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
+from runners.files.run_files import BEST
 from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_model
@@ -48,7 +49,7 @@ class Session:
         self.shown = shown
         self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
-        self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self.watch = Watch(self.config, [condition for condition in conditions if condition])
         self._place = place_of(run.folder)
         self._facts = facts
         self._prompt = PromptSettings.of(self.config.to_dict())
@@ -116,6 +117,18 @@ class Session:
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")
             self.save(why, strict=True)
+
+    def save_best(self, evaluation: Mapping[str, Any]) -> None:
+        """Writes the weights of the best evaluation so far; within `committing`."""
+        if not (self.ranks.is_rank_zero and self.config.checkpoint.keep_best):
+            return
+        folder = self.run.folder
+        params = self.state.train.params
+        try:
+            check_place(folder, self._place)
+            save_model(folder / BEST, params, self.run.loaded, self._prompt, evaluation=evaluation)
+        except UserError as error:
+            self.failed(error)
 
     def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""

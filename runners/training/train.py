@@ -17,7 +17,6 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
-from runners.training.best_model import decline_line
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -167,7 +166,4 @@ def finish(session: Session) -> RunResult:
     state = session.state
     first = state.scores[0] if session.config.eval.at_start and state.scores else None
     show_summary(session, final)
-    decline = decline_line(final.parent, state.scores, len(session.run.data.evaluation))
-    if decline is not None:
-        session.shown.note(decline)
     return RunResult(final.parent, state.train, first, state.em, state.update, session.elapsed())
