@@ -13,8 +13,8 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, link_folder, new_folder, remove_folder, sweep
-from runners.files.json_files import open_own, read_lines
-from runners.files.run_files import BEST, EVENTS, LOCK
+from runners.files.json_files import open_own, read_json, read_lines
+from runners.files.run_files import BEST, EVALUATION, EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -112,6 +112,13 @@ def clear(folder: Path) -> None:
         for found in (*checkpoint_folders(folder).values(), folder / "final", folder / BEST):
             if found.is_dir() and not found.is_symlink():
                 remove_folder(found)
+
+
+def saved_best(folder: Path) -> dict:
+    """What the evaluation of a run's best weights measured, with its update; empty: there are none."""
+    with suppress(UserError):
+        return read_json(folder / BEST / EVALUATION)
+    return {}
 
 
 def restore_best(folder: Path, checkpoint: Path) -> None:

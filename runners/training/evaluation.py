@@ -127,11 +127,6 @@ def _log(
     scores = state.scores if result.score is None else (*state.scores, result.score)
     rewards = state.eval_rewards if result.reward is None else (*state.eval_rewards, result.reward)
     session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
-    best = seen.progress.held_out
-    if best is not None and best.update == state.update:
-        session.save_best(
-            {name: record[name] for name in ("update", "em", "eval/reward") if name in record}
-        )
     right = sum(bool(each.right) for each in result.completions)
     records = evaluation_records(problems, result.completions, state.update)
     session.shown.handle(

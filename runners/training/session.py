@@ -12,7 +12,7 @@ import attrs
 
 import grpo_fn as g
 from runners.checkpoints.checkpoint import prune_checkpoints, write_checkpoint
-from runners.checkpoints.run_folder import check_place, place_of
+from runners.checkpoints.run_folder import check_place, place_of, saved_best
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
@@ -118,15 +118,30 @@ class Session:
             self.shown.status("saving")
             self.save(why, strict=True)
 
-    def save_best(self, evaluation: Mapping[str, Any]) -> None:
-        """Writes the weights of the best evaluation so far; within `committing`."""
-        if not (self.ranks.is_rank_zero and self.config.checkpoint.keep_best):
+    def save_best_if_due(self) -> None:
+        """Writes the weights to best/ if their evaluation is the best one so far, unless they are
+        there."""
+        state = self.state
+        best = state.seen.progress.held_out
+        if best is None or best.update != state.update or not self.config.checkpoint.keep_best:
             return
-        folder = self.run.folder
-        params = self.state.train.params
+        with self.ranks.committing("the best model"):
+            if self.ranks.is_rank_zero and saved_best(self.run.folder).get("update") != best.update:
+                self._write_best()
+
+    def _write_best(self) -> None:
+        state = self.state
+        scores = {"em": state.scores, "eval/reward": state.eval_rewards}
+        measured = {name: values[-1] for name, values in scores.items() if values}
         try:
-            check_place(folder, self._place)
-            save_model(folder / BEST, params, self.run.loaded, self._prompt, evaluation=evaluation)
+            check_place(self.run.folder, self._place)
+            save_model(
+                self.run.folder / BEST,
+                state.train.params,
+                self.run.loaded,
+                self._prompt,
+                evaluation={"update": state.update, **measured},
+            )
         except UserError as error:
             self.failed(error)
 

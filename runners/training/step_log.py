@@ -9,9 +9,9 @@ from typing import Any
 from grpo_fn.learner import routing_stats, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.trees import on_host
+from runners.checkpoints.run_folder import saved_best
 from runners.data.stream import gold_batch
-from runners.files.json_files import read_json
-from runners.files.run_files import BEST, EVALUATION, METRICS
+from runners.files.run_files import BEST, METRICS
 from runners.machine.memory_readings import memory_metrics
 from runners.report.page import REPORT
 from runners.rewards.experience import Experience
@@ -84,9 +84,9 @@ def show_summary(session: Session, final: Path) -> None:
         "tokens sampled": f"{state.sampled_tokens:,}",
         "model": str(final),
     }
-    if (folder / BEST / EVALUATION).is_file():
-        found = read_json(folder / BEST / EVALUATION)
-        shown["best model"] = f"{folder / BEST} (of update {found.get('update')})"
+    best = saved_best(folder)
+    if best:
+        shown["best model"] = f"{folder / BEST} (of update {best.get('update')})"
     if (folder / METRICS).is_file():  # not if it was deleted under the run
         shown["log"] = str(folder / METRICS)
     if session.config.log.report:

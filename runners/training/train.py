@@ -115,6 +115,7 @@ def train(session: Session) -> RunResult:
     """All remaining steps of the run, then the final evaluation, and the final model."""
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
+    session.save_best_if_due()
     while not session.finished:
         if session.plan.update_due(session.state):
             take_update(session)
@@ -122,6 +123,7 @@ def train(session: Session) -> RunResult:
             take_batch_step(session)
         session.check_log()
         evaluate_if_due(session)
+        session.save_best_if_due()
         session.check_bad_updates()
         session.save_if_due()
         session.check_output()
@@ -161,6 +163,7 @@ def finish(session: Session) -> RunResult:
         session.shown.note(f"the run ends early: {session.state.seen.reached}")
     if session.state.evaluated_at != session.state.update:
         evaluate(session, "at the end")
+    session.save_best_if_due()
     session.shown.status("saving the final model")
     final = session.save_final()
     state = session.state

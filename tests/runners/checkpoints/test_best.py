@@ -6,7 +6,10 @@ import shutil
 from collections import namedtuple
 
 import pytest
+from click.testing import CliRunner
 
+from runners.checkpoints.run_list import summarize
+from runners.commands.runs import runs_command
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
@@ -94,12 +97,11 @@ def test_an_earlier_checkpoint_brings_its_own_best(tmp_path):
 
 def test_a_best_that_no_checkpoint_knows_is_not_kept(tmp_path):
     """It belongs to updates that the resumed run makes again, or not at all."""
-    late = (*REWARDED, "eval.at_start=false", "eval.every=2")
+    late = (*REWARDED, "eval.at_start=false", "eval.every=4", "checkpoint.every=3")
     config = config_in(tmp_path / "a", *late)
-    killed(config, "eval", 2)  # its status, and it
+    killed(config, "sampling", 5)
     folder = tmp_path / "a" / "tiny"
-    assert best_of(folder)["update"] == 2
-    shutil.rmtree(folder / "checkpoint-2", ignore_errors=True)
+    assert best_of(folder)["update"] == 4 and not (folder / "checkpoint-3" / "best").exists()
     killed(config, "learning", 1, resume=True)
     assert not (folder / "best").exists()
 
@@ -139,3 +141,30 @@ def test_the_disk_has_to_have_room_for_both_models(tmp_path, monkeypatch):
             run_training(config_in(tmp_path / "a", *more), report=Quiet(), overwrite=True)
         sizes.append(str(found.value))
     assert len({*sizes}) == 3
+
+
+def test_what_is_worse_is_listed_with_the_run(tmp_path):
+    """`grpo runs` shows the log's last word about it, and nothing once that has no line any more."""
+    (tmp_path / "config.resolved.json").write_text("{}")
+    lines = [{"update": 1, "reward": 0.5, "worse": "reward fell"}, {"update": 2, "reward": 0.6}]
+    log = tmp_path / "training_log.jsonl"
+    log.write_text(json.dumps(lines[0]) + "\n")
+    assert summarize(tmp_path).worse == "reward fell"
+    shown = CliRunner().invoke(runs_command, [str(tmp_path)])
+    assert "  reward fell\n" in shown.output
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize(tmp_path).worse == ""
+
+
+def test_a_run_that_becomes_worse_says_so_everywhere_and_ends(tmp_path):
+    """A learning rate that destroys the model: log, events, `grpo runs`, and stop.patience."""
+    hot = ("optim.learning_rate=3", "optim.max_steps=40", "optim.schedule=constant", "stop.patience=3")
+    more = ("answer.form=none", "eval.every=0", "eval.at_start=false", "checkpoint.every=0")
+    config = config_in(tmp_path / "a", *hot, *more, "optim.warmup_ratio=0.5")
+    folder = run_training(config, report=Quiet()).folder
+    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    (line,) = {record["worse"] for record in log if "worse" in record}
+    assert log[-1]["update"] < 40 and "optim.learning_rate = 3 is the likeliest cause: try 0.6" in line
+    events = (folder / "events.jsonl").read_text()
+    assert json.dumps(line)[1:-1] in events and "(stop.patience)" in events
+    assert summarize(folder).worse == line
