@@ -23,6 +23,17 @@ REWARDED = ("answer.form=none", "eval.every=1", "eval.samples=8", "optim.learnin
 SETTINGS = {"full": REWARDED, "lora": (*REWARDED, "model.tune=lora", "model.lora={rank=4}")}
 
 
+FALLING = """
+import itertools
+
+steps = itertools.count()
+
+def falling(completions, **_):
+    level = 0.0 if next(steps) > 15 else 1.0
+    return [level + len(set(completion[0]["content"])) / 100 for completion in completions]
+"""
+
+
 class Summary(Quiet):
     """Keeps the run's summary."""
 
@@ -157,14 +168,15 @@ def test_what_is_worse_is_listed_with_the_run(tmp_path):
 
 
 def test_a_run_that_becomes_worse_says_so_everywhere_and_ends(tmp_path):
-    """A learning rate that destroys the model: log, events, `grpo runs`, and stop.patience."""
-    hot = ("optim.learning_rate=3", "optim.max_steps=40", "optim.schedule=constant", "stop.patience=3")
-    more = ("answer.form=none", "eval.every=0", "eval.at_start=false", "checkpoint.every=0")
-    config = config_in(tmp_path / "a", *hot, *more, "optim.warmup_ratio=0.5")
+    """A reward that falls after fifteen steps: log, events, `grpo runs`, and stop.patience."""
+    (tmp_path / "falling.py").write_text(FALLING)
+    more = ("eval.every=0", "eval.at_start=false", "checkpoint.every=0", "optim.num_epochs=9")
+    falls = (f'reward.functions=["{tmp_path}/falling.py:falling"]', "stop.patience=3")
+    config = config_in(tmp_path / "a", *more, *falls, "optim.max_steps=30")
     folder = run_training(config, report=Quiet()).folder
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
     (line,) = {record["worse"] for record in log if "worse" in record}
-    assert log[-1]["update"] < 40 and "optim.learning_rate = 3 is the likeliest cause: try 0.6" in line
+    assert log[-1]["update"] < 25 and "optim.learning_rate = 0.001 is the likeliest cause: try 0.0002" in line
     events = (folder / "events.jsonl").read_text()
     assert json.dumps(line)[1:-1] in events and "(stop.patience)" in events
     assert summarize(folder).worse == line
