@@ -102,6 +102,12 @@ sampling/masked_fraction | share | tokens that `loss.correction` excluded | 0 wi
 rollout/quantization | text | format of the sampler's weights; only with `rollout.quantization` | the format in the config | –
 rollout/fallback | text | why the run returned to full precision | absent | [quantization](quantization.md)
 
+# Rollouts ahead
+staleness/mean | updates | with `rollout.max_staleness`: updates from the weights that sampled a completion to those that learn from it, mean over completions | `rollout.max_staleness`, less at the start | –
+staleness/max | updates | the same, of the oldest completion | at most `rollout.max_staleness` | –
+staleness/tokens | updates | the age of a token: the same, mean over tokens | about `staleness/mean` | far from it: long completions are older or younger than short ones
+time/ahead | seconds | time for sampling and scoring that training did not wait for | close to the sum of both | small: the learner is the shorter part; a larger `rollout.max_staleness`, if `time/rollout` is large
+
 # Ranks
 ranks/number | count | number of ranks, if there are several | constant | –
 ranks/rollout_seconds/{name} | seconds | time that the rank with this number spent sampling | similar for all ranks | one is always longer: its machine is slower, or runs other programs

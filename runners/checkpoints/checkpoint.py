@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 6  # before it, not every field of the run's state was saved
+VERSION = 7  # before it, not every field of the run's state was saved
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]

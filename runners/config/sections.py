@@ -148,6 +148,7 @@ class RolloutConfig:
     mismatch_limit: float = key(0.2, "a quantized sampler switches to a finer format, and finally to full precision, if its KL divergence from the learner is above this (nats per token) or the effective sample size is below one half; 0: never", ">= 0")
     launch: Literal["auto", "eval", "async"] = key("auto", "`eval`: wait for each decoding step; `async`: prepare the next step meanwhile, which copies the KV cache; auto: `eval` on a CPU, `async` on a GPU")
     check_every: int = key(8, "check for finished completions every this many decoding steps", ">= 1")
+    max_staleness: int = key(0, "sample and score the rollouts of up to this many further updates while the learner works, so that their weights are up to this many updates old; requires a `loss.correction`. 0: sampling and learning take turns. See [rollouts ahead](ahead.md)", "0 <= x <= 4")
     max_batch: int = key(0, "maximum number of completions that are decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:

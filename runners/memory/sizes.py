@@ -200,7 +200,7 @@ def model_sizes(
     rounds = rollout.quantization != "none"
     lags = loss.sync_every > config.optim.gradient_accumulation_steps
     numbers = sum(leaf.size for leaf in leaves.values())
-    sampler = masters if lags else 0
+    sampler = masters * max(lags, rollout.max_staleness)
     packed = rounds and rollout.storage == "packed"
     parameters = count + base // compute.size
     if rounds:

@@ -6,6 +6,7 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,7 @@ class Scorer:
     on_error: Literal["skip", "raise"] = "skip"
     thoughts: tuple[str, ...] = TAGS
     _calls: Calls | None = attrs.field(default=None, init=False)
+    _one: threading.Lock = attrs.field(factory=threading.Lock, init=False)  # batch at a time
 
     def score(
         self,
@@ -196,7 +198,9 @@ class Scorer:
         lists["environments"] = environments
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
-        outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
+        called = [reward.parameters.pick(every) for reward in self.rewards]
+        with self._one:
+            outcomes = self._call_all(called, size)
         log = RewardLog(size)
         problems = list[str]()
         values_kb = np.full((len(outcomes), size), np.nan)

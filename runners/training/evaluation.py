@@ -31,7 +31,10 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards."""
+    """Measures exact match and the run's own rewards. Meanwhile no rollout is under way."""
+    if session.ahead is not None:
+        session.shown.status("sampling")
+        session.ahead.settle()
     with session.plan.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.

@@ -24,6 +24,7 @@ from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
+from runners.training.ahead import Ahead
 from runners.training.plan import plan_of
 from runners.training.run_state import RunState
 from runners.training.setup import Run
@@ -48,6 +49,7 @@ class Session:
         self.log = log
         self.shown = shown
         self.plan = plan_of(run, shown)
+        self.ahead = Ahead(self.plan) if self.config.rollout.max_staleness else None
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config, [condition for condition in conditions if condition])
         self._place = place_of(run.folder)

@@ -141,6 +141,13 @@ def start_or_resume(
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
         session = Session(run, state, log=log, shown=shown, facts=facts)
+        if session.ahead is not None:
+            stack.callback(session.ahead.close)
+            for flight in state.flights:
+                shown.note(
+                    f"batch step {flight.batch_step + 1} was under way: it is sampled again, with "
+                    f"the weights of update {flight.update}"
+                )
         del state
 
         with shown.ending():

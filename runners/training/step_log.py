@@ -27,7 +27,7 @@ _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is log
 # The metrics of an update that say nothing of gold completions begin so.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
-    *("sampling/", "kl", "tokens_per", "groups/"),
+    *("sampling/", "kl", "tokens_per", "groups/", "staleness/"),
 )
 
 
@@ -149,6 +149,11 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
     experts = expert_metrics(plan, state)  # its time counts for the step
     times = plan.times.take()
+    if session.config.rollout.max_staleness and not gold:
+        spent = sum(
+            tally.seconds[part] for tally in state.tallies for part in ("rollout", "reward")
+        )
+        times["time/ahead"] = max(spent - times["time/rollout"], 0.0)
     metrics = {
         **session.place(),
         "epoch": round(_epoch(session, gold), 4),

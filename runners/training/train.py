@@ -17,6 +17,7 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
+from runners.training.ahead import admitted
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -135,7 +136,15 @@ def take_batch_step(session: Session) -> None:
     """One rollout, with its rewards: its micro-batches wait for their updates."""
     plan, state = session.plan, session.state
     session.shown.status("sampling")
-    found = experience(plan, plan.engine, propose(plan, state))  # prompts -> completions -> rewards
+    if session.ahead is None or state.batch_step < session.run.length.supervised:
+        # prompts -> completions -> rewards
+        found = experience(plan, plan.engine, propose(plan, state))
+    else:  # in threads, for this batch step and the next ones
+        state = admitted(plan, state)
+        session.ahead.begin(state)
+        with plan.times.timing("rollout"):
+            found = session.ahead.result(state.flights[0])
+        state = attrs.evolve(state, flights=state.flights[1:])
     learned = learn(plan, state, found)  # -> advantages -> micro-batches
     reload_sampler(plan, state, learned)
     with session.committing("the batch step"):
