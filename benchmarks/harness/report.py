@@ -31,6 +31,7 @@ NAMES = (
     "real_quant",
     "learner",
     "step",
+    "overlap",
     "peers",
     "memory",
     "ranks",

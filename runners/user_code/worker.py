@@ -152,6 +152,7 @@ class Worker:
         self.notices: list[str] = []
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
+        self._starting = threading.RLock()  # one thread at a time starts the process again
 
     def preload(self, name: str, *arguments: Any) -> None:
         """Begins an operation that later calls need; it is repeated in each new process."""
@@ -170,7 +171,8 @@ class Worker:
     def submit(self, name: str, *arguments: Any, mode: str) -> Call:
         """Starts a call; its outcome comes later."""
         call = Call(mode)
-        self._running().start(call, name, pickle.dumps(arguments))
+        with self._starting:
+            self._running().start(call, name, pickle.dumps(arguments))
         return call
 
     def cancel(self, call: Call) -> None:

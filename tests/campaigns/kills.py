@@ -42,12 +42,15 @@ ON_RANKS = [
     "rollout.max_batch=64",
 ]
 FEW_BITS = ["rollout.quantization=affine-4", "rollout.storage=packed", "loss.sync_every=2"]
+CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
 KINDS = {  # ranks, settings
     "full": (1, ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"]),
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
+    "ahead 1": (1, [*CORRECTED, "rollout.max_staleness=1"]),
+    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", "model.tune=lora", "model.lora={rank=4}"]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
