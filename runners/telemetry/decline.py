@@ -6,6 +6,7 @@ explains it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ EXACT_MATCH = "held-out exact match"
 HELD_OUT_REWARD = "held-out reward"
 REWARD = "reward"
 WINDOW = 10  # updates in a mean
+_HISTORY = 50  # updates from which the variance of a reward is known
 # Standard errors of the difference by which a reading has to be below the best one. Scores of the
 # same problems vary less than this error says; the best of many mean rewards is a lucky one.
 _SCORE_ERRORS = 2.5
@@ -39,18 +41,12 @@ class Reading:
     variance: float
     means: dict[str, float] = attrs.field(factory=dict)
 
-    def errors_below(self, best: Reading) -> float:
-        """How far this one is below the best one, in standard errors of the difference."""
-        return (best.value - self.value) / max(math.sqrt(self.variance + best.variance), 1e-9)
-
 
 @attrs.frozen
 class Progress:
     """The best readings of a run, and what is worse than them; a part of its state."""
 
     recent: dict[str, tuple[float, ...]] = attrs.field(factory=dict)  # values of the last updates
-    steps: int = 0  # from one update's reward to the next one's
-    squares: float = 0.0  # of these differences: half their mean is the variance of a reward
     best: dict[str, Reading] = attrs.field(factory=dict)
     worse: dict[str, str] = attrs.field(factory=dict)  # lines, by what they are about
 
@@ -68,44 +64,36 @@ class Progress:
         """After an update. The reward is not compared where the prompts become harder."""
         if REWARD not in metrics:  # a supervised one
             return self
-        before = self.recent.get(REWARD, ())[-1:]
-        squares = sum((metrics[REWARD] - each) ** 2 for each in before)
         recent = {
-            name: (*self.recent.get(name, ()), metrics[name])[-WINDOW:]
+            name: (*self.recent.get(name, ()), metrics[name])[-_HISTORY:]
             for name in (REWARD, *_MEANS)
             if name in metrics
         }
-        progress = attrs.evolve(
-            self,
-            recent=recent,
-            steps=self.steps + len(before),
-            squares=self.squares + squares,
-        )
-        if len(recent[REWARD]) < WINDOW or config.data.curriculum != "none":
+        progress = attrs.evolve(self, recent=recent)
+        rewards = recent[REWARD]
+        if len(rewards) < WINDOW or config.data.curriculum != "none":
             return progress
-        variance = progress.squares / progress.steps / 2 / WINDOW
-        last = Reading(int(metrics["update"]), progress.means[REWARD], variance, progress.means)
+        # From one update to the next, so that a trend is no part of it.
+        steps = [(late - early) ** 2 for early, late in itertools.pairwise(rewards)]
+        variance = statistics.fmean(steps) / 2 / WINDOW
+        means = progress.means
+        last = Reading(int(metrics["update"]), means[REWARD], variance, means)
         return progress._compared(REWARD, last, config)
 
     def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Progress:
         """After an evaluation."""
-        if "em" in metrics:
-            name = EXACT_MATCH
-            value = metrics["em"]
-            variance = value * (1 - value)
-        elif "eval/reward" in metrics:
-            name = HELD_OUT_REWARD
-            value = metrics["eval/reward"]
-            variance = metrics.get("eval/reward_std", 0.0) ** 2
-        else:
+        scored = "em" in metrics
+        value = metrics.get("em" if scored else "eval/reward")
+        if value is None:
             return self
+        variance = value * (1 - value) if scored else metrics.get("eval/reward_std", 0.0) ** 2
         last = Reading(update, value, variance / metrics["em_subset"], self.means)
-        return self._compared(name, last, config)
+        return self._compared(EXACT_MATCH if scored else HELD_OUT_REWARD, last, config)
 
     @property
     def means(self) -> dict[str, float]:
         """Of the last updates."""
-        return {name: statistics.fmean(values) for name, values in self.recent.items()}
+        return {name: statistics.fmean(values[-WINDOW:]) for name, values in self.recent.items()}
 
     def _compared(self, name: str, last: Reading, config: Config) -> Progress:
         """With this reading as the best one, or as one that is worse if it is far below it.
@@ -120,7 +108,8 @@ class Progress:
         least = _SCORE_ERRORS
         if name == REWARD:
             least = _FEWER_ERRORS if _changes(last, best) else _REWARD_ERRORS
-        errors = last.errors_below(best)
+        error = math.sqrt(last.variance + best.variance)
+        errors = (best.value - last.value) / max(error, 1e-9)
         if errors > least and name not in worse:
             worse[name] = _line(name, last, best, config)
         elif errors < least / 2:
@@ -153,18 +142,15 @@ def _changes(last: Reading, best: Reading) -> list[str]:
 def _cause(name: str, last: Reading, best: Reading, config: Config) -> str:
     """The likeliest key, with a value to try."""
     optim = config.optim
-    key = "optim.learning_rate"
-    rate = optim.learning_rate
-    if not last.means:  # only supervised updates so far
-        key = "sft.learning_rate"
-        rate = config.sft.learning_rate
-    elif name != REWARD and last.means[REWARD] > best.means.get(REWARD, math.inf):
+    if last.means and name != REWARD and last.means[REWARD] > best.means.get(REWARD, math.inf):
         key = "reward.functions" if name == EXACT_MATCH else "optim.num_epochs"
         return f"{key} is the likeliest cause, since the reward rose: read completions.jsonl"
-    elif last.means.get(_CLIPPED, 0.0) > 0.2:
+    if last.means.get(_CLIPPED, 0.0) > 0.2:
         uses = optim.num_iterations * optim.minibatches
         keys = "optim.num_iterations or optim.minibatches"
         return f"{uses} updates a rollout are the likeliest cause: lower {keys}"
-    elif last.means.get("sampling/effective_sample_size", 1.0) < 0.5:
+    if last.means.get("sampling/effective_sample_size", 1.0) < 0.5:
         return "the likeliest cause is that sampler and learner differ: set loss.correction"
-    return f"{key} = {rate:g} is the likeliest cause: try {rate / _LOWER:g}"
+    key = "optim" if last.means else "sft"  # only supervised updates so far
+    rate = (optim if last.means else config.sft).learning_rate
+    return f"{key}.learning_rate = {rate:g} is the likeliest cause: try {rate / _LOWER:g}"
