@@ -106,7 +106,7 @@ rollout/fallback | text | why the run returned to full precision | absent | [qua
 staleness/mean | updates | with `rollout.max_staleness`: updates from the weights that sampled a completion to those that learn from it, mean over completions | `rollout.max_staleness`, less at the start | –
 staleness/max | updates | the same, of the oldest completion | at most `rollout.max_staleness` | –
 staleness/tokens | updates | the age of a token: the same, mean over tokens | about `staleness/mean` | far from it: long completions are older or younger than short ones
-time/ahead | seconds | time for sampling and scoring that training did not wait for | close to the sum of both | small: the learner is the shorter part; a larger `rollout.max_staleness`, if `time/rollout` is large
+time/ahead | seconds | time for sampling and scoring, with waits for the batch before, that training did not wait for | close to the sum of both | small: the learner is the shorter part; a larger `rollout.max_staleness`, if `time/rollout` is large
 
 # Ranks
 ranks/number | count | number of ranks, if there are several | constant | –

@@ -150,9 +150,7 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
     experts = expert_metrics(plan, state)  # its time counts for the step
     times = plan.times.take()
     if session.config.rollout.max_staleness and not gold:
-        spent = sum(
-            tally.seconds[part] for tally in state.tallies for part in ("rollout", "reward")
-        )
+        spent = sum(tally.seconds["rollout"] + tally.seconds["reward"] for tally in state.tallies)
         times["time/ahead"] = max(spent - times["time/rollout"], 0.0)
     metrics = {
         **session.place(),
