@@ -75,6 +75,18 @@ def command_line() -> list[str]:
     return [str(script)] if script.is_file() else [sys.executable, "-m", "runners.cli", "run"]
 
 
+def run_quietly(command: Sequence[str], settings: Sequence[str]) -> None:
+    """A run in a process of its own, without its output.
+
+    Raises:
+        UserError: it did not end well.
+    """
+    sets = [word for setting in settings for word in ("--set", setting)]
+    code = subprocess.run([*command, *sets], stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise UserError(f"{' '.join(command)} ended with code {code}")
+
+
 def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
     """One run of a preset in a process of its own, its output on stderr.
 

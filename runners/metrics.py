@@ -24,6 +24,7 @@ eval/rewards/{name} | your reward's | mean of one reward function over the held-
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | number of problems that `em` and `eval/reward` were measured on | `eval.samples`, or all held-out problems | –
 
+worse | text | what is below its best by more than chance, and the likeliest cause | absent | [troubleshooting](troubleshooting.md#a-run-that-becomes-worse)
 eval/loss | nats per token | with [supervised updates](cold-start.md#supervised-updates): cross-entropy of the tokens of the held-out reference completions | falls; rises again when the model overfits | a lower `sft.learning_rate`, fewer `sft.epochs`
 eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 
@@ -101,6 +102,12 @@ sampling/effective_sample_size | share | effective sample size, as a share of al
 sampling/masked_fraction | share | tokens that `loss.correction` excluded | 0 without a correction, otherwise below 0.05 | a wider `loss.correction_range` or `loss.sequence_range`, or more bits
 rollout/quantization | text | format of the sampler's weights; only with `rollout.quantization` | the format in the config | –
 rollout/fallback | text | why the run returned to full precision | absent | [quantization](quantization.md)
+
+# Rollouts ahead
+staleness/mean | updates | with `rollout.max_staleness`: updates from the weights that sampled a completion to those that learn from it, mean over completions | `rollout.max_staleness`, less at the start | –
+staleness/max | updates | the same, of the oldest completion | at most `rollout.max_staleness` | –
+staleness/tokens | updates | the age of a token: the same, mean over tokens | about `staleness/mean` | far from it: long completions are older or younger than short ones
+time/ahead | seconds | time for sampling and scoring, with waits for the batch before, that training did not wait for | close to the sum of both | small: the learner is the shorter part; a larger `rollout.max_staleness`, if `time/rollout` is large
 
 # Ranks
 ranks/number | count | number of ranks, if there are several | constant | –

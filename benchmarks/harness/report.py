@@ -28,6 +28,7 @@ NAMES = (
     "serving",
     "real_quant",
     "learner",
+    "overlap",
     "peers",
     "memory",
     "ranks",

@@ -25,8 +25,9 @@ from runners.checkpoints.values import decoded
 from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, first_line, show
-from runners.files.durable import new_folder, remove_folder
+from runners.files.durable import link_folder, new_folder, remove_folder
 from runners.files.json_files import finite_number, read_json, to_json
+from runners.files.run_files import BEST
 from runners.files.tensor_files import load_arrays, save_arrays
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import check_finite
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 6  # before it, not every field of the run's state was saved
+VERSION = 7  # before it, not every field of the run's state was saved
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
@@ -57,6 +58,8 @@ def write_checkpoint(
     prompt: PromptSettings | None = None,
 ) -> Path:
     """Writes `run_dir/checkpoint-{step}` and returns it. Replaces a folder of that name.
+
+    It holds the run's best weights so far, too, as links.
 
     Args:
         run_dir: the run's folder.
@@ -79,6 +82,8 @@ def write_checkpoint(
             write_prompt(folder, prompt)
         line = to_json({"version": VERSION, "step": step, **trainer_state})
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        if (run_dir / BEST).is_dir():
+            link_folder(run_dir / BEST, folder / BEST)
         write_manifest(folder)
     return run_dir / f"checkpoint-{step}"
 

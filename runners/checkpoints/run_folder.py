@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_files import open_own, read_lines
-from runners.files.run_files import EVENTS, LOCK
+from runners.files.durable import disk_errors, link_folder, new_folder, remove_folder, sweep
+from runners.files.json_files import open_own, read_json, read_lines
+from runners.files.run_files import BEST, EVALUATION, EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -112,9 +112,26 @@ def clear(folder: Path) -> None:
     """Removes an earlier run's checkpoints and model; its logs are renamed when new ones are
     created."""
     with disk_errors(f"{folder} cannot be cleared"):
-        for found in (*checkpoint_folders(folder).values(), folder / "final"):
+        for found in (*checkpoint_folders(folder).values(), folder / "final", folder / BEST):
             if found.is_dir() and not found.is_symlink():
                 remove_folder(found)
+
+
+def saved_best(folder: Path) -> dict:
+    """What the evaluation of a run's best weights measured, with its update; empty: there are none."""
+    with suppress(UserError):
+        return read_json(folder / BEST / EVALUATION)
+    return {}
+
+
+def restore_best(folder: Path, checkpoint: Path) -> None:
+    """The run's best weights so far become those that a checkpoint has, if it has any."""
+    if (checkpoint / BEST).is_dir():
+        with new_folder(folder / BEST) as best:
+            link_folder(checkpoint / BEST, best)
+    elif (folder / BEST).is_dir():
+        with disk_errors(f"{folder / BEST} cannot be removed"):
+            remove_folder(folder / BEST)
 
 
 def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ class RunSummary:
     eval_reward: float | None  # the run's own rewards on held-out problems
     reward: float | None  # of the last update
     changed: float  # when its log was written last, seconds since 1970
+    worse: str  # what is below its best; "" if nothing is
     go_on: str  # a command; "" while it runs
 
 
@@ -60,6 +61,7 @@ def summarize(folder: Path) -> RunSummary:
         eval_reward=record.last("eval/reward"),
         reward=record.last("reward"),
         changed=max(path.stat().st_mtime for path in written),
+        worse=record.worse,
         go_on=_advice(folder, state),
     )
 

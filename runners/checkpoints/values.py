@@ -76,6 +76,8 @@ def _as(tree: Any, kind: Any, where: str) -> Any:
             return None
         (one,) = [each for each in arguments if each is not type(None)]  # T | None
         return _as(tree, one, where)
+    if kind is Any:  # a tree of arrays, which is compared with the model's
+        return tree
     if attrs.has(kind):
         return decoded(tree, kind, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):

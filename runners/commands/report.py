@@ -131,7 +131,9 @@ def runs_command(folder: str, as_json: bool) -> None:
         rows.append(
             (run.folder, run.state, str(run.update), measured, number_text(run.reward), when)
         )
-    for line, go_on in zip(aligned(rows), ["", *(run.go_on for run in runs)], strict=True):
+    heading, *lines = aligned(rows)
+    echo(heading)
+    for line, run in zip(lines, runs, strict=True):
         echo(line)
-        if go_on:
-            echo(f"  {go_on}")
+        for more in filter(None, (run.worse, run.go_on)):
+            echo(f"  {more}")

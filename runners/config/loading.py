@@ -220,6 +220,9 @@ def _check_complete(config: Config) -> None:
     of_batch = loss.baseline == "batch_mean"
     of_turn = loss.baseline == "turn"
     about_turns = "[env], whose turns it is about"
+    stale = config.rollout.max_staleness
+    uses = config.optim.num_iterations * config.optim.minibatches
+    late = loss.sync_every > config.optim.gradient_accumulation_steps
     for key, wrong, expected in (
         ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
             "0, or loss.beta > 0 (without a reference there is nothing to sync)"),
@@ -230,6 +233,15 @@ def _check_complete(config: Config) -> None:
             "equal has a deviation of 0)"),
         ("loss.scale", of_turn and loss.scale == "batch",
             '"group" or "none" with loss.baseline = "turn"'),
+        ("rollout.max_staleness", stale and loss.correction == "none",
+            '0, or a loss.correction such as "token_truncate", since older weights sample'),
+        ("loss.dynamic_sampling", stale and loss.dynamic_sampling,
+            "false with rollout.max_staleness, by which the next prompts are known beforehand"),
+        ("loss.sync_every", stale and late,
+            "at most optim.gradient_accumulation_steps with rollout.max_staleness"),
+        ("loss.router_replay", stale and loss.router_replay, "false with rollout.max_staleness"),
+        ("rollout.max_staleness", stale and uses > 1,
+            "0, or 1 for optim.num_iterations and optim.minibatches"),
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,

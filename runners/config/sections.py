@@ -150,6 +150,7 @@ class RolloutConfig:
     mismatch_limit: float = key(0.2, "a quantized sampler switches to a finer format, and finally to full precision, if its KL divergence from the learner is above this (nats per token) or the effective sample size is below one half; 0: never", ">= 0")
     launch: Literal["auto", "eval", "async"] = key("auto", "`eval`: wait for each decoding step; `async`: prepare the next step meanwhile, which copies the KV cache; auto: `eval` on a CPU, `async` on a GPU")
     check_every: int = key(8, "check for finished completions every this many decoding steps", ">= 1")
+    max_staleness: int = key(0, "sample and score the rollouts of up to this many further updates while the learner works, so that their weights are up to this many updates old; requires a `loss.correction`. 0: sampling and learning take turns. See [rollouts ahead](ahead.md)", "0 <= x <= 4")
     max_batch: int = key(0, "maximum number of completions that are decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:
@@ -285,7 +286,7 @@ class CheckpointConfig:
 
     every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
     keep_last: int = key(3, "number of most recent checkpoints to keep; 0: all, regardless of `keep_best`", ">= 0")
-    keep_best: int = key(1, "number of best checkpoints to keep in addition: by exact match, then by the reward on held-out problems, then by reward", ">= 0")
+    keep_best: int = key(1, "number of best checkpoints to keep in addition: by exact match, then by the reward on held-out problems, then by reward; 0: none, and no `best/` either", ">= 0")
     on_error: Literal["continue", "stop"] = key("continue", "if a checkpoint or log entry cannot be written: continue training and retry, or stop")
 
 
@@ -308,7 +309,7 @@ class LogConfig:
 class WatchConfig:
     """[watch]: when to warn that training goes wrong."""
 
-    patience: int = key(10, "warn after this many consecutive updates in which rewards are equal within every group, or one of the two limits below is crossed; 0: no warnings", ">= 0")
+    patience: int = key(10, "warn after this many consecutive updates in which rewards are equal within every group, or one of the two limits below is crossed; 0: no warnings, not even that a run has [become worse](troubleshooting.md)", ">= 0")
     min_entropy: float = key(0.001, "warn if the entropy is below this, in nats per token: completions hardly differ; 0: off", ">= 0")
     max_kl: float = key(10.0, "warn if the KL is above this, in nats per token: the policy is far from the reference model; 0: off", ">= 0")
 
@@ -318,6 +319,7 @@ class StopConfig:
     """[stop]: conditions that end a run before its last step."""
 
     when: tuple[str, ...] = key((), 'conditions such as `"em >= 0.95"` or `"kl > 0.5 for 20"` (20 consecutive readings); the first that is met ends the run', "no empty string")
+    patience: int = key(0, "end a run that has [become worse](troubleshooting.md), and has stayed so for this many updates; 0: never", ">= 0")
 
 
 @attrs.frozen(kw_only=True)

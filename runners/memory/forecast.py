@@ -219,7 +219,8 @@ class Forecast:
         """
         config = self.config
         sizes = self.sizes
-        lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
+        late = config.loss.sync_every > config.optim.gradient_accumulation_steps
+        lags = late or config.rollout.max_staleness
         ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
         number_bytes = UPDATED + (RANDOM_BITS if config.model.master != "float32" else 0)
         gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks

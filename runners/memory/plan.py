@@ -55,6 +55,7 @@ def make_plan(
             },
             "peak": {"phase": peak, "bytes": nbytes},
             "floor": sizes.floor,
+            "disk": sizes.written,
             "memory": total,
             "fits": nbytes <= total,
             "largest_batch_size": best,
@@ -69,6 +70,7 @@ def make_plan(
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
+        "disk": f"{gigabytes(sizes.written)} for the final and the best model, besides checkpoints",
         "formats": formats if config.rollout.bits_budget else "",
         "ranks": f"{ranks}; the figures are for one rank" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",

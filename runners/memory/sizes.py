@@ -27,7 +27,7 @@ from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.models.adapters import add_adapters
 from runners.models.folders import hub_errors, read_config, resolve_model
-from runners.models.model_reader import choose_dtype, custom_loader, load_module
+from runners.models.model_reader import choose_dtype, custom_loader, load_module, main_dtype
 from runners.models.role_quantization import is_calibrated
 
 FLOAT = 4  # bytes of float32
@@ -68,6 +68,7 @@ class ModelSizes:
     rollout: int  # a sampler with its own weights (quantized, or older)
     decoding: int  # weights that are made for each rollout: `decode_weights`
     ranks: int  # number of ranks of the run
+    written: int  # of `final/` and `best/`
 
     @property
     def gradients(self) -> int:
@@ -78,6 +79,16 @@ class ModelSizes:
     def floor(self) -> int:
         """The minimum for any batch setting: weights, moments and one set of gradients."""
         return self.weights + self.moments + self.gradients
+
+
+def models_bytes(config: Config, parameters: int, trained: int, size: int) -> int:
+    """Bytes on the disk of a run's final model, and of its best one, which is only its adapters if
+    it has some; `size`: bytes of a number in the source's files."""
+    final = parameters * size  # every parameter, unpacked
+    adapters = trained * FLOAT
+    if config.model.tune != "full":
+        return final + 2 * adapters
+    return 2 * final if config.checkpoint.keep_best else final
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -141,6 +152,7 @@ def model_sizes(
         fault = f"its memory cannot be predicted from config.json: {error}"
         raise UserError(f"{settings.path}: {fault}") from error
     compute = choose_dtype(settings.dtype, platform, module)
+    stored = main_dtype(module).size
     if settings.tune != "full":
         add_adapters(module, settings, config.run.seed)
     policy.patch_layers(module)
@@ -187,8 +199,9 @@ def model_sizes(
     rounds = rollout.quantization != "none"
     lags = loss.sync_every > config.optim.gradient_accumulation_steps
     numbers = sum(leaf.size for leaf in leaves.values())
-    sampler = masters if lags else 0
+    sampler = masters * max(lags, rollout.max_staleness)
     packed = rounds and rollout.storage == "packed"
+    parameters = count + base // compute.size
     if rounds:
         sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
     # Prompts with images are always kept once, those of conversations never.
@@ -200,7 +213,7 @@ def model_sizes(
         shares_prefix=once and policy.shares_prefix(module),
         trained=count,
         embedding=max((tables[name] for name in tables if name in trained), default=0),
-        parameters=count + base // compute.size,
+        parameters=parameters,
         dtype=str(compute).removeprefix("mlx.core."),
         compute=compute.size,
         weights=weights,
@@ -209,6 +222,7 @@ def model_sizes(
         rollout=sampler,
         decoding=0 if packed else policy.decode_weights_bytes(module, compute),
         ranks=ranks,
+        written=models_bytes(config, parameters, count, stored),
     )
 
 

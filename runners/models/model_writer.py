@@ -6,6 +6,7 @@ checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_fn.policy import is_quantized
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder
 from runners.files.json_files import read_json, write_json
+from runners.files.run_files import EVALUATION
 from runners.files.tensor_files import save_arrays
 from runners.images.processor import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST, fused_layers
@@ -27,7 +29,12 @@ _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 
 
 def save_model(
-    folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSettings | None = None
+    folder: Path,
+    params: Any,
+    loaded: LoadedModel,
+    prompt: PromptSettings | None = None,
+    *,
+    evaluation: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a model folder with these trained parameters, its floating weights in the source
     model's dtypes.
@@ -37,8 +44,17 @@ def save_model(
     `adapter_config.json` are written beside them for `mlx_lm.load(base, adapter_path=folder)`. On a
     quantized base the merged layers are stored unquantized, because rounding them to few bits again
     would undo much of a small update.
+
+    With an `evaluation`, which is written as evaluation.json, adapters are written alone.
     """
     with new_folder(folder) as temporary:
+        if evaluation is not None:
+            write_json(temporary / EVALUATION, evaluation)
+            if loaded.adapter is not None:
+                write_trained(temporary, trained(params, loaded), loaded)
+                if prompt is not None:
+                    write_prompt(temporary, prompt)
+                return folder
         config = _stated(loaded)
         if loaded.adapter is None:
             weights = trained(params, loaded)

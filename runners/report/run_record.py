@@ -37,6 +37,7 @@ class RunRecord:
             given = line.get("nonfinite")
             if isinstance(given, list):
                 self.nonfinite += [(number, str(each)) for each in given]
+        self.worse = str(lines[-1].get("worse", "") if lines else "")[:_TEXT]
         self.events = list(read_lines(self.folder / EVENTS))
 
     def last(self, name: str) -> float | None:

@@ -6,6 +6,7 @@ A reward that fails gives no reward (NaN) and a message; no failure is silent.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,7 +162,13 @@ class Scorer:
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
     thoughts: tuple[str, ...] = TAGS
-    _calls: Calls | None = attrs.field(default=None, init=False)
+    # Held by the batch whose plain rewards are called; several may wait for async ones.
+    _turn: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    @property
+    def _worker(self) -> Worker | None:
+        functions = [reward.function for reward in self.rewards]
+        return next((each.worker for each in functions if isinstance(each, UserFunction)), None)
 
     def score(
         self,
@@ -214,9 +221,9 @@ class Scorer:
             if notes and found["failures"] == size:
                 failed[k] = Failed(notes[0], found["ended"])
             problems += notes
-        if self._calls is not None:
-            problems += self._calls.worker.notices
-            self._calls.worker.notices.clear()
+        if self._worker is not None:
+            problems += self._worker.notices
+            self._worker.notices.clear()
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
@@ -224,40 +231,36 @@ class Scorer:
         meanwhile the others one after another."""
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
-        there = {k: each for k, each in enumerate(functions) if isinstance(each, UserFunction)}
-        for k, function in there.items():
-            if function.is_async:
-                self._start(k, function, called[k], size, TOGETHER)
+        calls = None if self._worker is None else Calls(self._worker)
+
+        def start(k: int, function: UserFunction, mode: str) -> None:
+            assert calls is not None
+            environments = called[k].pop("environments", None)
+            calls.submit(
+                k,
+                "runners.rewards.calls:score",
+                function.name,
+                called[k],
+                size,
+                environments,
+                timeout=self.timeout,
+                mode=mode,
+            )
+
         for k, function in enumerate(functions):
-            if not isinstance(function, UserFunction):
-                outcomes[k] = Outcome(_called_here(function, called[k], size))
-            elif not function.is_async:
-                self._start(k, function, called[k], size, MAIN)
-                self._wait_for(k, outcomes)
-        for k in there:
-            self._wait_for(k, outcomes)
+            if isinstance(function, UserFunction) and function.is_async:
+                start(k, function, TOGETHER)
+        with self._turn:
+            for k, function in enumerate(functions):
+                if not isinstance(function, UserFunction):
+                    outcomes[k] = Outcome(_called_here(function, called[k], size))
+                elif not function.is_async:
+                    start(k, function, MAIN)
+                    while calls is not None and k not in outcomes:
+                        outcomes |= calls.collect(1)
+        while calls is not None and len(outcomes) < len(called):
+            outcomes |= calls.collect(1)
         return [outcomes[k] for k in range(len(called))]
-
-    def _start(
-        self, k: int, function: UserFunction, arguments: dict[str, Any], size: int, mode: str
-    ) -> None:
-        """Starts a call in the process of user code."""
-        environments = arguments.pop("environments", None)
-        self._calls = self._calls or Calls(function.worker)
-        self._calls.submit(
-            k,
-            "runners.rewards.calls:score",
-            function.name,
-            arguments,
-            size,
-            environments,
-            timeout=self.timeout,
-            mode=mode,
-        )
-
-    def _wait_for(self, k: int, outcomes: dict[int, Outcome]) -> None:
-        while self._calls is not None and k not in outcomes:
-            outcomes.update(self._calls.collect(1))
 
 
 def _called_here(

@@ -36,11 +36,15 @@ class Tally:
     # as `rate_metrics` takes them
     outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)
     quantization: str = ""  # of the weights that sampled
+    # updates from those weights to the learner's, of each completion
+    ages_b: np.ndarray = attrs.field(factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(cls, experience: Experience) -> Tally:
-        """Of one batch step."""
+    def of(cls, experience: Experience, update: int = 0) -> Tally:
+        """Of one batch step, from which the learner learns after this update."""
         played = experience.played or ()
+        version_b = experience.rollout.version_b
+        versions_b = np.zeros(0) if version_b is None else np.array(version_b, np.float64)
         return cls(
             rewards_pg=experience.rewards_pg,
             values_kb=experience.values_kb,
@@ -56,6 +60,7 @@ class Tally:
             counts={
                 name: np.array([each.counts[name] for each in played]) for name in COUNTS if played
             },
+            ages_b=update - versions_b[experience.drawn_b] if versions_b.size else versions_b,
         )
 
 
@@ -99,6 +104,11 @@ def rollout_metrics(
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - finished.mean()),
     }
+    if config.rollout.max_staleness and lengths.sum():
+        ages = np.concatenate([tally.ages_b for tally in tallies])
+        metrics["staleness/mean"] = float(ages.mean())
+        metrics["staleness/max"] = float(ages.max())
+        metrics["staleness/tokens"] = float((ages * lengths).sum() / lengths.sum())
     if penalty_b is not None:  # a part of the rewards
         metrics["length_penalty"] = float(np.array(penalty_b).mean())
     if all(tally.counts for tally in tallies):

@@ -1,4 +1,4 @@
-"""Checks each update's metrics: warns when training goes wrong,
+"""Checks the metrics of updates and evaluations: warns when training goes wrong,
 and decides when a run may end early.
 
 It depends only on logged values and on `Seen`, so that a resumed run warns and ends at the same
@@ -13,8 +13,10 @@ from typing import Any
 import attrs
 
 from runners.config.conditions import Condition
+from runners.config.loading import Config
 from runners.config.sections import WatchConfig
 from runners.files.json_files import finite_number
+from runners.telemetry.decline import Progress
 
 
 @attrs.frozen
@@ -23,18 +25,21 @@ class Seen:
 
     counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
     reached: str | None = None  # the condition that ends the run
+    progress: Progress = attrs.field(factory=Progress)
 
 
 @attrs.frozen
 class Watch:
     """Counts, for each sign of trouble, for how many consecutive readings it has lasted."""
 
-    settings: WatchConfig
+    config: Config
     conditions: Sequence[Condition]  # of stop.when
 
-    def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
-        """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
-        a line each.
+    def see(
+        self, metrics: Mapping[str, Any], seen: Seen, evaluated_at: int | None = None
+    ) -> tuple[Seen, list[str]]:
+        """Takes in the logged metrics of an update, or of the evaluation after an update; returns
+        what was seen so far, and the warnings that are due, a line each.
 
         A metric that is missing or not finite is ignored: it neither counts nor resets a count.
         """
@@ -44,9 +49,10 @@ class Watch:
         numbers = {
             name: value for name, value in metrics.items() if finite_number(value) is not None
         }
-        for name, so, line in _signs(numbers, self.settings):
+        patience = self.config.watch.patience
+        for name, so, line in _signs(numbers, self.config.watch):
             # Once a row, not at every update.
-            if _count(counts, name, so) == self.settings.patience > 0:
+            if _count(counts, name, so) == patience > 0:
                 warnings.append(line)
         for condition in self.conditions:
             value = numbers.get(condition.metric)
@@ -57,7 +63,19 @@ class Watch:
             if row >= condition.readings and reached is None:
                 times = f" for {row} readings" if row > 1 else ""
                 reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"
-        return Seen(counts, reached), warnings
+        progress = seen.progress
+        if evaluated_at is not None:
+            progress = progress.evaluated(numbers, evaluated_at, self.config)
+        elif "update" in numbers:
+            progress = progress.updated(numbers, self.config)
+            row = _count(counts, "worse", bool(progress.worse))
+            if row >= self.config.stop.patience > 0 and reached is None:
+                reached = f"{progress.line} (stop.patience)"
+        if patience:
+            warnings += [
+                progress.worse[name] for name in progress.worse.keys() - seen.progress.worse
+            ]
+        return Seen(counts, reached, progress), warnings
 
 
 def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tuple[str, bool, str]]:

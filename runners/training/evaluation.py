@@ -31,7 +31,10 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards."""
+    """Measures exact match and the run's own rewards. Meanwhile no rollout is under way."""
+    if session.ahead is not None:
+        session.shown.status("sampling")
+        session.ahead.settle()
     with session.plan.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
@@ -121,7 +124,9 @@ def _log(
     measured = {**result.metrics, **gold}
     state = session.state
     record = {**session.place(), **measured, "time/elapsed": session.elapsed()}
-    seen, _ = session.watch.see(measured, state.seen)
+    seen, warnings = session.watch.see(measured, state.seen, state.update)
+    if seen.progress.worse:
+        record["worse"] = seen.progress.line
     scores = state.scores if result.score is None else (*state.scores, result.score)
     rewards = state.eval_rewards if result.reward is None else (*state.eval_rewards, result.reward)
     session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
@@ -139,3 +144,5 @@ def _log(
             reward=result.reward,
         )
     )
+    for line in warnings:
+        session.shown.note(line)

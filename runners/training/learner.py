@@ -162,7 +162,10 @@ def build_learner(
         sampling=sampling,
         quantized=quantized,
         sampler=first_sampler(config, quantized),
-        engine=LocalEngine(decoder, decoding_of(config), advance, note),
+        # Beside the learner it does not say how far it is.
+        engine=LocalEngine(
+            decoder, decoding_of(config), None if rollout.max_staleness else advance, note
+        ),
         held_out=LocalEngine(decoder, decoding_of(config), advance, note),
         reference=reference,
         spec=spec,

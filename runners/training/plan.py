@@ -104,6 +104,11 @@ class Plan:
         """The sampler's weights."""
         return weights_of(self.run.learner.sampling, state.train.old_params, state.sampler)
 
+    def load(self, state: RunState) -> None:
+        """The engine gets the sampler's weights; with rollouts ahead, each brings its own."""
+        if not self.config.rollout.max_staleness:
+            self.engine.load(self.weights(state))
+
 
 def plan_of(run: Run, shown: Diary) -> Plan:
     """The plan of a run, with the phases of its config."""
@@ -194,10 +199,10 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
 
 def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     """Micro-batches with log π_old, if π_θ will differ from it: because a rollout serves several
-    updates, or because the weights that drew it are older than the learner's."""
-    version_b = lesson.experience.rollout.version_b
-    is_stale = version_b is not None and bool((version_b < state.update).any().item())
-    if plan.uses == 1 and not is_stale:
+    updates, or because the sampler's weights are older than the learner's. π_old is the learner
+    when it begins with a rollout, or at the sampler's last sync; a row that older weights sampled is
+    corrected by π_old/μ."""
+    if plan.uses == 1 and state.sampler.version == state.update:
         return lesson
     parts = []
     budget = lesson.micro_batch_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from itertools import chain
 
 import attrs
@@ -21,7 +22,7 @@ from runners.config.loading import Config
 from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
-from runners.engines.engine import Engine, Weights
+from runners.engines.engine import Engine, ShouldStop, Weights, never
 from runners.engines.rollouts import generate, requests_of
 from runners.environments.environments import Environments
 from runners.errors import RewardError
@@ -61,6 +62,7 @@ class Draw:
     # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these
     # weights.
     full: Weights | None = None
+    weights: Weights | None = None  # that sample it; None: those that the engine has
 
 
 @attrs.frozen(eq=False)
@@ -70,6 +72,7 @@ class _Round:
     key: mx.array
     trainer_state: TrainerState
     full: Weights | None
+    weights: Weights | None
 
 
 @attrs.frozen(eq=False)
@@ -84,6 +87,8 @@ class Collector:
     ranks: Ranks = attrs.field(factory=Ranks)
     environments: Environments | None = None  # they answer the model's turns
     vision: VisionPart | None = None
+    sampler: Executor | None = None  # in whose thread it samples; None: in the caller's
+    should_stop: ShouldStop = never
 
     def collect(self, engine: Engine, draw: Draw) -> Experience:
         """Samples and scores completions of a draw's prompts with the engine's weights.
@@ -104,7 +109,9 @@ class Collector:
         for number in range(rounds + 1):
             if number:
                 taken = drawn(self.order, taken.position, missing, draw.weighted, taken.taken)
-            step = _Round(fold_in(draw.key, number), draw.trainer_state, draw.full)
+            key = fold_in(draw.key, number)
+            mx.eval(key)  # another thread can only read it
+            step = _Round(key, draw.trainer_state, draw.full, draw.weights)
             part = self._on_all_ranks(engine, taken.examples, step)
             parts.append(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
@@ -203,14 +210,34 @@ class Collector:
         numbers: Sequence[int],
         sampling: g.Sampling,
         key: mx.array,
+        weights: Weights | None,
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """Completions, or conversations; None without examples."""
+        """Completions, or conversations; None without examples. The engine gets new `weights`."""
+        if weights is not None:
+            engine.load(weights)
         if not examples:
             return None, None
         if self.environments is not None:
-            return self.environments.play(engine, examples, sampling, key=key, numbers=numbers)
+            return self.environments.play(
+                engine,
+                examples,
+                sampling,
+                key=key,
+                numbers=numbers,
+                should_stop=self.should_stop,
+            )
         requests = requests_of(examples, sampling, key, numbers, self.vision)
-        return generate(engine, requests, sampling), None
+        rollout = generate(engine, requests, sampling, should_stop=self.should_stop)
+        g.materialize(rollout)
+        return rollout, None
+
+    def _sampled_aside(
+        self, *arguments: Any
+    ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
+        """`_sampled`, in the thread that samples."""
+        if self.sampler is None or self.environments is not None:
+            return self._sampled(*arguments)
+        return self.sampler.submit(self._sampled, *arguments).result()
 
     def _scored(
         self,
@@ -226,13 +253,13 @@ class Collector:
         """
         started = time.perf_counter()
         fallback = None
-        rollout, played = self._sampled(engine, examples, numbers, sampling, step.key)
+        arguments = (engine, examples, numbers, sampling, step.key)
+        rollout, played = self._sampled_aside(*arguments, step.weights)
         if step.full is not None:  # the sampler has few bits; all ranks give them up together
             bad = rollout is not None and not mx.isfinite(rollout.logp_bt).all().item()
             if self.ranks.any_rank("the sampler", bad):
                 fallback = NOT_FINITE
-                engine.load(step.full)
-                rollout, played = self._sampled(engine, examples, numbers, sampling, step.key)
+                rollout, played = self._sampled_aside(*arguments, step.full)
         if rollout is None:
             return None
         size = sampling.num_generations

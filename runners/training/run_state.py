@@ -44,6 +44,46 @@ def _unsaved(default: Any, why: str) -> Any:
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class Flight:
+    """A batch step whose rollout is under way: those fields of the state from which it was proposed,
+    and is proposed again after a resume."""
+
+    batch_step: int = rules.key(0, "rollouts made before", _COUNT)
+    update: int = rules.key(0, "whose weights sample it", _COUNT)
+    position: int = rules.key(0, "training examples handed out before", _COUNT)
+    slow_rewards: Mapping[str, int] = attrs.field(factory=dict)
+    sampler: Sampler = attrs.field(factory=Sampler)
+    curriculum: Estimates | None = None
+    old_params: Any = None
+
+    @classmethod
+    def of(cls, state: RunState, batch_step: int, position: int) -> Flight:
+        """One that begins in this state."""
+        return cls(
+            batch_step=batch_step,
+            update=state.update,
+            position=position,
+            slow_rewards=state.slow_rewards,
+            sampler=state.sampler,
+            curriculum=state.curriculum,
+            old_params=state.train.old_params,
+        )
+
+    def state(self, state: RunState) -> RunState:
+        """The state as it was when this began, as far as a proposal reads it."""
+        return attrs.evolve(
+            state,
+            batch_step=self.batch_step,
+            update=self.update,
+            position=self.position,
+            slow_rewards=self.slow_rewards,
+            sampler=self.sampler,
+            curriculum=self.curriculum,
+            train=attrs.evolve(state.train, old_params=self.old_params),
+        )
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class RunState:
     """The state of a run between two steps: a value, replaced as a whole after each step."""
 
@@ -70,6 +110,7 @@ class RunState:
     seen: Seen = attrs.field(factory=Seen)  # by the watch
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
     sampler: Sampler = attrs.field(factory=Sampler)
+    flights: tuple[Flight, ...] = ()  # the next batch steps, with rollout.max_staleness
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
     waiting: tuple[tuple[Pieces, ...], ...] = ()  # of these steps: minibatch × micro-batch
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
@@ -165,7 +206,8 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     if train.old_params is None:  # saved within an update, when the sampler's weights were given up
         train = g.sync_old(train)
     known = [_shape(first.params), _shape(first.ref_params)]
-    for tree in (train.old_params, train.ref_params):
+    flown = [flight.old_params for flight in state.flights]
+    for tree in (train.old_params, train.ref_params, *flown):
         if tree is not None and _shape(tree) not in known:
             raise UserError(f"{file}: a role's weights belong to another model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
@@ -183,7 +225,13 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         sampler = attrs.evolve(run.learner.sampler, version=state.sampler.version)
     else:
         sampler = restored(state.sampler, run.config, run.learner.quantized)
-    return attrs.evolve(state, train=train, micro_batch_tokens=budget, sampler=sampler)
+    flights = tuple(
+        attrs.evolve(each, sampler=restored(each.sampler, run.config, run.learner.quantized))
+        for each in (() if changed else state.flights)
+    )
+    return attrs.evolve(
+        state, train=train, micro_batch_tokens=budget, sampler=sampler, flights=flights
+    )
 
 
 def _shape(tree: Any) -> tuple[Any, Any]:

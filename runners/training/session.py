@@ -12,10 +12,11 @@ import attrs
 
 import grpo_fn as g
 from runners.checkpoints.checkpoint import prune_checkpoints, write_checkpoint
-from runners.checkpoints.run_folder import check_place, place_of
+from runners.checkpoints.run_folder import check_place, place_of, saved_best
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
+from runners.files.run_files import BEST
 from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_model
@@ -23,6 +24,7 @@ from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
+from runners.training.ahead import Ahead
 from runners.training.plan import plan_of
 from runners.training.run_state import RunState
 from runners.training.setup import Run
@@ -47,8 +49,9 @@ class Session:
         self.log = log
         self.shown = shown
         self.plan = plan_of(run, shown)
+        self.ahead = Ahead(self.plan) if self.config.rollout.max_staleness else None
         conditions = [Condition.parse(text) for text in self.config.stop.when]
-        self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self.watch = Watch(self.config, [condition for condition in conditions if condition])
         self._place = place_of(run.folder)
         self._facts = facts
         self._prompt = PromptSettings.of(self.config.to_dict())
@@ -116,6 +119,33 @@ class Session:
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")
             self.save(why, strict=True)
+
+    def save_best_if_due(self) -> None:
+        """Writes the weights to best/ if their evaluation is the best one so far, unless they are
+        there."""
+        state = self.state
+        best = state.seen.progress.held_out
+        if best is None or best.update != state.update or not self.config.checkpoint.keep_best:
+            return
+        with self.ranks.committing("the best model"):
+            if self.ranks.is_rank_zero and saved_best(self.run.folder).get("update") != best.update:
+                self._write_best()
+
+    def _write_best(self) -> None:
+        state = self.state
+        scores = {"em": state.scores, "eval/reward": state.eval_rewards}
+        measured = {name: values[-1] for name, values in scores.items() if values}
+        try:
+            check_place(self.run.folder, self._place)
+            save_model(
+                self.run.folder / BEST,
+                state.train.params,
+                self.run.loaded,
+                self._prompt,
+                evaluation={"update": state.update, **measured},
+            )
+        except UserError as error:
+            self.failed(error)
 
     def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""

@@ -106,6 +106,11 @@ class SetUp:
                 "rank, found "
                 f"{ranks.count}"
             )
+        if config.rollout.max_staleness and not ranks.is_alone:
+            raise UserError(
+                f"{config.where('rollout.max_staleness')}: expected 0 on several ranks, found "
+                f"{config.rollout.max_staleness}"
+            )
         spec = config.loss_spec()
         rewards = load_code(config, worker)
         self.say("reading the data")

@@ -27,7 +27,7 @@ from runners.checkpoints.resume import (
     find_origin,
     first_start,
 )
-from runners.checkpoints.run_folder import clear, locked, place_of, set_aside
+from runners.checkpoints.run_folder import clear, locked, place_of, restore_best, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
@@ -36,6 +36,7 @@ from runners.files.own_folder import remember
 from runners.files.run_files import OWN_RUNS
 from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
+from runners.memory.sizes import models_bytes
 from runners.ranks.ranks import Ranks
 from runners.report.page import final_report
 from runners.telemetry.diary import Diary, start_facts
@@ -132,6 +133,8 @@ def start_or_resume(
         )
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
+        if origin is not None:
+            restore_best(folder, origin.folder)
         if config.log.report:  # from now on there is something to report
             stack.callback(_report, folder, place_of(folder), shown.note)
         stack.enter_context(log)
@@ -139,6 +142,13 @@ def start_or_resume(
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
         session = Session(run, state, log=log, shown=shown, facts=facts)
+        if session.ahead is not None:
+            stack.callback(session.ahead.close)
+            for flight in state.flights:
+                shown.note(
+                    f"batch step {flight.batch_step + 1} was under way: it is sampled again, with "
+                    f"the weights of update {flight.update}"
+                )
         del state
 
         with shown.ending():
@@ -159,13 +169,16 @@ def _files(
     config = run.config
     writes = run.ranks.is_rank_zero
     keep = None
-    # Every parameter, unpacked, in the dtype of the source's files.
-    final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
+    loaded = run.loaded
+    needed = models_bytes(
+        config, loaded.num_parameters, loaded.num_trainable, loaded.source_dtype.size
+    )
     free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
-    if free < final:
+    if writes and free < needed:
         raise UserError(
-            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and "
-            f"the disk has {gigabytes(free)} free; make room, or choose another run.output_dir"
+            f"{config.where('run.name')}: {folder}: the final and the best model take "
+            f"{gigabytes(needed)}, and the disk has {gigabytes(free)} free; make room, or choose "
+            "another run.output_dir"
         )
     if origin is None:
         clear(folder)

@@ -9,8 +9,9 @@ from typing import Any
 from grpo_fn.learner import routing_stats, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.trees import on_host
+from runners.checkpoints.run_folder import saved_best
 from runners.data.stream import gold_batch
-from runners.files.run_files import METRICS
+from runners.files.run_files import BEST, METRICS
 from runners.machine.memory_readings import memory_metrics
 from runners.report.page import REPORT
 from runners.rewards.experience import Experience
@@ -26,7 +27,7 @@ _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is log
 # The metrics of an update that say nothing of reference completions begin so.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
-    *("sampling/", "kl", "tokens_per", "groups/"),
+    *("sampling/", "kl", "tokens_per", "groups/", "staleness/"),
 )
 
 
@@ -83,6 +84,9 @@ def show_summary(session: Session, final: Path) -> None:
         "tokens sampled": f"{state.sampled_tokens:,}",
         "model": str(final),
     }
+    best = saved_best(folder)
+    if best:
+        shown["best model"] = f"{folder / BEST} (of update {best.get('update')})"
     if (folder / METRICS).is_file():  # not if it was deleted under the run
         shown["log"] = str(folder / METRICS)
     if session.config.log.report:
@@ -116,6 +120,8 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     if bad:
         metrics["bad_updates"] = bad
     seen, warnings = session.watch.see(metrics, state.seen)
+    if seen.progress.worse:
+        metrics["worse"] = seen.progress.line
     session.change(
         reward=reward if reward == reward else None,
         seen=seen,
@@ -143,6 +149,9 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
     experts = expert_metrics(plan, state)  # its time counts for the step
     times = plan.times.take()
+    if session.config.rollout.max_staleness and not gold:
+        spent = sum(tally.seconds["rollout"] + tally.seconds["reward"] for tally in state.tallies)
+        times["time/ahead"] = max(spent - times["time/rollout"], 0.0)
     metrics = {
         **session.place(),
         "epoch": round(_epoch(session, gold), 4),

@@ -97,7 +97,8 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
         lesson = Lesson(experience, batch, state.micro_batch_tokens)
         for phase in plan.before_learn:
             lesson = phase(plan, state, lesson)
-    for part in () if gold else ("rollout", "reward"):
+    waited = gold or config.rollout.max_staleness  # the time of a rollout ahead is not the step's
+    for part in () if waited else ("rollout", "reward"):
         plan.times.add(part, experience.seconds[part])
     sampler = state.sampler
     if not gold:
@@ -108,7 +109,7 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
     if experience.fallback:
         sampler = given_up(sampler, experience.fallback)
         plan.shown.note(fallback_line(sampler))
-    tally = attrs.evolve(Tally.of(experience), quantization=sampler.quantization)
+    tally = attrs.evolve(Tally.of(experience, state.update), quantization=sampler.quantization)
     known = state.curriculum
     if known is not None:
         outcomes = [
@@ -139,12 +140,12 @@ def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
     role = learned.sampler.role
     if role is not None and role is not before.sampler.role:
         with plan.times.timing("sync"):
-            plan.engine.load(plan.weights(learned))
+            plan.load(learned)
 
 
 def release_sampler(plan: Plan, state: RunState) -> RunState:
     """Before an update after which the sampler takes the new weights: the old ones are freed."""
-    if not plan.syncs(state):
+    if not plan.syncs(state) or plan.config.rollout.max_staleness:
         return state
     plan.engine.load(None)
     return attrs.evolve(state, train=attrs.evolve(state.train, old_params=None))
@@ -190,7 +191,7 @@ def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
     plan.shown.note(line)
     state = attrs.evolve(state, sampler=sampler)
     if not plan.syncs(state):  # else it gets its weights by the sync
-        plan.engine.load(plan.weights(state))
+        plan.load(state)
     return state
 
 
@@ -206,7 +207,7 @@ def sync(plan: Plan, state: RunState) -> RunState:
             train = g.sync_old(state.train)
             state = attrs.evolve(state, train=train, sampler=sampler, synced_at=state.batch_step)
             if state.batch_step >= plan.run.length.supervised:  # supervised steps sample nothing
-                plan.engine.load(plan.weights(state))
+                plan.load(state)
     for phase in plan.after_update:
         state = phase(plan, state)
     return state

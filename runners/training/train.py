@@ -17,7 +17,7 @@ from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
-from runners.training.best_model import decline_line
+from runners.training.ahead import admitted
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -116,6 +116,7 @@ def train(session: Session) -> RunResult:
     """All remaining steps of the run, then the final evaluation, and the final model."""
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
+    session.save_best_if_due()
     while not session.finished:
         if session.plan.update_due(session.state):
             take_update(session)
@@ -123,6 +124,7 @@ def train(session: Session) -> RunResult:
             take_batch_step(session)
         session.check_log()
         evaluate_if_due(session)
+        session.save_best_if_due()
         session.check_bad_updates()
         session.save_if_due()
         session.check_output()
@@ -134,7 +136,15 @@ def take_batch_step(session: Session) -> None:
     """One rollout, with its rewards: its micro-batches wait for their updates."""
     plan, state = session.plan, session.state
     session.shown.status("sampling")
-    found = experience(plan, plan.engine, propose(plan, state))  # prompts -> completions -> rewards
+    if session.ahead is None or state.batch_step < session.run.length.supervised:
+        # prompts -> completions -> rewards
+        found = experience(plan, plan.engine, propose(plan, state))
+    else:  # in threads, for this batch step and the next ones
+        state = admitted(plan, state)
+        session.ahead.begin(state)
+        with plan.times.timing("rollout"):
+            found = session.ahead.result(state.flights[0])
+        state = attrs.evolve(state, flights=state.flights[1:])
     learned = learn(plan, state, found)  # -> advantages -> micro-batches
     reload_sampler(plan, state, learned)
     with session.committing("the batch step"):
@@ -162,12 +172,10 @@ def finish(session: Session) -> RunResult:
         session.shown.note(f"the run ends early: {session.state.seen.reached}")
     if session.state.evaluated_at != session.state.update:
         evaluate(session, "at the end")
+    session.save_best_if_due()
     session.shown.status("saving the final model")
     final = session.save_final()
     state = session.state
     first = state.scores[0] if session.config.eval.at_start and state.scores else None
     show_summary(session, final)
-    decline = decline_line(final.parent, state.scores, len(session.run.data.evaluation))
-    if decline is not None:
-        session.shown.note(decline)
     return RunResult(final.parent, state.train, first, state.em, state.update, session.elapsed())

@@ -154,6 +154,7 @@ class Worker:
         self.notices: list[str] = []
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
+        self._starting = threading.RLock()  # one thread at a time starts the process again
 
     def preload(self, name: str, *arguments: Any) -> None:
         """Starts an operation that later calls need; it is repeated in each new process."""
@@ -172,7 +173,8 @@ class Worker:
     def submit(self, name: str, *arguments: Any, mode: str) -> Call:
         """Starts a call; its outcome is available later."""
         call = Call(mode)
-        self._running().start(call, name, pickle.dumps(arguments))
+        with self._starting:
+            self._running().start(call, name, pickle.dumps(arguments))
         return call
 
     def cancel(self, call: Call) -> None:

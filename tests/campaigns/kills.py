@@ -51,12 +51,15 @@ TOOLS = [
     "env={tools=['runners.environments.calculator:calculate'], max_turns=2}",
     "rollout.max_new_tokens=28",
 ]
+CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
 KINDS = {  # ranks, settings
     "full": (1, ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"]),
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
+    "ahead 1": (1, [*CORRECTED, "rollout.max_staleness=1"]),
+    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", "model.tune=lora", "model.lora={rank=4}"]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "sft": (1, [*SHORT, *SUPERVISED, "model.tune=lora", "model.lora={rank=4}", "loss.sync_every=3"]),
     "budget": (1, [*SHORT, *BUDGET, "rollout.bits_budget=5", "loss.correction=token_truncate"]),

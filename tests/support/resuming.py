@@ -133,9 +133,12 @@ def without_noise(records):
 
 def outcome(folder):
     """All that a run's folder has to hold, however often the run was cut off."""
-    final = {file.name: file.read_bytes() for file in (folder / "final").iterdir() if file.is_file()}
+    models = {
+        name: {file.name: file.read_bytes() for file in (folder / name).glob("*") if file.is_file()}
+        for name in ("final", "best")
+    }
     log = without_noise(lines_of(folder / "training_log.jsonl"))
-    return {"log": log, "completions": (folder / "completions.jsonl").read_bytes(), "final": final}
+    return {"log": log, "completions": (folder / "completions.jsonl").read_bytes(), **models}
 
 
 def saved(folder):

@@ -187,6 +187,8 @@ def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path,
 def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_path, monkeypatch):
     """One line with both sizes."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"run\.name: .*tiny: the final model takes .* free; make room, or"):
+    with pytest.raises(
+        UserError, match=r"run\.name: .*tiny: the final and the best model take .* free; make"
+    ):
         run_training(config_in(tmp_path, *SHORT), report=Notes())
     assert not (tmp_path / "tiny" / "training_log.jsonl").exists()

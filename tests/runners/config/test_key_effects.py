@@ -25,6 +25,7 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 
 REWARDS = """
+import itertools
 import time
 import zlib
 
@@ -47,6 +48,11 @@ def none(completions, **_):
 def slow(completions, **_):
     time.sleep(0.2)
     return letters(completions)
+
+steps = itertools.count()
+
+def falling(completions, **_):
+    return [float(next(steps) < 15)] * len(completions)
 
 def shorter(row):
     return {**row, "question": row["question"][:1]}
@@ -92,6 +98,7 @@ RATES = 'data.difficulty="{root}/rates-train.jsonl"'
 PACKED = 'rollout.quantization="affine-8"'
 BETA = "loss.beta=0.1"
 SAVED = "checkpoint.every=1"
+FALLING = 'reward.functions=["{root}/rewards.py:falling"]'
 LONG = "rollout.max_new_tokens=16"
 SFT = ("sft.updates=1", LONG)
 # A key, the value that has to change something, and the settings that it needs beside it.
@@ -140,6 +147,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "rollout.quantize_head": ("true", PACKED, "rollout.group_size=32"),
     "rollout.calibration": ('"none"', 'rollout.quantization="affine-4"', "rollout.group_size=32"),
     "rollout.bits_budget": ("5.5", 'rollout.quantization="affine-4"', "rollout.group_size=32"),
+    "rollout.max_staleness": ("1", "loss.correction=token_truncate", "optim.max_steps=3"),
     "rollout.mismatch_limit": ("1e-9", PACKED, "rollout.group_size=32"),
     "reward.functions": ('["{root}/rewards.py:some"]',),
     "reward.timeout": ("0.05", 'reward.functions=["{root}/rewards.py:slow"]'),
@@ -172,6 +180,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "watch.min_entropy": ("9.0", "watch.patience=1"),
     "watch.max_kl": ("1e-9", "watch.patience=1", BETA),
     "stop.when": ('["update >= 1"]',),
+    "stop.patience": ("1", FALLING, "optim.max_steps=19", "optim.num_epochs=9"),
     "system.micro_batch_tokens": ("1", "system.check_model=false"),
 }
 

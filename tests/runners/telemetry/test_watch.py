@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from runners.checkpoints.values import decoded
 from runners.config.conditions import Condition, condition_fault
+from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
 from runners.telemetry.run_watch import Seen, Watch
 
 GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}
 FLAT = {"frac_reward_zero_std": 1.0, "reward": 0.0625, "learning_rate": 0.3}
+
+
+def watching(settings, conditions):
+    """A watch with these settings in [watch]."""
+    return Watch(attrs.evolve(load_config("quickstart"), watch=settings), conditions)
 
 
 def fed(watch, *readings, seen=None):
@@ -38,7 +44,7 @@ def test_a_row_of_bad_updates_warns_once(bad, says):
     """At the third in a row, not before, not again while it lasts, and again once it has been well."""
     bad = {**GOOD, **bad}
     readings = [bad, bad, GOOD, bad, bad, bad, bad, GOOD, *[bad] * 3]
-    lines, seen = fed(Watch(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), []), *readings)
+    lines, seen = fed(watching(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), []), *readings)
     assert [len(found) for found in lines] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1] and seen.reached is None
     (line,) = lines[5]
     assert "\n" not in line and all(part in line for part in [*says, "for 3 updates"])
@@ -51,7 +57,7 @@ def test_a_constant_reward_is_pointed_out_once():
         return {"update": update, "rewards/r/std": std, "rewards/r/mean": mean}
 
     def warned(*readings):
-        lines, _ = fed(Watch(WatchConfig(patience=3), []), *readings)
+        lines, _ = fed(watching(WatchConfig(patience=3), []), *readings)
         return [line for found in lines for line in found]
 
     for mean in (0.1, 0.0, math.nan):
@@ -67,7 +73,7 @@ def test_what_is_no_number_is_no_reading(missing):
     """It neither counts nor ends a row: updates without a token have no entropy."""
     low = {"entropy": 0.0, "kl": 2.0}
     readings = low, {"entropy": missing, "kl": missing}, {}, low
-    lines, seen = fed(Watch(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)]), *readings)
+    lines, seen = fed(watching(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)]), *readings)
     assert [len(found) for found in lines] == [0, 0, 0, 1] and seen.reached
 
 
@@ -94,7 +100,9 @@ def test_conditions_are_read(text):
 def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, sign):
     """Against the obvious: the first place where the last so many readings all hold."""
     holds = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
-    _, seen = fed(Watch(WatchConfig(), [Condition("kl", sign, 1.0, readings)]), *({"kl": v} for v in values))
+    _, seen = fed(
+        watching(WatchConfig(), [Condition("kl", sign, 1.0, readings)]), *({"kl": v} for v in values)
+    )
     given = [value for value in values if value is not None]
     rows = [given[i : i + readings] for i in range(len(given) - readings + 1)]
     assert bool(seen.reached) == any(all(holds(value, 1.0) for value in row) for row in rows)
@@ -103,7 +111,7 @@ def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, si
 @given(st.lists(st.sampled_from([0.0, 3.0]), min_size=1, max_size=20), st.integers(0, 20))
 def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
     """What it has seen, through JSON, is all it takes."""
-    watch = Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
+    watch = watching(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
     readings = [{"kl": v, "entropy": v / 100, "frac_reward_zero_std": float(v > 0)} for v in values]
     first, seen = fed(watch, *readings[:cut])
     seen = decoded(json.loads(json.dumps(attrs.asdict(seen))), Seen, "seen")

@@ -52,6 +52,8 @@ def filled(kind: Any, numbers) -> Any:
     if kind is np.ndarray:
         array = np.array([[next(numbers), 0, 1]]).astype(next(DTYPES))
         return array * np.nan if array.dtype.kind == "f" and next(numbers) % 2 else array
+    if kind is Any:  # a tree of arrays
+        return {"leaf": filled(mx.array, numbers)}
     if kind is mx.array:
         return mx.array([next(numbers), 0, 1]).astype(next(KINDS))
     return {int: next(numbers), float: next(numbers) / 7, str: f"ö{next(numbers)}", bool: True}[kind]

@@ -1,0 +1,108 @@
+"""A slow reward, hidden behind the learner: steps by `rollout.max_staleness` and seconds of the reward.
+
+Each case is a run of the quickstart's model with more prompts a step and an async reward that sleeps, as a
+judge does that is asked over the network. *Step* is the median of its steps from the fourth on. *Hidden* is
+the share of the reward's time that the step does not show: 1 - (step - step without that time) / seconds of
+the reward, both at the same staleness. *Bound* is the shortest step that the schedule allows: the larger one
+of the device's own work W, which is a step without the reward's time in turns, and of (W + R) / (1 +
+staleness), because so many batches are under way at most; a plain reward would add R itself, because the
+batches are then scored one after another.
+
+**What limits it.** One device samples and learns: with a short reward a step takes as long as both. A reward
+of 10 s is hidden as far as staleness x W reaches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import click
+
+from benchmarks.harness.command import benchmark
+from benchmarks.harness.record import Figure
+from benchmarks.quickstart import command_line, run_quietly
+from runners.files.json_files import read_lines
+from runners.files.run_files import METRICS
+
+HIDDEN = 90.0  # per cent of a reward of 1 s: the target
+FIRST = 4  # updates that are not counted: they compile, and fill the threads
+REWARD = """
+import asyncio
+import zlib
+
+async def slow(completions, **_):
+    await asyncio.sleep({seconds})
+    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
+"""
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """Sizes of a measurement."""
+
+    prompts: int = 96
+    updates: int = 14
+    stalenesses: tuple[int, ...] = (0, 1, 2, 4)
+    seconds: tuple[float, ...] = (0.0, 1.0, 10.0)
+
+
+QUICK = Sizes(prompts=2, updates=5, stalenesses=(0, 1), seconds=(0.0, 0.1))
+
+
+def step_seconds(folder: Path, sizes: Sizes, staleness: int, seconds: float) -> float:
+    """The median step of one run."""
+    name = f"{staleness}-{seconds:g}"
+    reward = folder / f"slow_{name}.py"
+    reward.write_text(REWARD.format(seconds=seconds))
+    settings = [
+        f"run.output_dir={folder}",
+        f"run.name={name}",
+        f'reward.functions=["{reward}:slow"]',
+        f"rollout.max_staleness={staleness}",
+        "loss.correction=token_truncate",
+        f"optim.batch_size={sizes.prompts}",
+        f"optim.max_steps={sizes.updates}",
+        "eval.every=0",
+        "eval.at_start=false",
+        "eval.samples=1",
+        "log.report=false",
+    ]
+    run_quietly([*command_line(), "quickstart"], settings)
+    steps = [line["step_time"] for line in read_lines(folder / name / METRICS) if "reward" in line]
+    return statistics.median(steps[FIRST - 1 :])
+
+
+@benchmark("overlap")
+@click.option("--prompts", type=click.IntRange(1), default=None, help="A step's.")
+def main(quick: bool, prompts: int | None) -> Iterator[list[Figure]]:
+    """Measure how much of a slow reward rollouts ahead hide."""
+    sizes = QUICK if quick else Sizes()
+    if prompts:
+        sizes = attrs.evolve(sizes, prompts=prompts)
+    work = 0.0
+    with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
+        for staleness in sizes.stalenesses:
+            without = 0.0
+            for seconds in sizes.seconds:
+                step = step_seconds(Path(folder), sizes, staleness, seconds)
+                name = f"staleness {staleness}, reward of {seconds:g} s"
+                if not seconds:
+                    without = step
+                    work = work or step
+                    yield [Figure(name=f"{name}: step", value=step, unit="s")]
+                    continue
+                bound = max(work, (work + seconds) / (1 + staleness))
+                hidden = max(100 * (1 - (step - without) / seconds), 0.0)
+                judged = HIDDEN if staleness and seconds == 1.0 and bound == work else None
+                yield [
+                    Figure(name=f"{name}: step", value=step, unit="s", note=f"bound {bound:.2f} s"),
+                    Figure(name=f"{name}: hidden", value=hidden, unit="%", at_least=judged),
+                ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Whether a run has become worse: its last reading against its best one, with their errors.
+
+A reading is a held-out score, or the mean reward of the last updates. Beside it are means of what
+explains it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping
+
+import attrs
+
+from runners.config.loading import Config
+
+EXACT_MATCH = "held-out exact match"
+HELD_OUT_REWARD = "held-out reward"
+REWARD = "reward"
+WINDOW = 10  # updates in a mean
+_HISTORY = 50  # updates from which the variance of a reward is known
+# Standard errors of the difference by which a reading has to be below the best one. Scores of the
+# same problems vary less than this error says; the best of many mean rewards is a lucky one.
+_SCORE_ERRORS = 2.5
+_REWARD_ERRORS = 5.0
+_FEWER_ERRORS = 3.0  # of the reward, if lengths or gradients changed with it
+# Factors that such a change has to exceed. Lengths may collapse, too.
+_CHANGES = {"completions/mean_length": 3.0, "grad_norm": 10.0}
+_CLIPPED = "clip_ratio/region_mean"
+_MEANS = (*_CHANGES, "frac_reward_zero_std", _CLIPPED, "sampling/effective_sample_size")
+_LOWER = 5  # divides a learning rate that is too high
+
+
+@attrs.frozen
+class Reading:
+    """A mean with its variance, and the means of other metrics over the last updates."""
+
+    update: int
+    value: float
+    variance: float
+    means: dict[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class Progress:
+    """The best readings of a run, and what is worse than them; a part of its state."""
+
+    recent: dict[str, tuple[float, ...]] = attrs.field(factory=dict)  # values of the last updates
+    best: dict[str, Reading] = attrs.field(factory=dict)
+    worse: dict[str, str] = attrs.field(factory=dict)  # lines, by what they are about
+
+    @property
+    def held_out(self) -> Reading | None:
+        """The best evaluation; None: there is none yet."""
+        return self.best.get(EXACT_MATCH) or self.best.get(HELD_OUT_REWARD)
+
+    @property
+    def line(self) -> str:
+        """What is worse now; empty: nothing."""
+        return "; ".join(self.worse.values())
+
+    def updated(self, metrics: Mapping[str, float], config: Config) -> Progress:
+        """After an update. The reward is not compared where the prompts become harder."""
+        if REWARD not in metrics:  # a supervised one
+            return self
+        recent = {
+            name: (*self.recent.get(name, ()), metrics[name])[-_HISTORY:]
+            for name in (REWARD, *_MEANS)
+            if name in metrics
+        }
+        progress = attrs.evolve(self, recent=recent)
+        rewards = recent[REWARD]
+        if len(rewards) < WINDOW or config.data.curriculum != "none":
+            return progress
+        # From one update to the next, so that a trend is no part of it.
+        steps = [(late - early) ** 2 for early, late in itertools.pairwise(rewards)]
+        variance = statistics.fmean(steps) / 2 / WINDOW
+        means = progress.means
+        last = Reading(int(metrics["update"]), means[REWARD], variance, means)
+        return progress._compared(REWARD, last, config)
+
+    def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Progress:
+        """After an evaluation."""
+        scored = "em" in metrics
+        value = metrics.get("em" if scored else "eval/reward")
+        if value is None:
+            return self
+        variance = value * (1 - value) if scored else metrics.get("eval/reward_std", 0.0) ** 2
+        last = Reading(update, value, variance / metrics["em_subset"], self.means)
+        return self._compared(EXACT_MATCH if scored else HELD_OUT_REWARD, last, config)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of the last updates."""
+        return {name: statistics.fmean(values[-WINDOW:]) for name, values in self.recent.items()}
+
+    def _compared(self, name: str, last: Reading, config: Config) -> Progress:
+        """With this reading as the best one, or as one that is worse if it is far below it.
+
+        It stays worse until it is closer than half as far.
+        """
+        best = self.best.get(name)
+        worse = dict(self.worse)
+        if best is None or last.value > best.value:
+            worse.pop(name, None)
+            return attrs.evolve(self, best=self.best | {name: last}, worse=worse)
+        least = _SCORE_ERRORS
+        if name == REWARD:
+            least = _FEWER_ERRORS if _changes(last, best) else _REWARD_ERRORS
+        error = math.sqrt(last.variance + best.variance)
+        errors = (best.value - last.value) / max(error, 1e-9)
+        if errors > least and name not in worse:
+            worse[name] = _line(name, last, best, config)
+        elif errors < least / 2:
+            worse.pop(name, None)
+        return attrs.evolve(self, worse=worse)
+
+
+def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
+    """What has fallen, what changed with it, and the key that is the likeliest cause."""
+    form = ".1%" if name == EXACT_MATCH else ".3g"
+    was = f"{best.value:{form}} (update {best.update})"
+    now = f"{last.value:{form}} (update {last.update})"
+    changes = [
+        f", {key} went from {best.means[key]:.3g} to {last.means[key]:.3g}"
+        for key in _changes(last, best)
+    ]
+    return f"{name} fell from {was} to {now}{''.join(changes)}; {_cause(name, last, best, config)}"
+
+
+def _changes(last: Reading, best: Reading) -> list[str]:
+    """The means that confirm a fall."""
+    found = []
+    for name, most in _CHANGES.items():
+        factor = last.means.get(name, 0.0) / (best.means.get(name) or math.inf)
+        if factor > most or (name != "grad_norm" and 0 < factor < 1 / most):
+            found.append(name)
+    return found
+
+
+def _cause(name: str, last: Reading, best: Reading, config: Config) -> str:
+    """The likeliest key, with a value to try."""
+    optim = config.optim
+    if last.means and name != REWARD and last.means[REWARD] > best.means.get(REWARD, math.inf):
+        key = "reward.functions" if name == EXACT_MATCH else "optim.num_epochs"
+        return f"{key} is the likeliest cause, since the reward rose: read completions.jsonl"
+    if last.means.get(_CLIPPED, 0.0) > 0.2:
+        uses = optim.num_iterations * optim.minibatches
+        keys = "optim.num_iterations or optim.minibatches"
+        return f"{uses} updates a rollout are the likeliest cause: lower {keys}"
+    if last.means.get("sampling/effective_sample_size", 1.0) < 0.5:
+        return "the likeliest cause is that sampler and learner differ: set loss.correction"
+    key = "optim" if last.means else "sft"  # only supervised updates so far
+    rate = (optim if last.means else config.sft).learning_rate
+    return f"{key}.learning_rate = {rate:g} is the likeliest cause: try {rate / _LOWER:g}"
