@@ -14,7 +14,6 @@ machine's caches and memory serve.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import sys
@@ -36,6 +35,7 @@ from benchmarks.quickstart import command_line
 from benchmarks.sides import side_settings
 from runners.config.loading import load_config
 from runners.errors import UserError
+from runners.machine.versions import installed_version
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
 
@@ -317,7 +317,7 @@ def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer
     unknown = [name for name in names if name not in titles]
     if unknown:
         raise UserError(f"peer {unknown[0]!r}: wanted one of {', '.join(titles)}")
-    found = {package: _version(package) for package in VERSIONS}
+    found = {package: installed_version(package) or "none" for package in VERSIONS}
     for package, version in VERSIONS.items():
         if found[package] != version:
             say(f"{package} {version} is not here (found {found[package]}): pip install -e '.[peers]'")
@@ -329,13 +329,6 @@ def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer
     if not any(kept.values()):
         raise UserError("there is nothing to compare with: pip install -e '.[peers]'")
     return {tune: of_tune for tune, of_tune in kept.items() if of_tune}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 if __name__ == "__main__":

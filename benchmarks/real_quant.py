@@ -8,8 +8,7 @@ KL(μ ‖ π) a token, exact over the vocabulary. *First sync* is the time to ro
 what is compiled for it, *sync* that of every later time; *bits* is the average of a rounded weight with its
 scales.
 
-*mlx-lm* is its own AWQ, DWQ and GPTQ in 4 bits on the same rows in float32, with the time of the whole
-calibration. *Rates* are of `g.generate` over rows, on a prompt of 8 tokens: *packed* computes with MLX's
+*Rates* are of `g.generate` over rows, on a prompt of 8 tokens: *packed* computes with MLX's
 quantized products for few rows and unpacks each weight for many, *dequantized* with the rounded weights.
 
 **What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
@@ -17,25 +16,20 @@ quantized products for few rows and unpacks each weight for many, *dequantized* 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 import mlx.core as mx
-import mlx.nn as nn
-from mlx import optimizers
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.generators import as_a_run
-from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import peak_bytes, run_once, timed
 from benchmarks.harness.record import Figure, time_figure
 from grpo_fn.policy import (
@@ -57,10 +51,9 @@ from runners.models.loaded_model import load_model
 MODEL = "GRPO_REAL_MODEL"
 CONFIG = Path(__file__).parent / "evidence" / "real_model.toml"
 CALIBRATED = ("affine-4", "affine-6", "affine-3")
-PARTS = ("rounding", "rates", "mlx-lm")  # the last takes long on a CPU: there only if asked for
+PARTS = ("rounding", "rates")
 NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
-DWQ_EPOCHS = 8
 PROMPT = [*range(1, 9)]  # of the rates
 # Rows decoded together, tokens of a completion at most, and seconds for one rate: slow formats draw fewer.
 RATES, QUICK_RATES = ((1, 8, 128), 32, 2.0), ((1, 4), 4, 0.05)
@@ -196,70 +189,6 @@ def measured(
     ]
 
 
-def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[list[Figure]]:
-    """The same of mlx-lm's own AWQ, DWQ and GPTQ in 4 bits, on the same rows; time of the whole calibration.
-
-    They also round embeddings and head, here to 8 bits. Rows are cut to the shortest. DWQ takes each row
-    `DWQ_EPOCHS` times, with its command's batch and learning rate.
-    """
-    from mlx_lm import load
-    from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS, awq_quantize
-    from mlx_lm.quant.dwq import dwq_quantize
-    from mlx_lm.quant.gptq import gptq_quantize
-
-    rows_bl = texts.calibration_bl[:, : int(texts.lengths_b.min())]
-
-    def loaded() -> Any:
-        module: Any = load(folder)[0]
-        module.set_dtype(mx.float32)
-        return module
-
-    def dwq(module: Any) -> None:
-        teacher, rows = loaded(), [(row.tolist(), 0) for row in rows_bl]
-        few = {"bits": 4, "group_size": 64}
-        nn.quantize(
-            module,
-            class_predicate=lambda path, layer: (
-                hasattr(layer, "to_quantized") and {**few, "bits": 8 if "embed" in path else 4}
-            ),
-        )
-        dwq_quantize(
-            module,
-            lambda batch, *_, **__: teacher(batch),
-            optimizers.Adam(1e-6, bias_correction=True),
-            rows * DWQ_EPOCHS,
-            rows,
-            batch_size=4,
-            max_seq_length=rows_bl.shape[1],
-            seed=0,
-            dtype=mx.float32,
-        )
-
-    ways: dict[str, Callable[[Any], Any]] = {
-        "AWQ": lambda module: awq_quantize(
-            module, rows_bl, AWQ_MODEL_CONFIGS[module.model_type], bits=4, embed_bits=8, embed_group_size=64
-        ),
-        "DWQ": dwq,
-        "GPTQ": lambda module: gptq_quantize(module, rows_bl, 4, 64, 8, 64),
-    }
-    for name, quantize in ways.items():
-        say(f"real_quant: mlx-lm's {name}")
-        module = loaded()
-
-        def work(module: Any = module, quantize: Callable[[Any], Any] = quantize) -> Tree:
-            with contextlib.redirect_stdout(sys.stderr):
-                quantize(module)
-            return module.parameters()
-
-        seconds = run_once(work)
-        low = log_probs(g.Policy.for_inference(module), {}, texts)
-        if not all(bool(mx.isfinite(q_tv).all()) for q_tv in low):
-            say(f"real_quant: mlx-lm's {name}, after {seconds:.0f} s: log-probs that are not finite")
-            continue
-        title = f"mlx-lm: {name}"
-        yield [*apart(title, full, low, texts), Figure(name=f"{title}: first sync", value=seconds, unit="s")]
-
-
 def rates(title: str, policy: g.Policy, params: Tree, quick: bool) -> list[Figure]:
     """Tokens a second by rows, the better of two samples; bytes of the weights; the peak of most rows."""
     batches, tokens, seconds = QUICK_RATES if quick else RATES
@@ -318,14 +247,12 @@ def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
     say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
     full = log_probs(policy, policy.params, texts)
-    parts = parts or (("rounding", "rates") if quick else PARTS[:2] if backend() == "cpu" else PARTS)
+    parts = parts or PARTS
     for title, role in roles(policy, texts, quick) if "rounding" in parts else ():
         say(f"real_quant: {title}")
         yield measured(title, role, policy, full, texts)
     if "rates" in parts:
         yield from rates_of(policy, quick)
-    if "mlx-lm" in parts:
-        yield from of_mlx_lm(str(loaded.path), full, texts)
 
 
 if __name__ == "__main__":

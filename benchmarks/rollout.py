@@ -18,7 +18,7 @@ kernel; for more than 8·10⁹ multiplications a block, MLX's own operations are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -123,6 +123,18 @@ def ours_figures(
     ]
 
 
+def compared(
+    title: str, case: Case, calls: Mapping[str, Callable[[], Any]], tokens: int, over: str, **more: Any
+) -> list[Figure]:
+    """The rates of two calls, and the first one's over the second's, named `over`; target: their ratio."""
+    times = interleaved(calls, repeats=case.repeats)
+    first, second = calls
+    return [
+        *(rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()),
+        ratio_figure(f"{title}: {over}", times[second] / times[first], at_least=case.at_least[0], **more),
+    ]
+
+
 def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
     """Against BatchGenerator; targets: over a shared prefill, over copied prompts."""
     policy = g.Policy.from_module(module)
@@ -175,45 +187,26 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
         with disabled("row_compaction"):
             return call()
 
-    calls = {"with": call, "without": without}
-    tokens = sum(map(len, calls["with"]().completions()))
+    tokens = sum(map(len, call().completions()))
     # Among short beginnings two may be alike: then a row ends early that was not meant to.
     wanted = sum(early if tuple(tokens) in ending else case.new for tokens in first)
     if tokens != wanted:
         raise RuntimeError(f"{title}: {tokens} tokens were drawn, wanted {wanted}")
-    times = interleaved(calls, repeats=case.repeats)
-    ideal = case.tokens / wanted
-    return [
-        rate_figure(f"{title}: finished rows dropped", tokens, times["with"]),
-        rate_figure(f"{title}: finished rows decoded on", tokens, times["without"]),
-        ratio_figure(
-            f"{title}: dropped over decoded on",
-            times["without"] / times["with"],
-            predicted=ideal,
-            note="the floor column: if time went with rows",
-            at_least=case.at_least[0],
-        ),
-    ]
+    calls = {"finished rows dropped": call, "finished rows decoded on": without}
+    ideal = {"predicted": case.tokens / wanted, "note": "the floor column: if time went with rows"}
+    return compared(title, case, calls, tokens, "dropped over decoded on", **ideal)
 
 
 def ragged(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
     """Prompts of different lengths against equal ones of the same total; target: their rates' ratio."""
     policy = g.Policy.from_module(module)
     vocabulary = vocabulary_of(module)
-    lots = {
-        "equal": make_prompts(case.prompts, case.prompt, vocabulary),
-        "ragged": make_prompts(case.prompts, case.prompt, vocabulary, spread=case.prompt // 4),
-    }
-    calls = {name: ours(policy, prompts, case) for name, prompts in lots.items()}
-    tokens = case.tokens
-    times = interleaved(calls, repeats=case.repeats)
-    lengths = [len(prompt) for prompt in lots["ragged"]]
-    figures = [rate_figure(f"{title}: {name}", tokens, times[name]) for name in lots]
-    figures[1] = attrs.evolve(figures[1], note=f"prompts of {min(lengths)} to {max(lengths)} tokens")
-    relative = ratio_figure(
-        f"{title}: ragged over equal", times["equal"] / times["ragged"], at_least=case.at_least[0]
-    )
-    return [*figures, relative]
+    equal = make_prompts(case.prompts, case.prompt, vocabulary)
+    uneven = make_prompts(case.prompts, case.prompt, vocabulary, spread=case.prompt // 4)
+    lengths = [len(prompt) for prompt in uneven]
+    calls = {"ragged": ours(policy, uneven, case), "equal": ours(policy, equal, case)}
+    note = f"prompts of {min(lengths)} to {max(lengths)} tokens"
+    return compared(title, case, calls, case.tokens, "ragged over equal", note=note)
 
 
 def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
@@ -231,14 +224,7 @@ def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figu
         "the batch": ours(policy, real, case, find_stop=no_stop, eos_ids=(vocabulary,)),
         "one prompt": ours(policy, make_prompts(1, case.prompt, vocabulary), alone),
     }
-    times = interleaved(calls, repeats=case.repeats)
-    figures = [rate_figure(f"{title}: {name}", case.tokens, timing) for name, timing in times.items()]
-    relative = ratio_figure(
-        f"{title}: the batch over one prompt",
-        times["one prompt"] / times["the batch"],
-        at_least=case.at_least[0],
-    )
-    return [*figures, relative]
+    return compared(title, case, calls, case.tokens, "the batch over one prompt")
 
 
 KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged, "batches": batches}

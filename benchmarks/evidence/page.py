@@ -30,12 +30,11 @@ from benchmarks.evidence.readings import (
     TOKENS,
 )
 from benchmarks.harness.places import filled
-from benchmarks.harness.record import Figure, Record, load_records, markdown, spell
+from benchmarks.harness.record import Figure, Record, load_records, markdown, spell, surroundings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "evidence.md"
 PICTURES = ROOT / "docs" / "pictures"
-_PROGRAMS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")
 
 
 @attrs.frozen
@@ -158,15 +157,10 @@ def section(name: str, records: Mapping[str, Record], picture: bool) -> str:
     parts = [f"![{TITLES[name]}](pictures/{picture_name(name)})", ""] if picture else []
     for backend, record in sorted(records.items()):
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
-        found = record.machine
-        machine = [f"{found['cpu']} ({found['cores']} cores)"] if backend == "cpu" else [str(found["device"])]
-        machine.append(f"load {found['load']:g} at the start")
-        machine += [f"{program} {found[program]}" for program in _PROGRAMS if program in found]
-        machine += [f"with {key} = {value}" for key, value in record.settings.items()]
         parts += [overview(record), ""]
         if found_verdicts := verdicts(record):
             parts += [*found_verdicts, ""]
-        parts += [f"Measured on {backend}, {record.date}: {'; '.join(machine)}.{quick}", ""]
+        parts += [f"Measured on {backend}, {record.date}: {surroundings(backend, record)}.{quick}", ""]
     return "\n".join(parts).strip() or "*Not measured yet.*"
 
 

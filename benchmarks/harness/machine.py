@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import os
 import platform as system
 import subprocess
@@ -19,6 +18,7 @@ from benchmarks.harness.measure import timed
 from grpo_fn.backends.composed import exp
 from runners.machine import startup
 from runners.machine.memory_readings import total_memory
+from runners.machine.versions import installed_version
 
 
 @attrs.frozen
@@ -81,18 +81,11 @@ def machine(packages: Sequence[str] = ()) -> dict[str, str | int | float]:
         "blas_threads": _threads(),
         "load": round(os.getloadavg()[0], 1),  # above the number of cores: others were at work
         "python": system.python_version(),
-        "mlx": importlib.metadata.version("mlx"),
-        "mlx-lm": importlib.metadata.version("mlx-lm"),
+        "mlx": installed_version("mlx") or "none",
+        "mlx-lm": installed_version("mlx-lm") or "none",
         "grpo_fn": grpo_fn.__version__,
-        **{package: _version(package) for package in packages},
+        **{package: installed_version(package) or "none" for package in packages},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _cpu_name() -> str:

@@ -21,6 +21,14 @@ from runners.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Curve = tuple[tuple[float, float], ...]  # points (x, y)
+VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")  # those that a record has
+RATES = (  # key, words, scale, digits, unit
+    ("matmul", "float32 matmul", 1e9, 0, "GFLOP/s"),
+    ("matmul_bf16", "bfloat16 matmul", 1e9, 0, "GFLOP/s"),
+    ("exp", "exp", 1e6, 0, "M/s"),
+    ("copy", "copy", 1e9, 1, "GB/s"),
+    ("read", "read", 1e9, 1, "GB/s"),
+)
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:
@@ -254,6 +262,28 @@ def markdown(lines: Table) -> str:
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
+
+
+def surroundings(backend: str, record: Record) -> str:
+    """Machine, versions and rates in a line."""
+    found, speed = record.machine, record.rates
+    words = [f"{found['cpu']} ({found['cores']} cores, {found['memory_gb']:.0f} GB)", found["system"]]
+    if backend == "cpu":
+        words.append(f"{found['blas']} with threads: {found['blas_threads']}")
+    else:
+        words.insert(0, found["device"])
+    words += [
+        f"load {found['load']:g} at the start",
+        *(f"{name} {found[name]}" for name in VERSIONS if name in found),
+    ]
+    rates = [
+        f"{title} {speed[name] / scale:,.{digits}f} {unit}"
+        for name, title, scale, digits, unit in RATES
+        if name in speed
+    ]
+    words.append(", ".join(rates))
+    words += [f"with {name} = {value}" for name, value in record.settings.items()]
+    return "; ".join(words)
 
 
 def _change(figure: Figure, last: Figure | None) -> str:

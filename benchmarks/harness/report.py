@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.evidence import page as evidence
 from benchmarks.harness import headlines, plots
 from benchmarks.harness.places import filled
-from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, table
+from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, surroundings, table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "benchmarks" / "README.md"
@@ -88,7 +88,7 @@ def page(results: Path, name: str, records: dict[str, Record]) -> str:
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
         older = ", ".join(sorted({figure.date for figure in record.figures if figure.date}))
         days = f"{record.date} (some figures: {older})" if older else record.date
-        parts.append(f"**{backend}**, {days}, {_surroundings(backend, record)}.{quick}")
+        parts.append(f"**{backend}**, {days}, {surroundings(backend, record)}.{quick}")
         parts.append(grid(record) if name in GRIDS else table(record))
     return "\n\n".join(parts) + ("\n" if records else "\n\n*Not measured yet.*\n")
 
@@ -122,25 +122,6 @@ def missed(records: dict[str, dict[str, Record]]) -> str:
         for figure in record.missed()
     ]
     return "\n".join(lines) or "None."
-
-
-def _surroundings(backend: str, record: Record) -> str:
-    """Machine, versions and rates in a line."""
-    found, speed = record.machine, record.rates
-    words = [f"{found['cpu']} ({found['cores']} cores, {found['memory_gb']:.0f} GB)", found["system"]]
-    if backend == "cpu":
-        words.append(f"{found['blas']} with threads: {found['blas_threads']}")
-    else:
-        words.insert(0, found["device"])
-    words += [f"load {found['load']:g} at the start", *(f"{name} {found[name]}" for name in VERSIONS)]
-    rates = [
-        f"{title} {speed[name] / scale:,.{digits}f} {unit}"
-        for name, title, scale, digits, unit in RATES
-        if name in speed
-    ]
-    words.append(", ".join(rates))
-    words += [f"with {name} = {value}" for name, value in record.settings.items()]
-    return "; ".join(words)
 
 
 def draw_chart(folder: Path, name: str, say: Callable[[str], None]) -> None:

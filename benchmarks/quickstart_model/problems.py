@@ -6,6 +6,7 @@ whatever the template and the wording.
 """
 
 import zlib
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -116,10 +117,17 @@ def draw(rng: np.random.Generator, split: str = "train") -> Problem:
 
 def draw_rows(split: str, count: int, seed: int) -> list[dict[str, str]]:
     """`count` rows of a split with different questions, the same for the same seed."""
+    return rows_of(lambda rng: draw(rng, split).row, count, seed)
+
+
+def rows_of(
+    draw_row: Callable[[np.random.Generator], dict[str, str]], count: int, seed: int
+) -> list[dict[str, str]]:
+    """`count` drawn rows with different questions, the same for the same seed."""
     rng = np.random.default_rng(seed)
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < count:
-        row = draw(rng, split).row
+        row = draw_row(rng)
         rows.setdefault(row["question"], row)
     return list(rows.values())
 

@@ -16,7 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
 
-from benchmarks.quickstart_model.problems import split_of
+from benchmarks.quickstart_model import model
+from benchmarks.quickstart_model.problems import rows_of, split_of
 from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, prompt_text
 from benchmarks.quickstart_model.training import Lesson, TrainingPhase, collate
 
@@ -54,23 +55,11 @@ SPLIT_ROWS = {"train": (2000, 21), "valid": (400, 22), "test": (400, 23)}
 VOCAB_SIZE = 384
 LONGEST = 28  # tokens of a conversation: 8 and 7 of the longest call and its result, 8 of the answer
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+    **model.CONFIG,
     "hidden_size": 64,
-    "num_hidden_layers": 3,
     "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
     "head_dim": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB_SIZE,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
 }
 
 BATCH = 32  # lessons of a step, all in one forward pass: they are short
@@ -114,11 +103,7 @@ def draw_product(rng: np.random.Generator, split: str | None = None) -> Product:
 
 def draw_product_rows(split: str, count: int, seed: int) -> list[dict[str, str]]:
     """Rows of a split, each question once."""
-    rng, found = np.random.default_rng(seed), {}
-    while len(found) < count:
-        product = draw_product(rng, split)
-        found.setdefault(product.question, product.row)
-    return list(found.values())
+    return rows_of(lambda rng: draw_product(rng, split).row, count, seed)
 
 
 def called(product: Product, sign: str = "*") -> tuple[str, str, str]:
@@ -156,17 +141,17 @@ def product_lesson(rng: np.random.Generator, tokenizer: Any, *, flawed: bool) ->
     return ids, targets
 
 
-def call_shares(model: llama.Model, tokenizer: Any, products: Sequence[Product]) -> np.ndarray:
+def call_shares(module: llama.Model, tokenizer: Any, products: Sequence[Product]) -> np.ndarray:
     """The probability that the model begins with a call, of each product."""
     call = tokenizer.convert_tokens_to_ids(CALL)
     found = []
     for product in products:
         prompt = tokenizer.encode(prompt_text(tokenizer, product.question, ""), add_special_tokens=False)
-        found.append(mx.softmax(model(mx.array([prompt]))[0, -1])[call].item())
+        found.append(mx.softmax(module(mx.array([prompt]))[0, -1])[call].item())
     return np.array(found)
 
 
-def followed(model: llama.Model, tokenizer: Any, products: Sequence[Product]) -> tuple[float, float]:
+def followed(module: llama.Model, tokenizer: Any, products: Sequence[Product]) -> tuple[float, float]:
     """Shares of completions of which greedy choices give every token: with a call, and in the head."""
     shares = []
     for parts_of in (called, in_head):
@@ -181,7 +166,7 @@ def followed(model: llama.Model, tokenizer: Any, products: Sequence[Product]) ->
             last = len(ids) - len(parts[2])
             own += range(last + (not parts[0]), len(ids))
             inputs, places, targets = collate([(ids, own)], tokenizer.pad_token_id)
-            chosen = mx.argmax(model(inputs)[0][places], axis=-1)
+            chosen = mx.argmax(module(inputs)[0][places], axis=-1)
             right.append(mx.all(chosen == targets).item())
         shares.append(float(np.mean(right)))
     return shares[0], shares[1]
