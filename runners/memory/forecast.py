@@ -31,7 +31,9 @@ CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need m
 LEAST_TOKENS = 256
 MOST_TOKENS = 16384
 GPU_TOKENS = 8192
-GPU_WORK = 2.5e11  # parameters of a block × tokens that take as long as their launch
+# Parameters of a block × tokens: 8,192 tokens for .5e9 parameters, 16,384 for .135e9.
+# `python -m benchmarks.evidence.gpu_step` measures the time and the memory of other sizes.
+GPU_WORK = 8e10
 MOST_GPU_TOKENS = 65536
 # share of the memory for a micro-batch chosen here; the rest covers forecast errors
 ROOM_TO_LEARN = 0.85

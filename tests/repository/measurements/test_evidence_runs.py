@@ -6,7 +6,7 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence import gsm8k, joined, programs, rates, watched
+from benchmarks.evidence import gsm8k, joined, programs, rates, reported, watched
 from benchmarks.evidence.slots import jobs_of
 from benchmarks.harness.record import Figure, load_records, make_record, save_record
 
@@ -111,3 +111,29 @@ def test_every_point_of_the_grid_has_a_name_of_its_own():
     words = ["--out", "x", "--model", "embedded", "--data", "x", "--part", "3/2"]
     refused = CliRunner().invoke(rates.main, words)
     assert refused.exit_code == 2 and "expected K/N with 1 <= K <= N" in refused.output
+
+
+@pytest.mark.parametrize("page", reported.PAGES)
+def test_pages_have_what_was_measured(page):
+    """`python -m benchmarks.evidence.reported` would change nothing."""
+    text = (reported.ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert reported.rendered(page, text) == text
+
+
+def test_a_table_and_a_picture_are_made_of_results(tmp_path):
+    """A row for each case with the range of its seeds; a figure of each part of a step."""
+    log = [{"update": n, **line} for n, line in enumerate((EVALUATION, STEP, STEP, EVALUATION))]
+    figures = [
+        attrs.evolve(figure, name=f"full: seed {seed}: {figure.name}")
+        for seed in (0, 1)
+        for figure in gsm8k.figures_of(log)
+    ]
+    machine = {"device": "none", "mlx": "0"}
+    record = make_record("gsm8k", figures, quick=False, machine=machine, rates={})
+    assert "| full | 2     | 25" in reported.overview(record)
+    pytest.importorskip("matplotlib")
+    reported.draw(record, tmp_path / "picture.svg")
+    assert "minutes since the command" in (tmp_path / "picture.svg").read_text()
+    parts = [Figure(name="sync, first: moments", value=2, unit="s"), Figure(name="sync, first: all", value=3)]
+    step = make_record("gpu_step", parts, quick=False, machine=machine, rates={})
+    assert "| sync, first | 2          | 3   |" in reported.figures_table(step)

@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import mlx.core as mx
 import pytest
 
@@ -14,7 +15,7 @@ from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.memory import plan
-from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch
+from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch, usual_tokens
 from runners.memory.sizes import checkpoints_mlps, model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
@@ -211,6 +212,19 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     tokens, wide = found(10**12, CUDA)  # a small model's micro-batches are worth their launch
     assert tokens == 8 * GPU_TOKENS > found(int(1.9 * wide), CUDA)[0] >= GPU_TOKENS
     assert found(1, GPU, checked.having("system", micro_batch_tokens=77))[0] == 77
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "keys", "tokens"),
+    [(576, 1536, 192, 16384), (896, 4864, 128, 8192), (2048, 11008, 256, 8192), (64, 256, 64, 65536)],
+)
+def test_micro_batches_stop_growing_where_they_stop_paying(hidden, intermediate, keys, tokens):
+    """SmolLM2-135M, Qwen2.5-0.5B, -3B and a toy: fewer parameters in a block, more tokens for its launch."""
+    stated = {"num_hidden_layers": 24, "num_attention_heads": 1, "head_dim": hidden, "vocab_size": 9}
+    stated |= {"hidden_size": hidden, "intermediate_size": intermediate, "num_key_value_heads": 1}
+    shape = attrs.evolve(model_shape(stated), keys=keys)
+    assert usual_tokens(shape, 2, 200, 300, "cuda") == tokens
+    assert usual_tokens(shape, 2, 200, 300, "metal") == GPU_TOKENS
 
 
 def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
