@@ -101,7 +101,7 @@ def generate(
 def _rollout(
     prompts: Sequence[tuple[int, ...]],
     sampling: g.Sampling,
-    rows: Sequence[Row | _Conversation],
+    rows: Sequence[Row | Talk],
     images: Sequence[PromptImages | None],
 ) -> g.Rollout:
     """The rollout of these rows, with the versions of their weights."""
@@ -115,7 +115,7 @@ def _rollout(
         for row in rows
     ]
     versions = [min((version for version, _ in row.versions), default=0) for row in rows]
-    flags = [row.sampled for row in rows if isinstance(row, _Conversation)]
+    flags = [row.sampled for row in rows if isinstance(row, Talk)]
     return rollout_of(
         prompts,
         sampling.num_generations,
@@ -129,7 +129,7 @@ def _rollout(
 
 
 @attrs.define(eq=False)
-class _Conversation:
+class Talk:
     """One row: turns that were sampled, and between them tokens that were given."""
 
     prompt: tuple[int, ...]
@@ -158,9 +158,9 @@ class _Conversation:
         self.entropy += [0.0] * len(tokens)
         self.finish = "length"
 
-    def after(self, head: Sequence[int]) -> _Conversation:
+    def after(self, head: Sequence[int]) -> Talk:
         """The same row behind given tokens that are no longer part of its prompt."""
-        row = _Conversation(self.prompt, self.seed)
+        row = Talk(self.prompt, self.seed)
         row.give(head)
         for name in ("tokens", "sampled", "logp", "entropy", "versions"):
             getattr(row, name).extend(getattr(self, name))
@@ -192,7 +192,7 @@ def converse(
 
     Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
-    talks = [_Conversation(request.prompt, request.seeds[0]) for request in requests]
+    talks = [Talk(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
     held: dict[
@@ -276,11 +276,11 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
         )
 
 
-def _grouped(talks: Sequence[_Conversation], sampling: g.Sampling) -> g.Rollout:
+def _grouped(talks: Sequence[Talk], sampling: g.Sampling) -> g.Rollout:
     """The rollout of groups of G rows, whose prompt is what theirs have in common."""
     size = sampling.num_generations
     prompts: list[tuple[int, ...]] = []
-    rows: list[_Conversation] = []
+    rows: list[Talk] = []
     for start in range(0, len(talks), size):
         group = talks[start : start + size]
         shared = _shared_length([talk.prompt for talk in group])
