@@ -92,7 +92,9 @@ def generate(
         rows |= engine.collect(len(left)) if left else {}
     whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
     images = [request.images for request in requests]
-    rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
+    prompts = [request.prompt for request in requests]
+    size = sampling.num_generations
+    rollout = _rollout(prompts, size, whole, images, with_entropy=sampling.with_entropy)
     if left:
         raise Cancelled(rollout)
     return rollout
@@ -100,16 +102,18 @@ def generate(
 
 def _rollout(
     prompts: Sequence[tuple[int, ...]],
-    sampling: g.Sampling,
+    size: int,
     rows: Sequence[Row | Talk],
     images: Sequence[PromptImages | None],
+    *,
+    with_entropy: bool,
 ) -> g.Rollout:
-    """The rollout of these rows, with the versions of their weights."""
+    """The rollout of these rows, `size` of each prompt, with the versions of their weights."""
     ended = [
         Ended(
             tokens=list(row.tokens),
             logp=list(row.logp),
-            entropy=list(row.entropy or ()) if sampling.with_entropy else None,
+            entropy=list(row.entropy or ()) if with_entropy else None,
             finished=row.finish == "stop",
         )
         for row in rows
@@ -118,7 +122,7 @@ def _rollout(
     flags = [row.sampled for row in rows if isinstance(row, Talk)]
     return rollout_of(
         prompts,
-        sampling.num_generations,
+        size,
         ended,
         vocabulary=1
         + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
@@ -261,7 +265,7 @@ def converse(
             engine.cancel(ticket)
         for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
             talks[decoding[ticket]].sample(turn)
-    rollout = _grouped(talks, sampling)
+    rollout = grouped(talks, sampling.num_generations, with_entropy=sampling.with_entropy)
     if held:
         raise Cancelled(rollout)
     return rollout
@@ -276,9 +280,8 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
         )
 
 
-def _grouped(talks: Sequence[Talk], sampling: g.Sampling) -> g.Rollout:
-    """The rollout of groups of G rows, whose prompt is what theirs have in common."""
-    size = sampling.num_generations
+def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollout:
+    """The rollout of groups of `size` rows, whose prompt is what theirs have in common."""
     prompts: list[tuple[int, ...]] = []
     rows: list[Talk] = []
     for start in range(0, len(talks), size):
@@ -286,7 +289,7 @@ def _grouped(talks: Sequence[Talk], sampling: g.Sampling) -> g.Rollout:
         shared = _shared_length([talk.prompt for talk in group])
         prompts.append(group[0].prompt[:shared])
         rows += [talk.after(talk.prompt[shared:]) for talk in group]
-    return _rollout(prompts, sampling, rows, [None] * len(prompts))
+    return _rollout(prompts, size, rows, [None] * len(prompts), with_entropy=with_entropy)
 
 
 def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:

@@ -23,7 +23,7 @@ from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, Weights
-from runners.engines.rollouts import generate, requests_of
+from runners.engines.rollouts import Talk, generate, requests_of
 from runners.environments.environments import Environments
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
@@ -252,8 +252,8 @@ class Collector:
         )
         if played is not None:
             scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
-        if self._turn_rewards:
-            scores.problems.extend(check_turn_rewards(scores, rollout))
+        if self._turn_rewards and played is not None:
+            scores.problems.extend(check_turn_rewards(scores, played))
         form = self.config.answer_form
         penalty = length_penalty(self.config, rollout.lengths_b)
         penalty_b = None if penalty is None else np.array(penalty)
@@ -358,7 +358,11 @@ def _packed(experience: Experience) -> dict[str, Any]:
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
         "played": experience.played
-        and [_fields(each, "environment") for each in experience.played],
+        and [
+            _fields(each, "environment", "earlier")
+            | {"earlier": [attrs.asdict(talk) for talk in each.earlier]}
+            for each in experience.played
+        ],
         "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
     }
 
@@ -375,10 +379,15 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
-        "played": played and [FinishedEpisode(environment=None, **each) for each in played],
+        "played": played and [_unpacked_episode(each) for each in played],
         "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
     }
     return Experience(**fields)
+
+
+def _unpacked_episode(value: dict[str, Any]) -> FinishedEpisode:
+    earlier = [Talk(**talk | {"prompt": tuple(talk["prompt"])}) for talk in value["earlier"]]
+    return FinishedEpisode(environment=None, **value | {"earlier": earlier})
 
 
 def _fields(value: Any, *left: str) -> dict[str, Any]:
