@@ -8,7 +8,7 @@ alone, to the rounding of batched products. Conversations, rewards and training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NewType, Protocol
 
 import attrs
@@ -147,6 +147,11 @@ class Engine(Protocol):
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
         """The tokens of a request's first completion as they come, in place of `collect`;
         `should_stop` ends it early, as does a caller that closes it."""
+        ...
+
+    def so_far(self, ticket: Ticket, start: int = 0) -> tuple[Sequence[int], Sequence[float]]:
+        """The tokens of a request's first completion from the `start`-th on, and their log-probs,
+        while it is not collected: as of the last check for ended rows."""
         ...
 
     def cancel(self, ticket: Ticket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import mlx.core as mx
@@ -136,6 +136,13 @@ class LocalEngine:
             if not job.is_done:
                 self.cancel(ticket)
             self._jobs.pop(ticket, None)
+
+    def so_far(self, ticket: Ticket, start: int = 0) -> tuple[Sequence[int], Sequence[float]]:
+        """See `Engine`."""
+        job = self._jobs[ticket]
+        row = job.ended.get(0)
+        tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
+        return tokens[start:], logp[start:]
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Engine`."""

@@ -1,19 +1,23 @@
-"""An engine that several clients use: their turns come from any thread, and the thread that owns
-the engine decodes them."""
+"""An engine that several clients use: turns come from any thread, and the thread that owns the
+engine decodes them."""
 
 from __future__ import annotations
 
+import itertools
 import queue
+import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import attrs
 
 import grpo_fn as g
 from runners.engines.engine import Engine, Row, Seed, Ticket, Weights
-from runners.serve.sessions import Session, Turn
-from runners.tokenization.text import TextDecoder
+from runners.serve.chat import ServedModel
+from runners.serve.sessions import Refused, Session, Turn
+
+WAIT = 0.05  # seconds between two questions whether to stop, while nothing decodes
 
 
 @attrs.frozen(kw_only=True)
@@ -22,27 +26,17 @@ class Limits:
 
     turns: int = 256  # completions that wait or decode
     connections: int = 1024
-    body: int = 8_000_000  # bytes
-    seconds: float = 600.0  # of a call
-    idle_seconds: float = 30.0  # while a client sends its body, or reads nothing of its answer
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class ServedModel:
-    """What the wire needs to know of a model."""
-
-    name: str
-    tokenizer: Any
-    decoder: TextDecoder
-    eos_ids: frozenset[int]
-    vocabulary: int | None  # token ids are below it; None: not known
-    length: int  # the most tokens of a prompt and its completion
-    sampling: g.Sampling  # of a call that does not say how to sample
-    template_kwargs: dict[str, Any] = attrs.field(factory=dict)
+    body: int = 8_000_000  # bytes of a request
+    seconds: float = 3600.0  # of a call
+    idle: float = 30.0  # seconds in which a client sends nothing, or reads nothing
+    rows: int = 64  # that later calls may continue, of a session without `sampling`
 
 
 class Full(Exception):
     """There is no room for a call now."""
+
+
+News = list[Callable[[], None]]
 
 
 class Service:
@@ -50,20 +44,52 @@ class Service:
 
     def __init__(self, engine: Engine, model: ServedModel, limits: Limits | None = None) -> None:
         """The thread that calls `run` owns the engine."""
+        self.engine = engine
+        self.model = model
+        self.limits = limits or Limits()
+        self.draining = False  # whether new turns are refused
+        # How news of turns reach their listeners: as they are, or through another thread.
+        self.deliver: Callable[[News], None] = _deliver
+        self._sessions: dict[str, Session] = {}
+        self._numbers: Iterator[int] = itertools.count()
+        self._room = threading.BoundedSemaphore(self.limits.turns)
+        self._inbox: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._waiting: list[Turn] = []
+        self._turns: dict[Ticket, Turn] = {}  # those that the engine has
 
     # From any thread.
 
     def session(self, key: str) -> Session | None:
         """The open session with this key."""
+        return self._sessions.get(key)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn waits or decodes."""
+        return not (self._turns or self._waiting) and self._inbox.empty()
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Queue turns. Raises Full if there are too many, or the service ends."""
+        """Queue turns. Raises Full, for all of them, if there is no room or the service ends."""
+        taken = 0
+        while taken < len(turns) and not self.draining and self._room.acquire(blocking=False):
+            taken += 1
+        if taken < len(turns):
+            for turn in turns:
+                turn.session.failed(turn)
+            if taken:
+                self._room.release(taken)
+            raise Full("the server ends" if self.draining else "too many completions are under way")
+        for turn in turns:
+            self._inbox.put(turn)
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn: it hears Refused unless it has just ended."""
+        """End a turn, with the fault Refused unless it has just ended."""
+        turn.cancelled = True
+        self._inbox.put(turn)
 
     def wake(self) -> None:
         """Make `run` ask `until` at once."""
+        self._inbox.put(None)
 
     # From the thread that owns the engine.
 
@@ -71,26 +97,194 @@ class Service:
         self,
         key: str = "",
         *,
-        seed: Seed | None = None,
         sampling: g.Sampling | None = None,
+        seed: Seed | None = None,
         most_calls: int = 0,
         most_tokens: int = 0,
-        most_rows: int = 0,
+        records: bool = True,
     ) -> Session:
-        """A session, for the calls with its key (empty: a new random one); see `Session`."""
-        raise NotImplementedError
+        """A session for the calls with its key (empty: a new random one); see `Session`.
+
+        `records`: it keeps all rows, for training; else the last ones, for calls that continue
+        them.
+        """
+        session = Session(
+            key=key or secrets.token_urlsafe(24),
+            number=next(self._numbers),
+            sampling=sampling,
+            seed=seed,
+            most_calls=most_calls,
+            most_tokens=most_tokens,
+            most_rows=0 if records else self.limits.rows,
+        )
+        self._sessions[session.key] = session
+        return session
 
     def close(self, session: Session) -> None:
-        """Later calls are refused, those under way end and leave no trace. `session.rows` stay."""
+        """Later calls are refused, and those under way end and leave no trace: `session.rows` does
+        not change any more."""
+        self._sessions.pop(session.key, None)
+        session.close()
+        self._accept(None)
+        for turn in [*self._turns.values(), *self._waiting]:
+            if turn.session is session:
+                self.cancel(turn)
+        for row in session.rows:
+            if row.kept is not None:
+                self.engine.cancel(row.kept)
 
     def run(self, until: Callable[[], bool], *, together: Callable[[], int] | None = None) -> None:
-        """Decode what clients ask for, until `until` says so; turns under way then wait for the
-        next call.
+        """Decode what clients ask for, until `until` says so. Turns that are under way then wait
+        for the next call.
 
         `together`: begin turns only when no row decodes and as many turns wait as it returns, in
-        the order of their sessions: the same numbers bit for bit each time. None: at once.
+        the order of their sessions: the same numbers bit for bit each time. None: begin at once.
+
+        Any exception of the engine ends the turns under way with it, and passes through.
         """
+        while not until():
+            self._accept(None if self._turns else WAIT)
+            self._begin(together)
+            if self._turns:
+                self._collect()
 
     def load(self, weights: Weights | None, *, interrupt: bool = False) -> None:
         """Sample with these weights from now on. Turns under way end with those that they began
-        with; `interrupt`: they continue with the new ones, and their rows say which drew what."""
+        with; `interrupt`: they continue with the new ones, and their rows say which drew what.
+
+        Turns with stop strings always end first: such a string may lie across the change.
+        """
+        self._accept(None)
+        for ticket, turn in list(self._turns.items()) if interrupt else ():
+            if not turn.sampling.stop:
+                self.engine.cancel(ticket)
+        while self._turns:
+            self._collect()
+        self.engine.load(weights)
+
+    def end(self, error: Exception) -> None:
+        """End all turns with this fault; new ones are refused."""
+        self.draining = True
+        self._accept(None)
+        news: News = []
+        for ticket, turn in list(self._turns.items()):
+            self.engine.cancel(ticket)
+            self._end(turn, error, news)
+        for turn in self._waiting:
+            self._end(turn, error, news)
+        self._turns.clear()
+        self._waiting.clear()
+        self.deliver(news)
+
+    def _accept(self, wait: float | None) -> None:
+        """Take in what clients have asked for, and wait for it so many seconds; None: not at
+        all."""
+        try:
+            turn = self._inbox.get(block=wait is not None, timeout=wait)
+            while True:
+                if turn is not None:
+                    self._take(turn)
+                turn = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _take(self, turn: Turn) -> None:
+        """A turn that is new, or cancelled."""
+        ends = turn.cancelled or turn.session.closed
+        if turn.ticket is not None and ends:
+            self.engine.cancel(turn.ticket)
+        elif turn.over or not ends:
+            self._waiting += [] if turn.over else [turn]
+        else:
+            self._waiting = [each for each in self._waiting if each is not turn]
+            news: News = []
+            self._end(turn, Refused("the call was cancelled"), news)
+            self.deliver(news)
+
+    def _begin(self, together: Callable[[], int] | None) -> None:
+        """Hand waiting turns to the engine."""
+        if together is not None:
+            if self._turns or len(self._waiting) < together():
+                return
+            self._waiting.sort(key=lambda turn: turn.session.number)
+        for turn in self._waiting:
+            turn.ticket = self.engine.submit(turn.request, turn.sampling)
+            self._turns[turn.ticket] = turn
+        self._waiting = []
+
+    def _collect(self) -> None:
+        """Decode for a moment, and tell who asked."""
+        news: News = []
+        try:
+            rows = self.engine.collect(0)
+        except Exception as error:
+            self.end(error)
+            raise
+        for ticket, (row,) in rows.items():
+            self._ended(self._turns.pop(ticket), row, news)
+        for ticket, turn in self._turns.items():
+            if turn.hear is not None:
+                before = len(turn.begun.tokens) if turn.begun else 0
+                self._tell(turn, *self.engine.so_far(ticket, turn.sent - before), news)
+        self.deliver(news)
+
+    def _ended(self, turn: Turn, row: Row, news: News) -> None:
+        """A turn has come to an end, or to that of its weights."""
+        sent = turn.sent - (len(turn.begun.tokens) if turn.begun else 0)
+        if turn.hear is not None:
+            self._tell(turn, row.tokens[sent:], row.logp[sent:], news)
+        whole = row if turn.begun is None else joined(turn.begun, row)
+        if row.finish != "cancelled":
+            self._end(turn, whole, news)
+        elif turn.cancelled or turn.session.closed:
+            self._end(turn, Refused("the call was cancelled"), news)
+        else:  # by `load`
+            turn.begun = whole
+            turn.ticket = None
+            request = turn.request
+            turn.request = attrs.evolve(
+                request,
+                prompt=(*request.prompt, *row.tokens),
+                drawn=request.drawn + len(row.tokens),
+                continues=None,
+            )
+            most = turn.sampling.max_new_tokens - len(row.tokens)
+            turn.sampling = attrs.evolve(turn.sampling, max_new_tokens=most)
+            self._waiting.append(turn)
+
+    def _tell(self, turn: Turn, tokens: Sequence[int], logp: Sequence[float], news: News) -> None:
+        if tokens and turn.hear is not None:
+            turn.sent += len(tokens)
+            news.append(partial(turn.hear, tokens, logp))
+
+    def _end(self, turn: Turn, outcome: Row | Exception, news: News) -> None:
+        turn.over = True
+        if isinstance(outcome, Row):
+            turn.session.ended(turn, outcome)
+            for ticket in turn.session.dropped:
+                self.engine.cancel(ticket)
+            turn.session.dropped.clear()
+        else:
+            turn.session.failed(turn)
+        turn.ticket = None
+        self._room.release()
+        news.append(partial(turn.end, outcome))
+
+
+def joined(before: Row, after: Row) -> Row:
+    """A completion that two versions of the weights have drawn, one after the other."""
+    entropy = None
+    if before.entropy is not None and after.entropy is not None:
+        entropy = before.entropy + after.entropy
+    return Row(
+        before.tokens + after.tokens,
+        before.logp + after.logp,
+        after.finish,
+        before.versions + after.versions,
+        entropy,
+    )
+
+
+def _deliver(news: News) -> None:
+    for tell in news:
+        tell()

@@ -66,6 +66,10 @@ class PipeEngine:
             yield Token(*token)
         self._ask("close", ticket)
 
+    def so_far(self, ticket, start=0):
+        """See `Engine`."""
+        return self._ask("so_far", ticket, start)
+
     def cancel(self, ticket):
         """See `Engine`."""
         self._ask("cancel", ticket)
@@ -127,6 +131,9 @@ class Server:
 
     def close(self, ticket):
         self.streams.pop(ticket).close()
+
+    def so_far(self, ticket, start):
+        return self.engine.so_far(ticket, start)
 
     def cancel(self, ticket):
         self.engine.cancel(ticket)
