@@ -39,15 +39,16 @@ _BUDGETED = ("affine-3", "affine-4", "affine-6")
 # A key and its value ("": any) → keys that have to be empty beside it.
 _EXCLUDED_BY = {
     ("data.image", ""): (
-        *("model.loader", "env.factory", "env.tools"),
+        *("model.loader", "env.factory", "env.tools", "env.program"),
         *("loss.router_aux_coef", "loss.router_replay"),
     ),
     ("data.prompt_form", "raw"): (
         *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
-        *("env.factory", "env.tools"),
+        *("env.factory", "env.tools", "env.program"),
     ),
     ("teacher.path", ""): ("data.image", "rollout.first_stage"),
-    ("teacher.hint", ""): ("env.factory", "env.tools"),
+    ("teacher.hint", ""): ("env.factory", "env.tools", "env.program"),
+    ("env.program", ""): ("env.factory", "env.tools"),
 }
 
 # A key and its value ("": any) → keys that change nothing without it.
@@ -99,6 +100,7 @@ class _Paths:
 
         functions = reward.functions
         chosen = given("reward.functions")
+        program = given("env.program")  # it asks and scores as it likes
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
@@ -107,7 +109,9 @@ class _Paths:
             )
         if not given("answer.form"):
             own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
-            answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
+            answer = attrs.evolve(
+                answer, form=NONE if own or program or not data.answer else answer.form
+            )
         elif ":" in answer.form and answer.form.partition(":")[0] not in FORMS:
             answer = attrs.evolve(answer, form=self.function(answer.form, "answer.form"))
         try:
@@ -121,8 +125,8 @@ class _Paths:
             )
         if not chosen and data.source.startswith(TASKS):
             functions = (TASK_SCORE,)
-        elif not chosen and answer.form != "xml":
-            functions = () if form is None else REWARD_NAMES[:1]
+        elif not chosen and (program or answer.form != "xml"):
+            functions = () if program or form is None else REWARD_NAMES[:1]
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
@@ -160,6 +164,10 @@ class _Paths:
             self.file(name, key) if name.endswith(".py") else self.function(name, key, expected)
             for name in names
         )
+
+    def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
+        """A command, with the paths of the files that it names."""
+        return tuple(self.existing(word) or word for word in command)
 
     def rewards(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         def one(name: str) -> str:
@@ -246,6 +254,7 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
     "reward.functions": _Paths.rewards,
     "teacher.path": _Paths.model,
     "env.tools": _Paths.tools,
+    "env.program": _Paths.program,
     "env.factory": functools.partial(_Paths.function, expected=f"a class, {FUNCTION_FORMS}"),
     "sft.completions": _Paths.completions,
 }
@@ -289,8 +298,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
     modes = {rollout.quantization, loss.ref_quantization} - {"none"}
-    measures = rewards or built["sft"].only or built["env"].factory
-    or_measured = "or an env.factory whose class has get_reward"
+    env = built["env"]
+    measures = rewards or built["sft"].only or env.factory or env.program
+    or_measured = "or an env.factory whose class has get_reward, or an env.program"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (
@@ -303,7 +313,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
-        ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
+        ("rollout.first_stage", rollout.first_stage and env.answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,

@@ -48,6 +48,7 @@ REWARD_ARGUMENTS = (
     "log_extra",
     "log_metric",
     "environments",
+    "printed",
 )
 """The arguments that every reward may take besides the dataset's columns."""
 

@@ -41,6 +41,7 @@ class FinishedEpisode:
     # rows of the episode besides the one in the rollout, which is its last: each began where a
     # prompt did not continue the row before
     earlier: Sequence[Talk] = ()
+    printed: Mapping[str, Any] | None = None  # the last object of JSON that its program printed
 
 
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
@@ -297,7 +298,6 @@ def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards
     baseline tell turns apart."""
     assert loss.baseline is not None and loss.scale is not None  # Config.check
     rewards_pg = experience.rewards_pg
-    rollout = experience.rollout
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state
     if experience.played is None or not by_turn:
         rewards = mx.array(rewards_pg.astype(np.float32))

@@ -24,7 +24,7 @@ from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, Weights
 from runners.engines.rollouts import Talk, generate, requests_of
-from runners.environments.environments import Environments
+from runners.environments.environments import Player
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
@@ -83,7 +83,7 @@ class Collector:
     config: Config  # checked: [loss] complete
     order: PromptOrder
     ranks: Ranks = attrs.field(factory=Ranks)
-    environments: Environments | None = None  # they answer the model's turns
+    environments: Player | None = None  # they answer the model's turns
     vision: VisionPart | None = None
 
     def collect(self, engine: Engine, draw: Draw) -> Experience:
@@ -249,6 +249,7 @@ class Collector:
             step.trainer_state,
             conversations=None if played is None else [each.messages for each in played],
             environments=None if played is None else [each.environment for each in played],
+            printed=None if played is None else [each.printed for each in played],
         )
         if played is not None:
             scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
@@ -387,7 +388,8 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
 
 def _unpacked_episode(value: dict[str, Any]) -> FinishedEpisode:
     earlier = [Talk(**talk | {"prompt": tuple(talk["prompt"])}) for talk in value["earlier"]]
-    return FinishedEpisode(environment=None, **value | {"earlier": earlier})
+    fields: dict[str, Any] = value | {"environment": None, "earlier": earlier}
+    return FinishedEpisode(**fields)
 
 
 def _fields(value: Any, *left: str) -> dict[str, Any]:
