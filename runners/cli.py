@@ -37,6 +37,7 @@ COMMANDS = {
     "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",
     "chat": "runners.commands.chat:chat_command",
+    "serve": "runners.commands.serve:serve_command",
     "convert": "runners.commands.convert:convert_command",
     "export": "runners.commands.export:export_command",
     "eval": "runners.commands.eval:eval_command",

@@ -49,7 +49,7 @@ class Service:
         self.limits = limits or Limits()
         self.draining = False  # whether new turns are refused
         # How news of turns reach their listeners: as they are, or through another thread.
-        self.deliver: Callable[[News], None] = _deliver
+        self.deliver: Callable[[News], object] = hand_out
         self._sessions: dict[str, Session] = {}
         self._numbers: Iterator[int] = itertools.count()
         self._room = threading.BoundedSemaphore(self.limits.turns)
@@ -285,6 +285,7 @@ def joined(before: Row, after: Row) -> Row:
     )
 
 
-def _deliver(news: News) -> None:
+def hand_out(news: News) -> None:
+    """Tell all listeners."""
     for tell in news:
         tell()

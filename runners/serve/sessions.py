@@ -23,6 +23,11 @@ from runners.engines.rollouts import Talk
 class Refused(Exception):
     """A session is over, or has used up what it may."""
 
+    def __init__(self, message: str, code: str = "session_limit") -> None:
+        """`code`: for programs."""
+        super().__init__(message)
+        self.code = code
+
 
 @attrs.define(eq=False)
 class SessionRow:
@@ -95,8 +100,7 @@ class Session:
     def count(self) -> None:
         """A call comes. Raises Refused if the session is over or has used up what it may."""
         with self._lock:
-            if self.closed:
-                raise Refused("the session is over")
+            self._check()
             if self.most_calls and self.calls >= self.most_calls:
                 raise Refused(f"the session has made its {self.most_calls} calls")
             if self.most_tokens and self.tokens >= self.most_tokens:
@@ -140,8 +144,7 @@ class Session:
         prompt.
         """
         with self._lock:
-            if self.closed:
-                raise Refused("the session is over")
+            self._check()
             row = None if point is None else point.row
             if row is None or point is None or row.turn or point.length < len(row.ids):
                 row = SessionRow(Talk(prompt, self._next_seed()))
@@ -185,8 +188,12 @@ class Session:
     def record(self, turn: Turn, keys: Iterable[Sequence[str]]) -> None:
         """A turn's chat with its reply, in each form in which a client may continue it."""
         with self._lock:
-            for each in keys if turn.point is not None else ():
-                self._points[_digests(each)[-1]] = turn.point
+            if turn.point is not None:
+                self._points |= dict.fromkeys([_digests(each)[-1] for each in keys], turn.point)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise Refused("the session is over")
 
     def _next_seed(self) -> Seed:
         number = self._begun
@@ -204,7 +211,8 @@ class Session:
             return asked
         room = self.sampling.max_new_tokens + before
         if room < 1:
-            raise Refused(f"the row has its {self.sampling.max_new_tokens} tokens")
+            most = self.sampling.max_new_tokens
+            raise Refused(f"the row has its {most} tokens", "context_length_exceeded")
         return attrs.evolve(
             self.sampling,
             max_new_tokens=min(asked.max_new_tokens, room),
