@@ -216,7 +216,7 @@ class Server:
         """Completions, at once or as a stream."""
         session = self._session(request)
         asked = read(wire.read_json(await self._body(request)))
-        if asked.model not in ("", self.service.model.name):
+        if session.sampling is None and asked.model not in ("", self.service.model.name):
             raise ApiError(
                 f"there is no model {show(asked.model)}; expected {show(self.service.model.name)}",
                 status=404,
