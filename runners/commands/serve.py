@@ -19,6 +19,7 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
+from runners.files.json_files import read_json
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo
 
@@ -71,28 +72,31 @@ def serve_command(
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UserError("grpo serve needs the extra serve: pip install 'grpo_fn[serve]'")
     loaded = open_model(model, values)
-    values = resolve_prompt({**values, "max_tokens": 1}, loaded.prompt)
-    from runners.files.json_files import read_json
+    stated = read_json(loaded.path / "config.json")
+    lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
+    length = min(filter(None, [*lengths, loaded.policy.positions]), default=LENGTH)
+    if loaded.prompt is None and values["max_tokens"] is None:
+        values["max_tokens"] = length
+    values = resolve_prompt(values, loaded.prompt)
     from runners.serve.app import Server
     from runners.serve.chat import ServedModel
     from runners.serve.service import Service
 
-    stated = read_json(loaded.path / "config.json")
-    lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
     served = ServedModel(
         name=name or model,
         tokenizer=loaded.tokenizer,
         decoder=loaded.decoder,
         eos_ids=frozenset(loaded.eos_ids),
         vocabulary=loaded.policy.vocabulary,
-        length=min(filter(None, [*lengths, loaded.policy.positions]), default=LENGTH),
+        length=length,
         sampling=sampling_of(values, loaded),
         template_kwargs=values["template_kwargs"],
         system=values["system"],
         nudge=values["nudge"],
     )
     service = Service(loaded.engine, served)
-    session = service.open(api_key or "", records=False)
+    seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
+    session = service.open(api_key or "", seed=seed, records=False)
     with Server(service, host, port, None if api_key else session) as server, Drain() as drain:
         echo(f"{server.url}  (Ctrl-C finishes the completions under way)")
         service.run(lambda: drain.stopped)

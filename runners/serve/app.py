@@ -424,7 +424,7 @@ class Connection(H11Protocol):
 
 def event(value: dict[str, Any]) -> bytes:
     """A server-sent event."""
-    return f"data: {json.dumps(value)}\n\n".encode()
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
 def _behind(

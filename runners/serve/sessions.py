@@ -140,7 +140,7 @@ class Session:
         """A turn behind a prompt, which begins with the ids of the point, if there is one.
 
         It continues the point's row unless that has gone on, or goes on now. `seed`: that of the
-        call; None: the row's. Raises Refused if the session is over, or has no room behind the
+        call, which a session with a distribution of its own does not use; None: the row's. Raises Refused if the session is over, or has no room behind the
         prompt.
         """
         with self._lock:
@@ -151,7 +151,7 @@ class Session:
                 self.rows.append(row)
             given = prompt[len(row.ids) :]
             drawn = 0
-            if seed is None or self.seed is not None:
+            if seed is None or self.sampling is not None:
                 seed = row.talk.seed
                 drawn = sum(row.talk.sampled)
             request = Request(

@@ -133,7 +133,8 @@ class Asked:
     def sampling(self, model: ServedModel, prompt: int) -> g.Sampling:
         """How to sample behind a prompt of so many tokens. Raises ApiError if there is no room."""
         room = model.length - prompt
-        wanted = self.max_tokens or (room if self.messages else SHORT)
+        usual = min(room, model.sampling.max_new_tokens) if self.messages else SHORT
+        wanted = self.max_tokens or usual
         if wanted > room or room < 1:
             raise ApiError(
                 f"This model's maximum context length is {model.length} tokens. However, you "
@@ -282,11 +283,12 @@ def _prompt(value: Any, param: str) -> str | tuple[int, ...]:
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
-    functions = [each.get("function") for each in value if isinstance(each, dict)]
+    tools = value if isinstance(value, list) else [None]
+    functions = [each.get("function") for each in tools if isinstance(each, dict)]
     names = [each.get("name") for each in functions if isinstance(each, dict)]
-    if len(names) != len(value) or not all(isinstance(name, str) and name for name in names):
+    if len(names) != len(tools) or not all(isinstance(name, str) and name for name in names):
         raise ApiError("tools: expected a list of functions with names", param="tools")
-    return tuple(value)
+    return tuple(tools)
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -454,7 +456,7 @@ class Answer:
                     {
                         "token": name,
                         "logprob": value,
-                        "bytes": list(name.encode()),
+                        "bytes": None if self.asked.names_ids else list(name.encode()),
                         "top_logprobs": [],
                     }
                     for name, value in entries
