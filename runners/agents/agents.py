@@ -215,7 +215,7 @@ class Agents:
     def _said(self, episode: Episode, main: Talk) -> list[Message]:
         """The last chat from the model's first words on; of completions without a chat, what the
         model wrote in the last row."""
-        messages = list(getattr(episode.session, "messages", ()))
+        messages = list(episode.session.messages)
         while messages and messages[0]["role"] != "assistant":
             del messages[0]
         text = self.model.decoder.decode(sampled_tokens(main))

@@ -61,6 +61,7 @@ class Call:
         if self.keys:
             ends = [message_key(reply.message), message_key(reply.message, thoughts=False)]
             self.session.record(turn, [[*self.keys, end] for end in ends])
+            self.session.messages = (*self.asked.messages, reply.message)
         return reply
 
 

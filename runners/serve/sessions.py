@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 import grpo_fn as g
+from runners.data.messages import Message
 from runners.engines.engine import Request, Row, Seed, Ticket
 from runners.engines.rollouts import Talk
 
@@ -92,6 +93,8 @@ class Session:
     calls: int = attrs.field(default=0, init=False)
     tokens: int = attrs.field(default=0, init=False)
     closed: bool = attrs.field(default=False, init=False)
+    # of the last chat, its reply included
+    messages: tuple[Message, ...] = attrs.field(default=(), init=False)
     dropped: list[Ticket] = attrs.field(factory=list, init=False)  # kept for forgotten rows
     _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)  # by their conversation
     _begun: int = attrs.field(default=0, init=False)  # rows

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.support.tiny_runs import small
 
-HEAD = '''import json, os, sys, urllib.request
+HEAD = """import json, os, sys, urllib.request
 
 row = json.load(sys.stdin)
 
@@ -25,15 +25,16 @@ def letters(text):
 
 
 question = {"role": "user", "content": row["question"]}
-'''
+"""
 ONE_CALL = 'print(json.dumps({"reward": letters(chat([question])["content"])}))\n'
-TALKS = '''first = chat([question], max_tokens=6)
+TALKS = """first = chat([question], max_tokens=6)
 again = {"role": "user", "content": "Are you sure?"}
 second = chat([question, {"role": "assistant", "content": first["content"]}, again], max_tokens=6)
 other = chat([{"role": "user", "content": "Sum up: " + second["content"]}], max_tokens=6)
 third = chat([question, again], max_tokens=6)
-print(json.dumps({"reward": letters(first["content"] + other["content"]), "turn_rewards": [1.0, 0.0, None, 2.0]}))
-'''
+reward = letters(first["content"] + other["content"])
+print(json.dumps({"reward": reward, "turn_rewards": [1.0, 0.0, None, 2.0]}))
+"""
 
 
 def agent_run(folder: Path, body: str, *, env: dict | None = None, **tables: dict) -> str:
