@@ -18,8 +18,11 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.rollout import Interrupted
 from runners.agents.processes import AgentProcess, Outcome
+from runners.agents.tasksets import TaskRun
 from runners.config.loading import Config
+from runners.config.names import TASKSETS
 from runners.config.sections import EnvConfig
+from runners.data.datasets import ROWS
 from runners.data.messages import Message
 from runners.data.prompts import Example, repeated
 from runners.engines.engine import Engine, Seed, ShouldStop, never
@@ -27,6 +30,7 @@ from runners.engines.rollouts import Cancelled, Talk, grouped, seeds_of
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Player, build_environments
 from runners.errors import UserError, show
+from runners.models.folders import resolve_model
 from runners.rewards.calls import TURN_REWARDS
 from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.rewards.scoring import Reward
@@ -126,7 +130,7 @@ class Agents:
         service = Service(engine, self.model, limits)
         try:
             with Server(service, _HERE) as server:
-                episodes = self._run(service, server.url, rows, sampling, should_stop)
+                episodes = self._run(service, f"{server.url}/v1", rows, sampling, should_stop)
         except Interrupted:
             nothing = grouped([], size, with_entropy=sampling.with_entropy)
             raise Cancelled(nothing) from None
@@ -275,8 +279,8 @@ def program_launch(config: Config) -> Launch:
 
     def launch(example: Example, url: str, key: str) -> Program:
         own = {
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_BASE": f"{url}/v1",  # an older name
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,  # an older name
             "OPENAI_API_KEY": key,
             "PATH": path,
             # A proxy does not reach this address.
@@ -288,12 +292,24 @@ def program_launch(config: Config) -> Launch:
     return launch
 
 
+def taskset_launch(config: Config, worker: Worker, most: int) -> Launch:
+    """Plays tasks of [env] taskset. Raises UserError if it cannot be loaded."""
+    name = config.env.taskset.removeprefix(TASKSETS)
+    worker.load(ROWS, name, tuple(map(str, config.folders)), config.data.max_samples)
+    tokenizer = str(resolve_model(config.model.path))
+
+    def launch(example: Example, url: str, key: str) -> Program:
+        return TaskRun(worker, name, example.columns["task"], tokenizer, url, key, most)
+
+    return launch
+
+
 def build_player(
     config: Config, tokenizer: Any, decoder: TextDecoder, eos_ids: Sequence[int], worker: Worker
 ) -> Player | None:
     """What plays the conversations of [env]; None: completions have one turn. Raises UserError for
     a program or taskset that cannot be found, and as `build_environments`."""
-    if not config.env.program:
+    if not config.env.agents:
         return build_environments(
             config.env, config.data, tokenizer, decoder, eos_ids, config.folders, worker
         )
@@ -315,7 +331,7 @@ def build_player(
             template_kwargs=data.chat_template_kwargs,
             nudge=data.nudge,
         ),
-        launch=program_launch(config),
+        launch=program_launch(config) if env.program else taskset_launch(config, worker, new),
         reward=None if config.reward.functions else Reward("program", printed_reward),
         turn_reward=Reward("turns", printed_turn_rewards) if by_turn else None,
     )

@@ -21,6 +21,7 @@ from runners.config.names import (
     SHIPPED,
     TASK_SCORE,
     TASKS,
+    TASKSETS,
     other_name,
 )
 from runners.config.reading import Settings
@@ -39,16 +40,17 @@ _BUDGETED = ("affine-3", "affine-4", "affine-6")
 # A key and its value ("": any) → keys that have to be empty beside it.
 _EXCLUDED_BY = {
     ("data.image", ""): (
-        *("model.loader", "env.factory", "env.tools", "env.program"),
+        *("model.loader", "env.factory", "env.tools", "env.program", "env.taskset"),
         *("loss.router_aux_coef", "loss.router_replay"),
     ),
     ("data.prompt_form", "raw"): (
         *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
-        *("env.factory", "env.tools", "env.program"),
+        *("env.factory", "env.tools", "env.program", "env.taskset"),
     ),
     ("teacher.path", ""): ("data.image", "rollout.first_stage"),
-    ("teacher.hint", ""): ("env.factory", "env.tools", "env.program"),
-    ("env.program", ""): ("env.factory", "env.tools"),
+    ("teacher.hint", ""): ("env.factory", "env.tools", "env.program", "env.taskset"),
+    ("env.program", ""): ("env.factory", "env.tools", "env.taskset"),
+    ("env.taskset", ""): ("env.factory", "env.tools"),
 }
 
 # A key and its value ("": any) → keys that change nothing without it.
@@ -100,7 +102,10 @@ class _Paths:
 
         functions = reward.functions
         chosen = given("reward.functions")
-        program = given("env.program")  # it asks and scores as it likes
+        taskset = self.found.values.get("env", {}).get("taskset")
+        program = given("env.program") or taskset  # it asks and scores as it likes
+        if taskset and not given("data.source"):
+            data = attrs.evolve(data, source=taskset, eval_split=data.split)
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
@@ -147,7 +152,7 @@ class _Paths:
     def data(self, name: str, key: str) -> str:
         return (
             name
-            if name.startswith(TASKS)
+            if name.startswith((TASKS, TASKSETS))
             else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
         )
 
@@ -167,7 +172,8 @@ class _Paths:
 
     def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
         """A command, with the paths of the files that it names."""
-        return tuple(self.existing(word) or word for word in command)
+        found = {word: self.existing(word) for word in command[1:] if "." in word}
+        return tuple(found.get(word) or word for word in command)
 
     def rewards(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         def one(name: str) -> str:
@@ -299,8 +305,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
     modes = {rollout.quantization, loss.ref_quantization} - {"none"}
     env = built["env"]
-    measures = rewards or built["sft"].only or env.factory or env.program
-    or_measured = "or an env.factory whose class has get_reward, or an env.program"
+    measures = rewards or built["sft"].only or env.factory or env.agents
+    or_measured = "or an env.factory whose class has get_reward, an env.program or an env.taskset"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (
@@ -313,6 +319,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
+        ("env.taskset", env.taskset and not env.taskset.startswith(TASKSETS),
+            f'a name such as "{TASKSETS}ID"'),
+        ("data.source", env.taskset and data.source != env.taskset, "nothing with env.taskset"),
         ("rollout.first_stage", rollout.first_stage and env.answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),

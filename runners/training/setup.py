@@ -114,7 +114,7 @@ class SetUp:
         if config.sft.only and not config.data.answer:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
-        check_columns(rewards, columns, environments=not config.env.program and config.env.answers)
+        check_columns(rewards, columns, environments=config.env.answers and not config.env.agents)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
