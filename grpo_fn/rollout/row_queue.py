@@ -72,6 +72,11 @@ class Row:
     key: tuple[int, int]
     done: Ended  # as far as it has come
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it decodes, or its prompt is being computed."""
+        return self.done.prompt_computed > 0
+
 
 @attrs.frozen(eq=False)
 class Start:
@@ -115,16 +120,7 @@ class RowQueue:
                 (`use_multimodal_rope`) or `keep`.
             TooLong: prompt and `max_new_tokens` need more positions than the model has learned.
         """
-        check_prompts(self._policy, [entry.prompt], entry.sampling.max_new_tokens)
-        check_images(self._policy, entry)
-        if entry.sampling.stop and entry.find_stop is None:
-            raise ValueError(
-                f"find_stop is None: expected a function that finds {entry.sampling.stop}"
-            )
-        if not entry.rows or len(entry.keys) != len(entry.rows):
-            raise ValueError(
-                f"expected a key for each row, found {len(entry.keys)} for rows {entry.rows}"
-            )
+        check_entry(self._policy, entry)
         used = (self.rows.keys() | self._ended.keys() | self._kept.keys()) & set(entry.rows)
         if used or len(set(entry.rows)) != len(entry.rows):
             raise ValueError(
@@ -145,6 +141,15 @@ class RowQueue:
                 self._kept.pop(continued, None)
             for known in (self.rows, self._ended, self._kept):
                 known.pop(row, None)
+
+    def end(self, rows: Iterable[int]) -> None:
+        """Rows that decode end at the next check, after one more token at most, as at their length
+        limit."""
+        for number in rows:
+            row = self.rows[number]
+            limit = min(row.entry.sampling.max_new_tokens, len(row.done.tokens) + 1)
+            sampling = attrs.evolve(row.entry.sampling, max_new_tokens=limit)
+            row.entry = attrs.evolve(row.entry, sampling=sampling)
 
     def take(self) -> dict[int, Ended]:
         """The rows that have ended since the last call."""
@@ -260,6 +265,18 @@ class RowQueue:
 def nothing_yet(entry: Entry) -> Ended:
     """A row of this entry without tokens."""
     return Ended(tokens=[], logp=[], entropy=[] if entry.sampling.with_entropy else None)
+
+
+def check_entry(policy: Policy, entry: Entry) -> None:
+    """Raise ValueError unless the model can complete the entry's prompt: see `RowQueue.add`."""
+    check_prompts(policy, [entry.prompt], entry.sampling.max_new_tokens)
+    check_images(policy, entry)
+    if entry.sampling.stop and entry.find_stop is None:
+        raise ValueError(f"find_stop is None: expected a function that finds {entry.sampling.stop}")
+    if not entry.rows or len(entry.keys) != len(entry.rows):
+        raise ValueError(
+            f"expected a key for each row, found {len(entry.keys)} for rows {entry.rows}"
+        )
 
 
 def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> None:

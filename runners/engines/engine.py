@@ -8,7 +8,7 @@ alone, to the rounding of batched products. Conversations, rewards and training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal, NewType, Protocol
 
 import attrs
@@ -130,7 +130,10 @@ class Engine(Protocol):
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
         """Queue a request. Of `sampling`, the number of completions is not read: the request has a
-        seed for each."""
+        seed for each.
+
+        Raises ValueError for a request that cannot be sampled, as `grpo_fn.generate` does.
+        """
         ...
 
     def collect(
@@ -139,19 +142,27 @@ class Engine(Protocol):
         """The requests that have been completed since the last call, in the order of their seeds.
 
         Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0
-        for a moment at most. Raises ValueError for a request that cannot be sampled: see
-        `grpo_fn.generate`.
+        for a moment at most.
+
+        If decoding fails, the error ends the requests that were under way, and no others: it is
+        raised once, and `peek` raises it for each of them until it is cancelled.
         """
         ...
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
         """The tokens of a request's first completion as they come, in place of `collect`;
-        `should_stop` ends it early, as does a caller that closes it."""
+        `should_stop` ends it early, as does a caller that closes it.
+
+        A request to keep that `should_stop` ends can be continued from the last token.
+        """
         ...
 
-    def so_far(self, ticket: Ticket, start: int = 0) -> tuple[Sequence[int], Sequence[float]]:
-        """The tokens of a request's first completion from the `start`-th on, and their log-probs,
-        while it is not collected: as of the last check for ended rows."""
+    def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
+        """The tokens of a request's first completion so far, from number `start` on; it decodes
+        nothing.
+
+        Raises the error that has ended the request.
+        """
         ...
 
     def cancel(self, ticket: Ticket) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.rollout import Column, Columns, Entry, FindStop, RowQueue, decode_queue
+from grpo_fn.rollout import Column, Columns, Entry, FindStop, RowQueue, check_entry, decode_queue
+from grpo_fn.trees import flat
 from runners.engines.engine import (
     Advance,
     Finish,
@@ -34,11 +35,12 @@ class _Job:
     """A request, and what has come of it."""
 
     request: Request
-    sampling: g.Sampling
-    rows: tuple[int, ...] = ()  # their numbers in the queue; empty: it is not there yet
+    entry: Entry
+    queued: bool = False  # whether it is in the queue
     ended: dict[int, Row] = attrs.field(factory=dict)  # by the place of their seeds
     computed: int = 0  # tokens of the prompt that were computed
-    streamed: bool = False  # `tokens` hands its rows out
+    collects: bool = True  # whether `collect` is to return its rows, or to raise its error
+    error: BaseException | None = None  # what has ended it
 
     @property
     def is_done(self) -> bool:
@@ -65,6 +67,7 @@ class LocalEngine:
     _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)
     # rows that a request may continue
     _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
+    _decoding: set[int] = attrs.field(factory=set, init=False)  # rows of the last step
     _stops: dict[tuple[str, ...], FindStop | None] = attrs.field(factory=dict, init=False)
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
@@ -99,8 +102,21 @@ class LocalEngine:
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
         """See `Engine`."""
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        entry = Entry(
+            rows=tuple(next(self._numbers) for _ in request.seeds),
+            prompt=request.prompt,
+            keys=request.seeds,
+            sampling=sampling,
+            find_stop=self._find_stop(sampling.stop),
+            images=request.images,
+            drawn=request.drawn,
+            keep=request.keep,
+        )
+        check_entry(self._weights.policy, entry)
         ticket = Ticket(next(self._tickets))
-        self._jobs[ticket] = _Job(request, sampling)
+        self._jobs[ticket] = _Job(request, entry)
         self._waiting.append(ticket)
         return ticket
 
@@ -118,31 +134,36 @@ class LocalEngine:
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
         """See `Engine`."""
         job = self._jobs[ticket]
-        job.streamed = True
+        job.collects = False
         sent = 0
         try:
             while True:
-                row = job.ended.get(0)
-                tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
-                known = self._queue.rows.get(job.rows[0]) if self._queue and job.rows else None
-                if known is not None:
-                    job.computed = known.done.prompt_computed
-                for n in range(sent, len(tokens)):
-                    sent = n + 1
-                    yield Token(tokens[n], logp[n], job.computed)
-                if row is not None or should_stop() or not self._step():
+                ended = 0 in job.ended
+                drawn = self.peek(ticket, sent)
+                sent += len(drawn)
+                yield from drawn
+                if ended:
+                    break
+                if should_stop():
+                    self._end(job)
+                    break
+                if not self._step():
                     break
         finally:
             if not job.is_done:
                 self.cancel(ticket)
             self._jobs.pop(ticket, None)
 
-    def so_far(self, ticket: Ticket, start: int = 0) -> tuple[Sequence[int], Sequence[float]]:
+    def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
         """See `Engine`."""
         job = self._jobs[ticket]
+        if job.error is not None:
+            raise job.error
         row = job.ended.get(0)
         tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
-        return tokens[start:], logp[start:]
+        known = self._queue.rows.get(job.entry.rows[0]) if self._queue and job.queued else None
+        computed = job.computed if known is None else known.done.prompt_computed
+        return [Token(tokens[n], logp[n], computed) for n in range(start, len(tokens))]
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Engine`."""
@@ -152,6 +173,9 @@ class LocalEngine:
         job = self._jobs.get(ticket)
         if job is None or job.is_done:
             return
+        if job.error is not None:
+            del self._jobs[ticket]
+            return
         if ticket in self._waiting:
             self._waiting.remove(ticket)
             if job.request.continues is not None:
@@ -160,18 +184,37 @@ class LocalEngine:
         for place in left:
             tokens, logp = self._so_far(job, place)
             job.ended[place] = self._row(job, tokens, logp, None, "cancelled")
-        if self._queue is not None and job.rows:
-            rows = [job.rows[place] for place in left]
+        if self._queue is not None and job.queued:
+            rows = [job.entry.rows[place] for place in left]
             self._queue.cancel(rows)
             for row in rows:
                 del self._places[row]
 
+    def _end(self, job: _Job) -> None:
+        """End a request that decodes where it is, and keep its caches, if it is to be continued."""
+        draws = self._decoding.issuperset(job.entry.rows) or bool(self._so_far(job)[0])
+        if self._queue is None or not (job.request.keep and draws):
+            return
+        self._queue.end(job.entry.rows)
+        while job.queued and not job.is_done and self._step():
+            pass
+
     def _so_far(self, job: _Job, place: int = 0) -> tuple[list[int], list[float]]:
-        return self._queue.so_far(job.rows[place]) if self._queue and job.rows else ([], [])
+        if self._queue is None or not job.queued:
+            return [], []
+        return self._queue.so_far(job.entry.rows[place])
 
     def _done(self) -> dict[Ticket, tuple[Row, ...]]:
-        """The completed requests, which are handed out once."""
-        done = [ticket for ticket, job in self._jobs.items() if job.is_done and not job.streamed]
+        """The completed requests, which are handed out once. Raises the error of those that
+        failed."""
+        errors = []
+        for job in self._jobs.values():
+            if job.collects and job.error is not None:
+                job.collects = False
+                errors.append(job.error)
+        if errors:
+            raise errors[0]
+        done = [ticket for ticket, job in self._jobs.items() if job.is_done and job.collects]
         found = {ticket: self._jobs.pop(ticket) for ticket in done}
         return {
             ticket: tuple(job.ended[place] for place in range(len(job.request.seeds)))
@@ -191,18 +234,22 @@ class LocalEngine:
         try:
             if self._columns is None:
                 self._columns = decode_queue(weights.policy, weights.params, queue, self.decoding)
-            self._report(next(self._columns, None))
+            column = next(self._columns, None)
+            self._decoding = set() if column is None else set(column.rows)
+            self._report(column)
         except BaseException as error:  # also a signal's: the rows under way are lost
             self._columns = None
             if not is_out_of_memory(error):
-                self._restart(weights, [])
-                self._jobs.clear()
-                raise
+                self._take(queue)
+                self._fail(weights, queue, error)
+                if not isinstance(error, Exception):
+                    raise
+                return True
             reason = str(error)
         self._take(queue)
         if reason is not None:
             mx.clear_cache()  # outside the handler the failed rows' arrays are free
-            self._again(weights, reason)
+            self._again(weights, queue, reason)
         elif not queue.busy:
             self._close()
         return True
@@ -236,7 +283,7 @@ class LocalEngine:
         entropy: list[float] | None,
         finish: Finish,
     ) -> Row:
-        if entropy is None and job.sampling.with_entropy:
+        if entropy is None and job.entry.sampling.with_entropy:
             entropy = [0.0] * len(tokens)
         drawn = None if entropy is None else tuple(entropy)
         return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
@@ -249,40 +296,23 @@ class LocalEngine:
             count = 1
             while count < len(self._waiting) and _is_alike(self._jobs[self._waiting[count]], first):
                 count += 1
-            same = self._waiting[:count]
+            same = [self._jobs[ticket] for ticket in self._waiting[:count]]
+            for ticket, job in zip(self._waiting, same, strict=False):
+                job.queued = True
+                places = enumerate(job.entry.rows)
+                self._places |= {number: (ticket, place) for place, number in places}
             del self._waiting[:count]
-            seeds = []
-            numbers = []
-            for ticket in same:
-                job = self._jobs[ticket]
-                job.rows = tuple(next(self._numbers) for _ in job.request.seeds)
-                numbers += job.rows
-                seeds += job.request.seeds
-                self._places |= {number: (ticket, place) for place, number in enumerate(job.rows)}
-            self._most += len(seeds) * first.sampling.max_new_tokens
-            request = first.request
-            continues = request.continues
-            try:
-                queue.add(
-                    Entry(
-                        rows=tuple(numbers),
-                        prompt=request.prompt,
-                        keys=tuple(seeds),
-                        sampling=first.sampling,
-                        find_stop=self._find_stop(first.sampling.stop),
-                        images=request.images,
-                        drawn=request.drawn,
-                        keep=request.keep,
-                        continues=None if continues is None else self._kept.get(continues),
-                    )
+            rows = flat(job.entry.rows for job in same)
+            self._most += len(rows) * first.entry.sampling.max_new_tokens
+            continues = first.request.continues
+            queue.add(
+                attrs.evolve(
+                    first.entry,
+                    rows=tuple(rows),
+                    keys=tuple(flat(job.entry.keys for job in same)),
+                    continues=None if continues is None else self._kept.pop(continues, None),
                 )
-            except ValueError:
-                for ticket in same:
-                    for number in self._jobs.pop(ticket).rows:
-                        del self._places[number]
-                raise
-            if continues is not None:
-                self._kept.pop(continues, None)
+            )
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if stop and self.decoder is None:
@@ -291,32 +321,44 @@ class LocalEngine:
             self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
         return self._stops[stop]
 
-    def _again(self, weights: Weights, reason: str) -> None:
+    def _again(self, weights: Weights, queue: RowQueue, reason: str) -> None:
         """After memory ran out: the rows under way begin again, half as many at a time.
 
         Down to the rows of one request, which have a second try: what is cached may be in pieces.
         """
-        left = [ticket for ticket, job in self._jobs.items() if job.rows and not job.is_done]
+        left = self._under_way()
         largest = max(len(self._jobs[ticket].request.seeds) for ticket in left)
         rows = sum(len(self._jobs[ticket].request.seeds) for ticket in left)
         before = min(self.decoding.max_batch or rows, rows)
         if before <= largest and self._tried == before:
-            self._restart(weights, [])
-            self._jobs.clear()
-            raise MemoryError(reason)
+            self._fail(weights, queue, MemoryError(reason))
+            return
         self._tried = before if before <= largest else 0
         together = largest * max(before // largest // 2, 1)
         self._restart(weights, left)
         self.decoding = attrs.evolve(self.decoding, max_batch=together)
         self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
 
+    def _under_way(self) -> list[Ticket]:
+        return [ticket for ticket, job in self._jobs.items() if job.queued and not job.is_done]
+
+    def _fail(self, weights: Weights, queue: RowQueue, error: BaseException) -> None:
+        """End the requests that have begun with this error; the others of the queue wait again."""
+        left = self._under_way()
+        begun = {self._places[number][0] for number, row in queue.rows.items() if row.has_begun}
+        failed = [ticket for ticket in left if ticket in begun] or left
+        for ticket in failed:
+            self._jobs[ticket].error = error
+        self._restart(weights, [ticket for ticket in left if ticket not in failed])
+
     def _restart(self, weights: Weights, tickets: list[Ticket]) -> None:
         """Submits these requests again; nothing is kept of any."""
         self._queue = RowQueue(weights.policy)
         self._kept.clear()
         self._places.clear()
+        for job in self._jobs.values():
+            job.queued = False
         for ticket in tickets:
-            self._jobs[ticket].rows = ()
             self._jobs[ticket].ended.clear()
         self._waiting = tickets + self._waiting
 
@@ -339,4 +381,4 @@ def _is_alike(job: _Job, first: _Job) -> bool:
         and other.continues is None
     )
     same = (one.prompt, one.drawn, one.keep) == (other.prompt, other.drawn, other.keep)
-    return plain and same and job.sampling == first.sampling
+    return plain and same and job.entry.sampling == first.entry.sampling

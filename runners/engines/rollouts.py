@@ -80,9 +80,11 @@ def generate(
 
     Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
-    tickets = [engine.submit(request, sampling) for request in requests]
+    tickets: list[Ticket] = []
     rows: dict[Ticket, tuple[Row, ...]] = {}
     try:
+        for request in requests:
+            tickets.append(engine.submit(request, sampling))
         while len(rows) < len(tickets) and not should_stop():
             rows |= engine.collect(len(tickets) - len(rows), should_stop=should_stop)
     finally:

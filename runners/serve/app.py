@@ -169,17 +169,19 @@ class Server:
         (Host), or as they are (Origin).
         """
         found = {name: value.decode("latin-1") for name, value in headers}
-        host = found.get(b"host", "")
+        host = found.get(b"host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._host in LOCAL and name not in LOCAL:
             raise ApiError(f"Host: expected one of {', '.join(LOCAL)}", status=403)
-        if found.get(b"origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
+        origin = found.get(b"origin", f"http://{host}").lower()
+        if origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError("Origin: requests of other sites are refused", status=403)
 
     def _session(self, request: Request) -> Session:
         """The session that a request's key opens. ApiError if there is none."""
-        _, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self.service.session(key.strip()) or self._public
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
+        session = session or self._public
         if session is None:
             raise ApiError("the API key is wrong", status=401, code="invalid_api_key")
         return session

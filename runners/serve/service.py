@@ -140,7 +140,7 @@ class Service:
         `together`: begin turns only when no row decodes and as many turns wait as it returns, in
         the order of their sessions: the same numbers bit for bit each time. None: begin at once.
 
-        Any exception of the engine ends the turns under way with it, and passes through.
+        An error while decoding ends the turns that were under way with it.
         """
         while not until():
             self._accept(None if self._turns else WAIT)
@@ -207,30 +207,46 @@ class Service:
             if self._turns or len(self._waiting) < together():
                 return
             self._waiting.sort(key=lambda turn: turn.session.number)
+        news: News = []
         for turn in self._waiting:
-            turn.ticket = self.engine.submit(turn.request, turn.sampling)
-            self._turns[turn.ticket] = turn
+            try:
+                turn.ticket = self.engine.submit(turn.request, turn.sampling)
+                self._turns[turn.ticket] = turn
+            except ValueError as error:
+                self._end(turn, error, news)
         self._waiting = []
+        self.deliver(news)
 
     def _collect(self) -> None:
         """Decode for a moment, and tell who asked."""
         news: News = []
+        rows: dict[Ticket, tuple[Row, ...]] = {}
+        failed = False
         try:
             rows = self.engine.collect(0)
-        except Exception as error:
-            self.end(error)
-            raise
+        except Exception:  # each turn that it ended raises it again
+            failed = True
         for ticket, (row,) in rows.items():
-            self._ended(self._turns.pop(ticket), row, news)
-        for ticket, turn in self._turns.items():
-            if turn.hear is not None:
-                before = len(turn.begun.tokens) if turn.begun else 0
-                self._tell(turn, *self.engine.so_far(ticket, turn.sent - before), news)
+            turn = self._turns.pop(ticket, None)
+            if turn is not None:  # not one that `end` has left
+                self._ended(turn, row, news)
+        for ticket, turn in list(self._turns.items()):
+            if failed or turn.hear is not None:
+                self._look(ticket, turn, news)
         self.deliver(news)
+
+    def _look(self, ticket: Ticket, turn: Turn, news: News) -> None:
+        """Tell a turn's new tokens, or its error."""
+        try:
+            tokens = self.engine.peek(ticket, turn.sent - _drawn_before(turn))
+            self._tell(turn, [token.id for token in tokens], [token.logp for token in tokens], news)
+        except Exception as error:
+            self.engine.cancel(ticket)
+            self._end(self._turns.pop(ticket), error, news)
 
     def _ended(self, turn: Turn, row: Row, news: News) -> None:
         """A turn has come to an end, or to that of its weights."""
-        sent = turn.sent - (len(turn.begun.tokens) if turn.begun else 0)
+        sent = turn.sent - _drawn_before(turn)
         if turn.hear is not None:
             self._tell(turn, row.tokens[sent:], row.logp[sent:], news)
         whole = row if turn.begun is None else joined(turn.begun, row)
@@ -269,6 +285,11 @@ class Service:
         turn.ticket = None
         self._room.release()
         news.append(partial(turn.end, outcome))
+
+
+def _drawn_before(turn: Turn) -> int:
+    """Tokens that earlier weights have drawn."""
+    return 0 if turn.begun is None else len(turn.begun.tokens)
 
 
 def joined(before: Row, after: Row) -> Row:

@@ -142,9 +142,9 @@ class Session:
     ) -> Turn:
         """A turn behind a prompt, which begins with the ids of the point, if there is one.
 
-        It continues the point's row unless that has gone on, or goes on now. `seed`: that of the
-        call, which a session with a distribution of its own does not use; None: the row's. Raises Refused if the session is over, or has no room behind the
-        prompt.
+        It continues the point's row unless that has gone on, or goes on now. `seed` is that of the
+        call; if it is None, or the session has a distribution of its own, the row has one. Raises
+        Refused if the session is over, or has no room behind the prompt.
         """
         with self._lock:
             self._check()

@@ -16,7 +16,7 @@ from runners.config import rules
 from runners.config.rules import key
 from runners.data.messages import ROLES, Message
 from runners.engines.engine import Row, Seed
-from runners.errors import did_you_mean, show
+from runners.errors import did_you_mean, printable, show
 from runners.serve.chat import Chat, Reply, ServedModel
 from runners.serve.sessions import derived_seed
 from runners.tokenization.text import TextDecoder
@@ -77,7 +77,12 @@ class ApiError(Exception):
         kind = kinds.get(self.status, "invalid_request_error")
         if self.status >= 500:
             kind = "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {
+            "message": printable(str(self)),
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": error}
 
 
@@ -283,7 +288,7 @@ def _prompt(value: Any, param: str) -> str | tuple[int, ...]:
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
-    tools = value if isinstance(value, list) else [None]
+    tools: list[Any] = value if isinstance(value, list) else [None]
     functions = [each.get("function") for each in tools if isinstance(each, dict)]
     names = [each.get("name") for each in functions if isinstance(each, dict)]
     if len(names) != len(tools) or not all(isinstance(name, str) and name for name in names):

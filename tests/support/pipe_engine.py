@@ -66,9 +66,9 @@ class PipeEngine:
             yield Token(*token)
         self._ask("close", ticket)
 
-    def so_far(self, ticket, start=0):
+    def peek(self, ticket, start=0):
         """See `Engine`."""
-        return self._ask("so_far", ticket, start)
+        return [Token(*token) for token in self._ask("peek", ticket, start)]
 
     def cancel(self, ticket):
         """See `Engine`."""
@@ -129,11 +129,11 @@ class Server:
         token = next(stream, None)
         return None if token is None else attrs.astuple(token)
 
+    def peek(self, ticket, start):
+        return [attrs.astuple(token) for token in self.engine.peek(ticket, start)]
+
     def close(self, ticket):
         self.streams.pop(ticket).close()
-
-    def so_far(self, ticket, start):
-        return self.engine.so_far(ticket, start)
 
     def cancel(self, ticket):
         self.engine.cancel(ticket)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx2
 
 import grpo_fn as g
-from runners.engines.engine import Row, Ticket, Traits
+from runners.engines.engine import Row, Ticket, Token, Traits
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.serve.app import Server
@@ -33,6 +33,38 @@ def served(loaded, **changes):
     return ServedModel(**fields | changes)
 
 
+def conversation(*messages):
+    """Messages; texts are turns of user and assistant."""
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[n % 2], "content": each} if isinstance(each, str) else each
+        for n, each in enumerate(messages)
+    ]
+
+
+class Recorded:
+    """An engine whose requests are seen, and how many prompt tokens the last one computed."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.requests = []
+        self.computed = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def submit(self, request, sampling):
+        """See `Engine`."""
+        self.requests.append(request)
+        return self._engine.submit(request, sampling)
+
+    def peek(self, ticket, start=0):
+        """See `Engine`."""
+        found = self._engine.peek(ticket, start)
+        self.computed = found[0].prompt_tokens if found else self.computed
+        return found
+
+
 class Client:
     """A client of a server."""
 
@@ -49,13 +81,8 @@ class Client:
         return answer.status_code, answer.json()
 
     def chat(self, *messages, **more):
-        """The answer to a chat; texts are turns of user and assistant."""
-        roles = ("user", "assistant")
-        said = [
-            {"role": roles[n % 2], "content": each} if isinstance(each, str) else each
-            for n, each in enumerate(messages)
-        ]
-        status, answer = self.post("/v1/chat/completions", {"messages": said, **more})
+        """The answer to a chat of these messages."""
+        status, answer = self.post("/v1/chat/completions", {"messages": conversation(*messages), **more})
         assert status == 200, answer
         return answer
 
@@ -138,10 +165,10 @@ class ScriptedEngine:
                 done[ticket] = (row,)
         return done
 
-    def so_far(self, ticket, start=0):
+    def peek(self, ticket, start=0):
         """See `Engine`."""
         tokens = self.jobs[ticket][0][: self.jobs[ticket][1]]
-        return tokens[start:], [-1.0] * len(tokens[start:])
+        return [Token(token, -1.0, 1) for token in tokens[start:]]
 
     def cancel(self, ticket):
         """See `Engine`."""

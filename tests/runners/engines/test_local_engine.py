@@ -232,17 +232,89 @@ def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
     busy = engine.submit(one, attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=50))
     engine.collect(0)
     late = attrs.evolve(one, prompt=(5, 10**6 if place == "refused" else 9), continues=ticket)
-    last = engine.submit(late, SAMPLING)
     if place == "refused":
         with pytest.raises(ValueError, match="token id"):
-            engine.collect(0)
+            engine.submit(late, SAMPLING)
         last = ticket
-    elif place == "queued":
-        engine.collect(0)
+    else:
+        last = engine.submit(late, SAMPLING)
+        if place == "queued":
+            engine.collect(0)
     assert len(queue._kept) == 1 and (last in engine._waiting) == (place == "submitted")
     engine.cancel(last)
     assert not queue._kept and not engine._kept
     engine.cancel(busy)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_an_interrupted_stream_is_continued_from_its_last_token(name, pipelined):
+    """What was computed for it is kept, and what follows has the tokens that it has without."""
+    policy, prompt = tiny_policy(name), [5, 9, 11, 3, 7]
+    engine = engine_of(policy, pipelined=pipelined)
+    sampling = attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=40)
+    request = Request(prompt=tuple(prompt), seeds=requests()[0].seeds[:1], keep=True)
+    other = engine.submit(requests()[1], sampling)
+    ticket = engine.submit(request, sampling)
+    said: list[int] = []
+    said += (token.id for token in engine.tokens(ticket, should_stop=lambda: len(said) >= 3))
+    assert 3 <= len(said) < 40
+    longer = [*prompt, *said, 8]
+    want, whole, _ = stream(engine_of(policy), longer)
+    got, computed, _ = stream(engine, longer, ticket)
+    assert got == want and whole == len(longer) and computed == 1
+    assert [len(row.tokens) for row in engine.collect()[other]] == [40] * 3
+
+
+def test_a_request_that_cannot_be_sampled_ends_alone():
+    """It is refused where it is submitted, in a line that says why; those that decode go on."""
+    policy = tiny_policy()
+    engine = engine_of(policy, check_every=1)
+    ticket = engine.submit(requests()[0], SAMPLING)
+    engine.collect(0)
+    faults = {"token id": (5, 10**6), "no empty one": ()}
+    for fault, prompt in faults.items():
+        with pytest.raises(ValueError, match=fault):
+            engine.submit(attrs.evolve(requests()[1], prompt=prompt), SAMPLING)
+    with pytest.raises(ValueError, match="token id"):
+        generate(engine, [requests()[1], attrs.evolve(requests()[1], prompt=(-1,))], SAMPLING)
+    rows = engine.collect()
+    assert [list(row.tokens) for row in rows[ticket]] == roll(policy, eos_ids=EOS).completions()[:3]
+    assert not engine._jobs
+
+
+def test_an_error_ends_the_requests_that_decode_and_no_others(monkeypatch):
+    """Each of their readers gets it once; a request that waits, and all later ones, have their rows."""
+    policy = tiny_policy()
+    engine = engine_of(policy, rows=6, check_every=1)
+    calls, real = [], mx.eval
+
+    def broken(*arrays):
+        calls.append(arrays)
+        if len(calls) == 4:
+            raise RuntimeError("the device is gone")
+        real(*arrays)
+
+    order = sorted(range(3), key=lambda p: len(RAGGED[p]))  # as rounds of rows begin
+    tickets = [engine.submit(requests()[p], SAMPLING) for p in order]
+    streamed: Any = engine.tokens(tickets[1])
+    next(streamed)
+    monkeypatch.setattr(mx, "eval", broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.collect()
+    monkeypatch.setattr(mx, "eval", real)
+    for failed in tickets[:2]:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.peek(failed)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(streamed)
+    (row,) = [[list(row.tokens) for row in rows] for rows in engine.collect().values()]
+    last = 3 * order[2]
+    assert row == roll(policy, eos_ids=EOS).completions()[last : last + 3]
+    engine.cancel(tickets[0])
+    assert not engine._jobs
+    again = generate(engine, requests(), SAMPLING)
+    assert again.completions() == roll(policy, eos_ids=EOS).completions()
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

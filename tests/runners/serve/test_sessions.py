@@ -1,14 +1,14 @@
 """Calls as rows: what continues one, what begins one, and what leaves no trace."""
 
-import threading
 import time
 
+import httpx2
 import pytest
 
 import grpo_fn as g
 from runners.serve.sessions import Refused, Session, derived_seed
 from tests.runners.serve.test_wire import CHAT, GENERATE, IDS, QUESTION
-from tests.support.serving import Client, ScriptedEngine, embedded, served, serving
+from tests.support.serving import Client, Recorded, ScriptedEngine, conversation, embedded, served, serving
 
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
@@ -77,17 +77,16 @@ def test_a_chat_that_goes_on_continues_its_row(client):
     assert logp == [entry["logprob"] for entry in entries]
 
 
-def test_a_continued_row_computes_only_what_is_new(client, loaded):
+def test_a_continued_row_computes_only_what_is_new(loaded):
     """The engine keeps the caches of a row's last turn."""
-    requests = []
-    submit = loaded.engine.submit
-    loaded.engine.submit = lambda request, sampling: requests.append(request) or submit(request, sampling)
-    try:
-        first = client.chat(QUESTION, max_tokens=40)
-        client.chat(QUESTION, said(first), "And then?", max_tokens=5)
-    finally:
-        del loaded.engine.submit
-    assert requests[1].continues is not None and requests[1].drawn > 0
+    engine = Recorded(loaded.engine)
+    with serving(engine, served(loaded)) as client:
+        first = client.chat(QUESTION, max_tokens=40, **IDS)
+        second = {"messages": conversation(QUESTION, said(first), "And then?"), "max_tokens": 5, **IDS}
+        events = client.stream(CHAT, second)
+    new = len(events[0]["prompt_token_ids"]) - len(everything(first))
+    assert engine.requests[1].continues is not None and engine.requests[1].drawn > 0
+    assert engine.computed <= new + 2  # and the last token that was drawn, which no step had read
 
 
 def test_ids_that_go_on_continue_their_row(client):
@@ -180,25 +179,11 @@ def test_a_session_s_own_distribution_holds_whatever_is_asked(loaded):
     with serving(loaded.engine, served(loaded)) as client:
         session = client.service.open(sampling=own, seed=(1, 2))
         guest = Client(client.server, session.key)
-        texts = {said(guest.chat(QUESTION, temperature=0, max_tokens=8, seed=1)) for _ in range(4)}
-        assert len(texts) == 4
-        longest = guest.chat(QUESTION, ignore_eos=True)["choices"][0]
-        long = Client(client.server, session.key)
-        assert longest["finish_reason"] in ("stop", "length")
-        reply = said(long.chat("1+1", max_tokens=25, temperature=0))
-        assert (
-            long.post(
-                CHAT,
-                {
-                    "messages": [
-                        {"role": "user", "content": "1+1"},
-                        {"role": "assistant", "content": reply},
-                        {"role": "user", "content": "7+" * 20},
-                    ]
-                },
-            )[1]["error"]["code"]
-            == "context_length_exceeded"
-        )
+        texts = {said(guest.chat(QUESTION, temperature=0, max_tokens=8, seed=1)) for _ in range(6)}
+        assert len(texts) > 3
+        reply = said(guest.chat("1+1", max_tokens=25, temperature=0))
+        longer = {"messages": conversation("1+1", reply, "7+" * 20)}
+        assert guest.post(CHAT, longer)[1]["error"]["code"] == "context_length_exceeded"
 
 
 def test_seeds_of_rows():
@@ -235,11 +220,9 @@ def test_a_client_that_leaves_frees_its_row(scripted):
     """Before its answer and in the midst of a stream: the engine is told, and the row is gone."""
     client = scripted("1+" * 150, "1+" * 150)
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
-    threading.Timer(0.15, client.http.close).start()
-    with pytest.raises(Exception, match=""):
-        client.http.post(CHAT, json=body)
-    other = Client(client.server, client.session.key)
-    with other.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+    with pytest.raises(httpx2.ReadTimeout):
+        client.http.post(CHAT, json=body, timeout=0.1)
+    with client.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
     end = time.monotonic() + 10
     while time.monotonic() < end and (client.engine.jobs or client.session.rows):
