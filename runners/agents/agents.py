@@ -227,13 +227,13 @@ class Agents:
 
 
 def last_rows(group: Sequence[Episode]) -> list[Talk]:
-    """The last row of each episode of a group. An episode without one, or whose row does not even
-    begin as the group's prompt does, gets a row without tokens."""
-    example = group[0].example
-    lasts = [([None, *each.talks()])[-1] for each in group]
-    usable = [last if last and last.prompt[0] == example.tokens[0] else None for last in lasts]
-    shared = next((last.prompt for last in usable if last), example.tokens)
-    return [last or Talk(shared, (0, 0)) for last in usable]
+    """The last row of each episode of a group. One that has none, or none that begins as the
+    others' do, gets a row without tokens."""
+    lasts = [next(reversed(each.talks()), None) for each in group]
+    prompt = next((last.prompt for last in lasts if last), group[0].example.tokens)
+    return [
+        last if last and last.prompt[0] == prompt[0] else Talk(prompt, (0, 0)) for last in lasts
+    ]
 
 
 def sampled_tokens(talk: Talk) -> list[int]:

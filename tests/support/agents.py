@@ -1,8 +1,25 @@
 """Programs for runs that train from programs: small ones, without a client's package."""
 
+import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.support.tiny_runs import small
+import mlx.core as mx
+import pytest
+
+from runners.config.loading import load_config
+from runners.data.stream import drawn
+from runners.machine import startup
+from runners.training.rollout import Draw
+from runners.training.sampler import weights_of
+from runners.training.setup import SetUp
+from runners.training.steps import batch_of
+from tests.support.tiny_runs import LETTERS, PROBLEMS, small
+
+DATA = {"source": str(PROBLEMS), "eval_split": "valid", "nudge": "", "system_prompt": ""}
+WIDE = {"num_generations": 4, "max_new_tokens": 60, "temperature": 1.5}
+CLIENTS = Path(__file__).with_name("agent_clients")
 
 HEAD = """import json, os, sys, urllib.request
 
@@ -45,3 +62,32 @@ def agent_run(folder: Path, body: str, *, env: dict | None = None, **tables: dic
     data = {name: value for name, value in plain.items() if value is not None}
     tables = {"data": data, "answer": {"form": "none"}, **tables}
     return small(env=program, **tables)
+
+
+def collected(folder, body, **tables):
+    """The plan of a run with this program, and its first experience."""
+    text = agent_run(folder, body, **{"data": DATA, "rollout": WIDE, **tables})
+    (folder / "train.toml").write_text(text)
+    (folder / "letters.py").write_text(LETTERS)
+    config = load_config(str(folder / "train.toml")).check()
+    run = SetUp(config, startup.prepare()).build()
+    assert run.learner.state is not None
+    sampler, params = run.learner.sampler, run.learner.state.old_params
+    run.learner.engine.load(weights_of(run.learner.sampling, params, sampler))
+    draw = Draw(drawn=drawn(run.order, 0, config.optim.batch_size), key=mx.random.key(3))
+    return run, run.collector.collect(run.learner.engine, draw)
+
+
+def batched(run, experience):
+    """What the learner gets."""
+    return batch_of(SimpleNamespace(config=run.config), experience)
+
+
+def python_with(client: str) -> Path:
+    """An interpreter below the folder GRPO_FN_CLIENTS that has this client; skips the test if none has."""
+    folder = os.environ.get("GRPO_FN_CLIENTS", "")
+    code = "import sys; from importlib import metadata; metadata.version(sys.argv[1])"
+    for python in sorted(Path(folder).glob("*/bin/python")) if folder else ():
+        if subprocess.run([python, "-c", code, client], capture_output=True).returncode == 0:
+            return python
+    pytest.skip(f"GRPO_FN_CLIENTS has no environment with {client}")

@@ -56,12 +56,16 @@ if not os.environ.get("NULL_HARNESS"):
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
 
-        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        async def launch(
+            self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None
+        ):
             """Asks the prompt."""
             messages = [{"role": "user", "content": data.prompt}]
             headers = {"Authorization": f"Bearer {secret}"}
             async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
                 url = f"{endpoint}/chat/completions"
-                answer = await client.post(url, json={"model": ctx.model, "messages": messages}, headers=headers)
+                answer = await client.post(
+                    url, json={"model": ctx.model, "messages": messages}, headers=headers
+                )
             failed = answer.status_code != 200
             return vf.ProgramResult(exit_code=int(failed), stdout="", stderr=answer.text if failed else "")

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -14,35 +13,12 @@ import pytest
 
 from grpo_fn.learner import take_rows
 from runners.agents.processes import AgentProcess, last_object
-from runners.config.loading import load_config
-from runners.data.stream import drawn
 from runners.errors import ConfigError, UserError
-from runners.machine import startup
-from runners.training.rollout import Draw
-from runners.training.sampler import weights_of
-from runners.training.setup import SetUp
-from runners.training.steps import batch_of
-from tests.support.agents import ONE_CALL, TALKS, agent_run
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, PROBLEMS, ran, small
+from tests.support.agents import DATA, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
+from tests.support.tiny_runs import BY_LETTERS, ran, small
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-DATA = {"source": str(PROBLEMS), "eval_split": "valid", "nudge": "", "system_prompt": ""}
-WIDE = {"num_generations": 4, "max_new_tokens": 60, "temperature": 1.5}
-
-
-def collected(folder, body, **tables):
-    """The plan of a run with this program, and its first experience."""
-    text = agent_run(folder, body, **{"data": DATA, "rollout": WIDE, **tables})
-    (folder / "train.toml").write_text(text)
-    (folder / "letters.py").write_text(LETTERS)
-    config = load_config(str(folder / "train.toml")).check()
-    run = SetUp(config, startup.prepare()).build()
-    assert run.learner.state is not None
-    sampler, params = run.learner.sampler, run.learner.state.old_params
-    run.learner.engine.load(weights_of(run.learner.sampling, params, sampler))
-    draw = Draw(drawn=drawn(run.order, 0, config.optim.batch_size), key=mx.random.key(3))
-    return run, run.collector.collect(run.learner.engine, draw)
 
 
 def final_weights(run) -> bytes:
@@ -64,8 +40,7 @@ def test_every_row_of_an_episode_is_learned_from(tmp_path):
     """A continued call is one row; a compaction and a branch begin rows of their own, with the episode's
     advantage, and the learner computes the log-probs that the engine drew with."""
     run, experience = collected(tmp_path, TALKS)
-    plan = SimpleNamespace(config=run.config)
-    batch = batch_of(plan, experience)
+    batch = batched(run, experience)
     played = experience.played
     assert [len(each.earlier) for each in played] == [2] * 8
     assert [each.counts["turns"] for each in played] == [4] * 8
@@ -90,7 +65,7 @@ def test_turns_of_all_rows_have_their_own_rewards(tmp_path):
     """With loss.baseline = "turn", `turn_rewards` has a number for each call, in the order of the rows."""
     loss = {"baseline": "turn", "scale": "none", "discount": 0.5}
     run, experience = collected(tmp_path, TALKS, loss=loss)
-    batch = batch_of(SimpleNamespace(config=run.config), experience)
+    batch = batched(run, experience)
     assert experience.advantages_pg.shape == (2, 4, 4)
     turns = np.array(experience.advantages_pg).reshape(8, 4)
     mask = np.array(batch.mask_bt)
@@ -260,7 +235,7 @@ def test_groups_survive_rows_that_begin_otherwise(tmp_path):
     """A program that sends ids of its own, and one that makes no call."""
     body = HEAD_OF_IDS + "print(json.dumps({'reward': float(number % 7)}))\n"
     run, experience = collected(tmp_path, body)
-    batch = batch_of(SimpleNamespace(config=run.config), experience)
+    batch = batched(run, experience)
     assert np.isfinite(np.array(batch.rollout_logp_bt)).all()
     assert np.isfinite(experience.rewards_pg).all()
 

@@ -1,5 +1,5 @@
-"""Tasksets of verifiers, whose own client renders chats and reads tokens, against the same completions of a run
-without them."""
+"""Tasksets of verifiers, whose own client renders chats and reads tokens, against the same completions of a
+run without them."""
 
 import shutil
 from pathlib import Path
@@ -13,11 +13,12 @@ pytest.importorskip("uvicorn")
 SUPPORT = Path(__file__).parents[2] / "support"
 ROLLOUT = {"num_generations": 6, "max_new_tokens": 40, "temperature": 1.0}
 TASKS = 24
-RIGHT = '''
+RIGHT = """
 def right(completions, answer, **_):
-    said = [each[-1]["content"].rpartition("<answer>")[2].partition("</answer>")[0].strip() for each in completions]
+    said = [each[-1]["content"].rpartition("<answer>")[2] for each in completions]
+    said = [text.partition("</answer>")[0].strip() for text in said]
     return [float(text == gold.rpartition("#### ")[2]) for text, gold in zip(said, answer)]
-'''
+"""
 
 
 @pytest.fixture
@@ -35,7 +36,13 @@ def problems(tmp_path, monkeypatch):
 def test_taskset_trains_as_completions_do(tmp_path, problems):
     """The rows, masks, rewards and gradients of a taskset are those of the run without it, bit for bit."""
     kept = {"answer": {"form": "none"}, "rollout": ROLLOUT}
-    data = {"source": str(problems), "split": "train", "eval_split": "train", "nudge": "", "system_prompt": ""}
+    data = {
+        "source": str(problems),
+        "split": "train",
+        "eval_split": "train",
+        "nudge": "",
+        "system_prompt": "",
+    }
     plain = small(data=data, reward={"functions": ["own.py:right"]}, **kept)
     without = ran(tmp_path, text=plain)
     env = {"taskset": "verifiers:verifiers_tasks", "program": [], "timeout": 300.0}
