@@ -270,6 +270,8 @@ class Server:
         try:
             for prompt, point in prompts:
                 sampling = asked.sampling(model, len(prompt))
+                marks = model.marks(asked.chat) if keys else ()
+                sampling = attrs.evolve(sampling, eos_ids=sampling.eos_ids | {*marks[1:2]})
                 for _ in range(asked.n or 1):
                     seed = asked.seed_of(len(turns))
                     turns.append(session.begin(prompt, point, sampling, seed, keep=count == 1))

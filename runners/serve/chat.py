@@ -14,7 +14,7 @@ from runners.answers.thoughts import split_thoughts
 from runners.data.messages import Message, conversation
 from runners.data.rendering import opening, render
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.tool_calls import CallReader
+from runners.environments.tool_calls import CallReader, mark_ids
 from runners.errors import UserError
 from runners.tokenization.text import TextDecoder, TextStream
 
@@ -82,10 +82,15 @@ class ServedModel:
         """The tokens of a chat, up to the reply. Raises UserError if the template fails."""
         messages = conversation(chat.messages, self.system)
         kwargs = self._kwargs(chat)
+        shown = () if self.marks(chat) else chat.tools
         _, tokens = render(
-            self.tokenizer, messages, self.nudge, tools=chat.tools, template_kwargs=kwargs
+            self.tokenizer, messages, self.nudge, tools=shown, template_kwargs=kwargs
         )
         return tokens
+
+    def marks(self, chat: Chat) -> tuple[int, ...]:
+        """The ids of nanochat's marks, between which a chat's only tool is called; else none."""
+        return mark_ids(self.tokenizer) if len(chat.tools) == 1 else ()
 
     def following(
         self, ids: Sequence[int], chat: Chat, messages: Sequence[Message]
@@ -97,7 +102,10 @@ class ServedModel:
         if not messages or any(message["role"] == "assistant" for message in messages):
             return None
         tokenizer = self.tokenizer
-        turns = ChatTurns(tokenizer, chat.tools, self._kwargs(chat), self.eos_ids, self.decoder)
+        marks = self.marks(chat) if all(each["role"] == "tool" for each in messages) else ()
+        shown = () if self.marks(chat) else chat.tools
+        kwargs = self._kwargs(chat)
+        turns = ChatTurns(tokenizer, shown, kwargs, self.eos_ids, self.decoder, marks)
         try:
             return turns.follow(ids, messages)
         except UserError:
@@ -111,7 +119,9 @@ class ServedModel:
         thinks = getattr(tokenizer, "has_thinking", False)
         return ReplyReader(
             stops=tuple(stops),
-            calls=CallReader.of(tokenizer, chat.tools) if chat.tools else None,
+            calls=CallReader.of(tokenizer, chat.tools, marked=bool(self.marks(chat)))
+            if chat.tools
+            else None,
             tags=(tokenizer.think_start, tokenizer.think_end) if thinks else (),
             opening=opening(tokenizer, self._kwargs(chat)) + (self.nudge if first else ""),
         )
