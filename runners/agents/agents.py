@@ -106,7 +106,9 @@ class Agents:
     schemas: tuple[dict[str, Any], ...] = ()  # of tools that prompts show: a call has its own
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """See `Player`: a program takes any."""
+        """See `Player`: a program takes any, and a taskset the number of the task."""
+        if self.config.taskset and "task" not in columns:
+            raise UserError("env.taskset needs a column `task` in the data, with a task's number")
 
     def play(
         self,

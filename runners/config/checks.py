@@ -321,7 +321,6 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             "less than rollout.num_generations"),
         ("env.taskset", env.taskset and not env.taskset.startswith(TASKSETS),
             f'a name such as "{TASKSETS}ID"'),
-        ("data.source", env.taskset and data.source != env.taskset, "nothing with env.taskset"),
         ("rollout.first_stage", rollout.first_stage and env.answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
