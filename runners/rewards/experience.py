@@ -108,7 +108,7 @@ def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
     prompt, int32 [B]."""
     rollout = experience.rollout
     size = rollout.num_generations
-    prompts = tuple(prompt for prompt in rollout.prompts for _ in range(size))
+    prompts = tuple(chain.from_iterable([prompt] * size for prompt in rollout.prompts))
     parts = [attrs.evolve(rollout, prompts=prompts, num_generations=1)]
     episodes = [*range(len(prompts))]
     first_turns = [0] * len(prompts)  # of each row, among those of its episode

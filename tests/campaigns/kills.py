@@ -54,7 +54,7 @@ KINDS = {  # ranks, settings
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
-    "agents": (1, ["env.program=[\"python\", \"agent.py\"]", "env.timeout=300.0", *AGENTS]),
+    "agents": (1, ['env.program=["python", "agent.py"]', "env.timeout=300.0", *AGENTS]),
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }

@@ -14,7 +14,10 @@ import pytest
 from grpo_fn.learner import take_rows
 from runners.agents.processes import AgentProcess, last_object
 from runners.errors import ConfigError, UserError
-from tests.support.agents import DATA, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.agents import DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
+from tests.support.resuming import config_in, killed, outcome
 from tests.support.tiny_runs import BY_LETTERS, ran, small
 
 pytest.importorskip("uvicorn")
@@ -215,6 +218,20 @@ def test_own_rewards_take_transcripts_and_what_was_printed(tmp_path):
     assert experience.values_kb.tolist() == [[13.0] * 8]
     roles = [message["role"] for message in experience.played[0].messages]
     assert roles == ["assistant", "user", "assistant"]
+
+
+def test_a_killed_run_resumes_exactly(tmp_path):
+    """The same weights, logs and completions, with rows that begin anew in each episode."""
+    (tmp_path / "agent.py").write_text(HEAD + TALKS)
+    settings = [
+        'env.program=["python", "agent.py"]', "env.timeout=300", "rollout.max_new_tokens=30",
+        "reward.functions=[]", "optim.batch_size=2", "optim.max_steps=3", "eval.every=0",
+        "eval.at_start=false",
+    ]  # fmt: skip
+    straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet())
+    killed(config_in(tmp_path / "b", *settings), "step", 2)
+    found = run_training(config_in(tmp_path / "b", *settings), report=Quiet(), resume=True)
+    assert outcome(found.folder) == outcome(straight.folder)
 
 
 @pytest.mark.parametrize(
