@@ -1,11 +1,14 @@
 """Requests that arrive one by one, against the same rows submitted at once; and mlx-lm's BatchGenerator.
 
-Each request is a prompt of its own with one completion of a fixed length, sampled at temperature 1. One by
-one, a request arrives some milliseconds after the one before, as from clients that start together; it joins
-the rows that decode. BatchGenerator, which `mlx_lm.server` uses, gets them in the same way.
+Each request is a prompt of its own, of 32 to 64 tokens, with one completion of a fixed length, sampled at
+temperature 1. One by one, they arrive at equal distances within a twentieth of the time that the rows take at
+once, so that the work dominates; each joins the rows that decode. BatchGenerator, which `mlx_lm.server` uses,
+gets them at the same times. Everything has run once before it is measured, as in a server that is warm.
+*Processor time* is the same ratio in seconds of the processor: on a CPU that others use too, it is the one to
+trust.
 
-**What limits it.** The first rows decode alone until the others are there, each prefill is a call of its own,
-and each join copies the caches of the rows that decode.
+**What limits it.** The last request ends a twentieth later than at once; each prefill stops the rows that
+decode, and each join copies their caches, so that few requests wait for up to eight steps.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import mlx.nn as nn
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.generators import Prompts, as_a_run
-from benchmarks.harness.measure import interleaved
+from benchmarks.harness.machine import backend
+from benchmarks.harness.measure import Timing, interleaved, run_once
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
@@ -32,6 +36,7 @@ from grpo_fn.trees import on_host
 
 REQUESTS = (1, 8, 32, 128)
 LEAST = 0.9  # of the rate at once
+WINDOW = 0.05  # of the time at once, in which requests arrive
 
 
 class Arrivals:
@@ -57,11 +62,12 @@ class Arrivals:
 
 
 def ours(policy: g.Policy, prompts: Prompts, new: int, gap: float) -> Callable[[], dict[int, list[int]]]:
-    """A call that decodes the requests as they arrive; gap 0: all at once."""
+    """A call that decodes the requests as they arrive, as a server does; gap 0: all at once, as a run
+    does."""
     rows = mx.arange(len(prompts))
     keys = on_host(completion_keys(mx.random.key(0), rows, mx.zeros_like(rows)))
     sampling = g.Sampling(max_new_tokens=new)
-    decoding = as_a_run()
+    decoding = attrs.evolve(as_a_run(), few_sizes=gap > 0)
 
     def run() -> dict[int, list[int]]:
         queue = RowQueue(policy)
@@ -125,22 +131,42 @@ def load_module(model: str) -> nn.Module:
     return module
 
 
-def compare(policy: g.Policy, plain: nn.Module, requests: int, case: Case) -> list[Figure]:
+@attrs.define
+class Processor:
+    """A call, and the seconds of the processor that it took each time."""
+
+    call: Callable[[], object]
+    seconds: list[float] = attrs.field(factory=list)
+
+    def __call__(self) -> object:
+        """The call's result."""
+        started = time.process_time()
+        result = self.call()
+        self.seconds.append(time.process_time() - started)
+        return result
+
+
+def compare(policy: g.Policy, plain: nn.Module, name: str, requests: int, case: Case) -> list[Figure]:
     """The rates of one number of requests; target: one by one over at once."""
     spread = case.prompt // 2
     prompts = make_prompts(requests, case.prompt, vocabulary_of(plain), spread=spread if requests > 1 else 0)
+    at_once = Processor(ours(policy, prompts, case.new, 0.0))
+    at_once()  # what it compiles is not in the gap
+    gap = run_once(at_once) * WINDOW / requests
     calls = {
-        "at once": ours(policy, prompts, case.new, 0.0),
-        "one by one": ours(policy, prompts, case.new, case.gap),
-        "BatchGenerator, one by one": theirs(plain, prompts, case.new, case.gap),
+        "at once": at_once,
+        "one by one": Processor(ours(policy, prompts, case.new, gap)),
+        "BatchGenerator, one by one": Processor(theirs(plain, prompts, case.new, gap)),
     }
     times = interleaved(calls, repeats=case.repeats)
-    title = f"{requests} request{'s' if requests > 1 else ''}"
+    seconds = {name: Timing(tuple(call.seconds[-case.repeats :])) for name, call in calls.items()}
+    title = f"{name}: {requests} request{'s' if requests > 1 else ''}"
+    arriving = f"{title}: one by one over at once"
     return [
-        *(rate_figure(f"{title}: {name}", requests * case.new, timing) for name, timing in times.items()),
-        ratio_figure(
-            f"{title}: one by one over at once", times["at once"] / times["one by one"], at_least=LEAST
-        ),
+        *(rate_figure(f"{title}: {each}", requests * case.new, timing) for each, timing in times.items()),
+        Figure(name=f"{title}: between two requests", value=1e3 * gap, unit="ms"),
+        ratio_figure(arriving, times["at once"] / times["one by one"], at_least=LEAST),
+        ratio_figure(f"{arriving}, processor time", seconds["at once"] / seconds["one by one"]),
         ratio_figure(
             f"{title}: ours over BatchGenerator", times["BatchGenerator, one by one"] / times["one by one"]
         ),
@@ -152,28 +178,39 @@ class Case:
     """Sizes."""
 
     prompt: int = 64
-    new: int = 64
-    gap: float = 1e-3
+    new: int = 128
     repeats: int = 3
 
 
-@benchmark("serving")
-@click.option("--model", default="embedded", show_default=True, help="A model folder, or a shape's name.")
-@click.option("--gap", default=1.0, show_default=True, help="Milliseconds between two requests.")
-@click.option("--new", default=64, show_default=True, help="Tokens of a completion.")
+@benchmark("serving", parts=("models", "counts"))
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=["embedded"],
+    show_default=True,
+    help="Model folders, or shapes' names.",
+)
+@click.option(
+    "--requests", "counts", type=int, multiple=True, default=REQUESTS, show_default=True, help="How many."
+)
+@click.option("--new", default=0, help="Tokens of a completion [128; on a CPU 16].")
 @click.option("--repeats", default=3, help="Rounds of each comparison.")
-def main(quick: bool, model: str, gap: float, new: int, repeats: int) -> Iterator[Sequence[Figure]]:
+def main(
+    quick: bool, models: Sequence[str], counts: Sequence[int], new: int, repeats: int
+) -> Iterator[Sequence[Figure]]:
     """Requests that arrive one by one, and the same rows submitted at once."""
-    case = Case(new=new, gap=gap / 1e3, repeats=repeats)
+    case = Case(new=new or (16 if backend() == "cpu" else 128), repeats=repeats)
     if quick:
         case = attrs.evolve(case, prompt=8, new=4, repeats=1)
-    policy = g.Policy.for_inference(load_module(model))
-    plain = load_module(model)  # whose layers call mlx-lm's own functions
-    for requests in REQUESTS[: 2 if quick else None]:
-        say(f"serving: {requests} ({model})")
-        figures = compare(policy, plain, requests, case)
-        # --quick shows that it works, not how fast.
-        yield [attrs.evolve(each, at_least=None) for each in figures] if quick else figures
+    for model in models:
+        policy = g.Policy.for_inference(load_module(model))
+        plain = load_module(model)  # whose layers call mlx-lm's own functions
+        for requests in counts[: 2 if quick else None]:
+            say(f"serving: {requests} ({model})")
+            figures = compare(policy, plain, Path(model).name, requests, case)
+            # --quick shows that it works, not how fast.
+            yield [attrs.evolve(each, at_least=None) for each in figures] if quick else figures
 
 
 if __name__ == "__main__":

@@ -4,15 +4,8 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.learner.batch import (
-    Batch,
-    as_teacher_reads,
-    batch_of,
-    drop_inactive,
-    make_batch,
-    minibatches,
-    take_rows,
-)
+from grpo_fn.learner.batch import Batch, as_teacher_reads, batch_of, make_batch
+from grpo_fn.learner.batch_rows import drop_inactive, minibatches, take_rows
 from grpo_fn.learner.forward_steps import (
     RoutingStats,
     Teacher,

@@ -1,18 +1,14 @@
-"""Batch: the learner's input, made from a rollout. Rows can be left out, or cut into minibatches.
+"""Batch: the learner's input, made from a rollout.
 
 A row is prompt + completion + padding. So in every architecture, without a mask, positions are
 right and causal attention never sees the padding.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
 
-from grpo_fn.algorithm import LossSpec
-from grpo_fn.backends import enabled
 from grpo_fn.checks import check_positions, check_shape, check_token_ids
 from grpo_fn.completions import Rollout, given_rollout
 from grpo_fn.images import ImageRows, image_rows
@@ -53,29 +49,6 @@ class Batch:
     row_b: mx.array | None = None
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
-
-
-# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t
-# those of `targets_bt`; "": the same in each part, or computed again for it. An array may have
-# fewer than its axes.
-_FIELDS = {
-    "": "num_sequences num_tokens vocabulary images features_nd",
-    "b": "group_b prompt_index_b hinted_lengths_b row_b",
-    "bm": "hinted_tokens_bm",
-    "bt": (
-        "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt "
-        "keep_bt"
-    ),
-    "p": "prompt_lengths_b shift_r",
-    "pl": "tokens_bl feature_rl",
-    "plnk": "experts_blnk",
-    "p3l": "positions_r3l",
-}
-AXES: dict[str, str] = {}
-for _axes, _names in _FIELDS.items():
-    AXES |= dict.fromkeys(_names.split(), _axes)
-# of the others: 0
-_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}
 
 
 def make_batch(
@@ -235,110 +208,6 @@ def check_fits(batch: Batch, policy: Policy) -> None:
         index_b, prompts_b = batch.prompt_index_b, batch.prompt_lengths_b
         rows_b = (prompts_b if index_b is None else prompts_b[index_b]) + ends_b
         check_positions("the batch's longest row", max(on_host(rows_b)) - 1, policy.positions)
-
-
-def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Leave out the rows without a gradient; they still count in the denominators.
-
-    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows
-    with A = 0 (all of a group whose rewards are equal). It reads the advantages, and so waits for
-    the device.
-    """
-    if not enabled("inactive_rows"):
-        return batch
-    counted_b = batch.mask_bt.any(axis=1)
-    adv = batch.advantages_b
-    taught_b = adv != 0 if adv.ndim == 1 else (batch.mask_bt & (adv != 0)).any(axis=1)
-    active_b = counted_b if spec.needs_every_row else counted_b & taught_b
-    active = [row for row, flag in enumerate(on_host(active_b)) if flag]
-    return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
-
-
-def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update
-    each.
-
-    Raises:
-        ValueError: there are fewer rows than parts.
-    """
-    rows = batch.mask_bt.shape[0]
-    if not 1 <= number <= rows:
-        raise ValueError(
-            f"number = {number}: expected 1 <= number <= {rows}, the rows of the batch"
-        )
-    bounds = [rows * i // number for i in range(number + 1)]
-    return [counted_alone(take_rows(batch, range(low, high))) for low, high in pairwise(bounds)]
-
-
-def counted_alone(batch: Batch) -> Batch:
-    """The batch with the counts of its own rows and tokens alone."""
-    return attrs.evolve(
-        batch,
-        num_sequences=mx.array(float(batch.mask_bt.shape[0])),
-        num_tokens=batch.mask_bt.sum().astype(mx.float32),
-    )
-
-
-def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the denominators' counts stay those of the whole.
-
-    Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
-    """
-    return take_part(batch, rows, rows)
-
-
-def take_part(
-    batch: Batch,
-    rows: Sequence[int],
-    prompts: Sequence[int] | None,
-    sizes: Mapping[str, int] | None = None,
-) -> Batch:
-    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
-    whole's.
-
-    Args:
-        rows: of `targets_bt`.
-        prompts: of `tokens_bl`; None: all.
-        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
-            mask and prompt length 1.
-
-    Raises:
-        ValueError: `AXES` does not have a field of the batch.
-    """
-    index = {"b": mx.array(list(rows), mx.int32)}
-    if prompts is not None:
-        index["p"] = mx.array(list(prompts), mx.int32)
-    return _part(batch, index, sizes or {})
-
-
-def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
-    """Each field: its rows at the index of their axis, then cut and padded to the sizes."""
-    found: dict[str, Any] = {}
-    for name in attrs.fields_dict(type(value)):
-        if name not in AXES:
-            raise ValueError(
-                f"{type(value).__name__}.{name}: expected its axes in `batch.AXES`, found none"
-            )
-        array = getattr(value, name)
-        axes = AXES[name]
-        if attrs.has(type(array)):
-            found[name] = _part(array, index, sizes)
-        elif array is not None and axes:
-            array = array[index[axes[0]]] if axes[0] in index else array
-            wanted: Any = [
-                sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)
-            ]
-            array = array[tuple(slice(size) for size in wanted)]
-            more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
-            filling = mx.array(_PADDING.get(name, 0), array.dtype)
-            # Not padded without numbers: on CUDA NumPy, and saving, then end the process
-            # (docs/upstream.md).
-            found[name] = (
-                mx.pad(array, more, constant_values=filling)
-                if array.size
-                else mx.full(wanted, filling)
-            )
-    return attrs.evolve(value, **found)
 
 
 def _token_bound(rollout: Rollout) -> int:

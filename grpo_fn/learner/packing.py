@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from grpo_fn.backends import number
 from grpo_fn.compile import round_up
-from grpo_fn.learner.batch import Batch, take_part
+from grpo_fn.learner.batch import Batch
+from grpo_fn.learner.batch_rows import take_part
 from grpo_fn.trees import flat, on_host
 
 PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients

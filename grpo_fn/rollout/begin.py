@@ -25,18 +25,58 @@ from grpo_fn.trees import flat, group_numbers
 
 
 def begin(
-    policy: Policy, model: nn.Module, starts: Sequence[Start], wanted: bool | None
+    policy: Policy,
+    model: nn.Module,
+    starts: Sequence[Start],
+    wanted: bool | None,
+    *,
+    few_sizes: bool = False,
 ) -> Prefill[list[RowBatch]]:
-    """Batches that are ready for their first draw; `wanted` is `Decoding.share_prefix`."""
+    """Batches that are ready for their first draw.
+
+    `wanted` is `Decoding.share_prefix`, and `few_sizes` that of `Decoding`, for rows that join no
+    others.
+    """
     kinds: dict[Any, list[Start]] = {}
     for start in starts:
         shared = shares_prompt(policy, start.entry, wanted)
         kinds.setdefault(_kind(policy, start, shared), []).append(start)
     batches = []
     for (shared, *_), part in kinds.items():
+        if few_sizes and shared and _program(policy, part) is not None:
+            part += _spare(part)
         logits_pv, steps = yield from prefilled(policy, model, part, shared)
         batches.append(_batch(part, logits_pv, steps))
     return batches
+
+
+def _program(policy: Policy, starts: Sequence[Start]) -> Any:
+    """The backend's compiled steps for rows that share their prompts; None: there are none."""
+    some = any(start.entry.images is not None for start in starts)
+    return None if some or not policy.supports_compiled_decode else find("kernel_steps")
+
+
+def _spare(starts: Sequence[Start]) -> list[Start]:
+    """Rows of nobody, and prompts for them, that fill both numbers up to a size."""
+    prompts = len(starts)
+    rows = sum(len(start.rows) for start in starts)
+    if (_size(prompts), _size(rows)) == (prompts, rows):
+        return []
+    more = _size(prompts) - prompts or _size(prompts + 1) - prompts
+    counts = [1] * (more - 1)
+    counts.append(_size(rows + more) - rows - len(counts))
+    sampling = starts[0].entry.sampling
+    entries = [
+        Entry(rows=(-1,) * count, prompt=[0], keys=((0, 0),) * count, sampling=sampling)
+        for count in counts
+    ]
+    return [Start(entry, list(entry.rows), None, 0) for entry in entries]
+
+
+def _size(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, …"""
+    step = 1 << max(count.bit_length() - 2, 0)
+    return -(-count // step) * step
 
 
 def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
@@ -82,7 +122,7 @@ def prefilled(
     images = [start.entry.images for start in starts]
     some = any(each is not None for each in images)
     logits_pv, caches = yield from prefill_once(policy, model, prompts, images if some else None)
-    program = None if some or not policy.supports_compiled_decode else find("kernel_steps")
+    program = _program(policy, starts)
     if program is not None:
         step = policy.program("kernel_steps", program.forward)
         room = max(start.entry.sampling.max_new_tokens for start in starts)

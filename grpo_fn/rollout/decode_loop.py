@@ -52,6 +52,9 @@ class Decoding:
             are there: the same numbers bit for bit each time. False: begin as soon as a reply is
             there, so that a slow reply delays no other row; then the rounding of the numbers
             depends on timing.
+        few_sizes: with a backend's compiled steps, rows of nobody fill a batch up to one of few
+            sizes. For a server: a program is compiled for each size, and any number of requests
+            may come at once.
     """
 
     max_batch: int = 0
@@ -59,6 +62,7 @@ class Decoding:
     pipelined: bool = False
     share_prefix: bool | None = None
     turns_together: bool = True
+    few_sizes: bool = False
 
 
 def decode_queue(
@@ -81,7 +85,10 @@ def decode_queue(
         while batches or queue.waiting:
             if look or not batches:
                 starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
-                begun = yield from begin(policy, model, starts, decoding.share_prefix)
+                few_sizes = decoding.few_sizes and not batches
+                begun = yield from begin(
+                    policy, model, starts, decoding.share_prefix, few_sizes=few_sizes
+                )
                 for new in begun:
                     if not any(batch.join(new) for batch in batches):
                         batches.append(new)

@@ -109,7 +109,7 @@ class RowBatch:
     steps: Steps
     logits_bv: mx.array  # of the next token
     bits_nbw: mx.array  # the random bits of each draw
-    rows: list[int]  # their numbers
+    rows: list[int]  # their numbers; -1: nobody's
     distribution: Sampling = attrs.field(factory=Sampling, converter=distribution_of)
     # the tokens that each row has had, if repeating them is penalized
     seen_bv: mx.array | None = None
@@ -121,7 +121,7 @@ class RowBatch:
     _draw: Compiled = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.alive = set(self.rows)
+        self.alive = {row for row in self.rows if row >= 0}
         self._draw = compiled_draw(self.distribution)
 
     @property

@@ -43,6 +43,15 @@ ON_RANKS = [
     "rollout.max_batch=64",
 ]
 FEW_BITS = ["rollout.quantization=affine-4", "rollout.storage=packed", "loss.sync_every=2"]
+SHORT = ["optim.max_steps=6"]
+BUDGET = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.mismatch_limit=0"]
+SUPERVISED = ["sft.updates=3", "sft.learning_rate=1e-3", "rollout.max_new_tokens=44"]
+TOOLS = [
+    "model.path=embedded-tools",
+    "data={source='embedded-tools', eval_split='test', system_prompt='', nudge='', max_samples=18}",
+    "env={tools=['runners.environments.calculator:calculate'], max_turns=2}",
+    "rollout.max_new_tokens=28",
+]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
 AGENTS = ["rollout.max_new_tokens=10", "optim.max_steps=8", "eval.every=0", "eval.at_start=false"]
@@ -55,6 +64,14 @@ KINDS = {  # ranks, settings
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "agents": (1, ['env.program=["python", "agent.py"]', "env.timeout=300.0", *AGENTS]),
+    "sft": (1, [*SHORT, *SUPERVISED, "model.tune=lora", "model.lora={rank=4}", "loss.sync_every=3"]),
+    "budget": (1, [*SHORT, *BUDGET, "rollout.bits_budget=5", "loss.correction=token_truncate"]),
+    "teacher": (1, [*SHORT, "teacher.path=self", "teacher.hint= It is {answer}.", "loss.sync_every=2"]),
+    "curriculum": (1, [*SHORT, "data.curriculum=adaptive", "data.pass_reward=0.5", "data.explore=0.3"]),
+    "dynamic": (1, [*SHORT, "loss.dynamic_sampling=true", "rollout.temperature=0.3"]),
+    "first stage": (1, [*SHORT, "rollout.first_stage=2", "optim.gradient_accumulation_steps=2"]),
+    "tools": (1, [*SHORT, *TOOLS]),
+    "tools as they arrive": (1, [*SHORT, *TOOLS, "env.schedule=arrival"]),
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }
@@ -222,13 +239,22 @@ def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: i
 @click.command()
 @click.option("--kills", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
+@click.option("--each", default=0, help="Kills of each kind, in place of --kills, and a line for each.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="[all]")
-def main(kills: int, seed: int, kinds: tuple[str, ...]) -> None:
+def main(kills: int, seed: int, each: int, kinds: tuple[str, ...]) -> None:
     """Kill runs again and again, and compare. Exit code 1 where anything was lost or differs."""
-    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        tally = hunt(Path(folder), kills, kinds=kinds or tuple(KINDS), seed=seed)
-    print(*tally.problems, sep="\n")
-    sys.exit(bool(tally.problems))
+    chosen = kinds or tuple(KINDS)
+    problems: list[str] = []
+    for part in [(kind,) for kind in chosen] if each else [chosen]:
+        with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+            tally = hunt(Path(folder), each or kills, kinds=part, seed=seed)
+        problems += tally.problems
+        if each:
+            equal = "equal" if not tally.problems else "DIFFERENT"
+            seen = f"{tally.kills} kills ({tally.while_saving} while saving), {tally.runs} runs"
+            print(f"| {part[0]} | {seen} | {equal} |", flush=True)
+    print(*problems, sep="\n")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

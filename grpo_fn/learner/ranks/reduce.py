@@ -15,7 +15,8 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import number
-from grpo_fn.learner.batch import Batch, counted_alone, take_part, take_rows
+from grpo_fn.learner.batch import Batch
+from grpo_fn.learner.batch_rows import counted_alone, take_part, take_rows
 from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
 from grpo_fn.trees import Tree, arrays_of, flat, map_arrays, on_host

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import grpo_fn as g
 from grpo_fn.compile import round_up
 from grpo_fn.learner import deal, halve_batch, pieces_of_rank, take_rows
-from grpo_fn.learner.batch import AXES
+from grpo_fn.learner.batch_rows import AXES
 from tests.support.tiny_policies import tiny_advantages, tiny_rollout
 
 GRPO = g.LossSpec()
@@ -209,7 +209,9 @@ def test_no_field_is_forgotten(cut):
     advantages = batch.advantages_b * (mx.arange(6) > 0)
     wider = Wider(**attrs.asdict(attrs.evolve(batch, advantages_b=advantages), recurse=False))
     assert set(attrs.fields_dict(g.Batch)) < set(AXES)
-    with pytest.raises(ValueError, match=r"Wider\.weight_b: expected its axes in `batch\.AXES`, found none"):
+    with pytest.raises(
+        ValueError, match=r"Wider\.weight_b: expected its axes in `batch_rows\.AXES`, found none"
+    ):
         cut(wider)
 
 

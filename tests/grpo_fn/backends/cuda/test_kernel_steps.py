@@ -179,6 +179,37 @@ def test_late_rows_take_free_places(group, options, kernel, monkeypatch):
     assert {rows for rows, *_ in kernel.calls} == set(widths), "one batch"
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_any_number_of_requests_is_decoded_by_few_programs(group, kernel):
+    """Rows of nobody fill them up to one of few sizes, their prompts too; each has what it has alone."""
+    policy = with_kernel()
+    sizes = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
+    prompts = set()
+    shapes = []
+
+    def watched(step, params, caches, lengths, groups, room):
+        prompts.add(len(lengths))
+        return KernelSteps(step, params, caches, lengths, groups, room)
+
+    program = kernel_steps.PROGRAM._replace(steps=watched, takes=lambda module, caches: False)
+    with substituted(kernel_steps=program):
+        for count in range(1, 9):
+            queue = RowQueue(policy)
+            sampling = g.Sampling(max_new_tokens=5)
+            for n in range(count):
+                queue.add(entry(n, MANY[n], group=group, sampling=sampling))
+            columns = drive(policy, queue, share_prefix=True, few_sizes=True)
+            shapes += [len(column.rows) for column in columns]
+            done = queue.take()
+            assert sorted(done) == list(range(count * group))
+            for n in range(count):
+                alone = roll(tiny_policy(), [MANY[n]], prompt_numbers=[n], generations=group, limit=5)
+                rows = [done[n * group + i].tokens for i in range(group)]
+                assert rows == alone.completions(), f"prompt {n} of {count}"
+    assert {*shapes} <= sizes and prompts <= sizes
+    assert len({*shapes}) < 8 and {rows for rows, *_ in kernel.calls} == {*shapes}
+
+
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], [5, 0, 3, 5, 12, 1]
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")

@@ -1,0 +1,103 @@
+"""The parts of a rollout that the ranks have sampled, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.data.prompts import Example
+from runners.engines.rollouts import Talk
+from runners.ranks.ranks import Ranks
+from runners.rewards.experience import (
+    FAULT,
+    Experience,
+    FinishedEpisode,
+    faults_of,
+    join_experiences,
+    select_groups,
+)
+from runners.rewards.scoring import Failed
+
+
+def gather_rollout(
+    ranks: Ranks, examples: Sequence[Example], part: Experience | None
+) -> Experience:
+    """The whole experience of these examples of all ranks, from every rank's part; the same on all
+    ranks.
+
+    `part` is this rank's, None if it has no example.
+    """
+    messages = ranks.all_gather_object("the rollout", part and _packed(part))
+    parts = {
+        rank: _unpacked(message.value, examples[rank :: ranks.count])
+        for rank, message in enumerate(messages)
+        if message.value
+    }
+    experiences = list(parts.values())
+    # Where each example's group is among those of the parts, one after the other.
+    numbers = list(chain.from_iterable(range(rank, len(examples), ranks.count) for rank in parts))
+    whole = select_groups(join_experiences(experiences), np.argsort(numbers).tolist())
+    spent = {rank: experience.seconds for rank, experience in parts.items()}
+    longest = max(each["rollout"] for each in spent.values())
+    scored = max(each["rollout"] + each["reward"] for each in spent.values())
+    seconds = {"rollout": longest, "reward": scored - longest}
+    for rank in range(ranks.count):
+        seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
+    # Environments' faults are counted over the whole batch; other lines are not repeated.
+    played = list(chain.from_iterable(experience.played or () for experience in experiences))
+    others = [line for line in whole.problems if not line.startswith(FAULT)]
+    return attrs.evolve(
+        whole,
+        sampled_tokens=sum(experience.sampled_tokens for experience in experiences),
+        problems=dict.fromkeys([*faults_of(played), *others]),
+        seconds=seconds,
+    )
+
+
+def _packed(experience: Experience) -> dict[str, Any]:
+    """Plain values and arrays. An environment stays on its rank: only its rewards need it."""
+    return {
+        **_fields(experience, "examples"),
+        "rollout": _fields(experience.rollout, "images"),
+        "played": experience.played
+        and [
+            _fields(each, "environment", "earlier")
+            | {"earlier": [attrs.asdict(talk) for talk in each.earlier]}
+            for each in experience.played
+        ],
+        "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
+    }
+
+
+def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
+    """The inverse of `_packed`, whose tuples have become lists and whose arrays are NumPy's."""
+    rollout, played = value["rollout"], value["played"]
+    drawn: dict[str, Any] = {
+        name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
+    }
+    # `reset` may have added to the examples'
+    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))
+    fields = value | {
+        "rollout": g.Rollout(**drawn),
+        "examples": tuple(examples),
+        "advantages_pg": mx.array(value["advantages_pg"]),
+        "played": played and [_unpacked_episode(each) for each in played],
+        "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
+    }
+    return Experience(**fields)
+
+
+def _unpacked_episode(value: dict[str, Any]) -> FinishedEpisode:
+    earlier = [Talk(**talk | {"prompt": tuple(talk["prompt"])}) for talk in value["earlier"]]
+    fields: dict[str, Any] = value | {"environment": None, "earlier": earlier}
+    return FinishedEpisode(**fields)
+
+
+def _fields(value: Any, *left: str) -> dict[str, Any]:
+    return {name: x for name, x in attrs.asdict(value, recurse=False).items() if name not in left}
