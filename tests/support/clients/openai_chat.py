@@ -22,7 +22,9 @@ ids = client.chat.completions.create(
     extra_body={"return_token_ids": True},
 )
 choice = ids.choices[0]
-assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+assert [entry.token for entry in choice.logprobs.content] == [
+    f"token_id:{token}" for token in choice.token_ids
+]
 assert ids.prompt_token_ids
 
 stream = client.chat.completions.create(
