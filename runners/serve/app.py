@@ -256,14 +256,15 @@ class Server:
             model.check(ids)
             prompts.append((ids, session.point_in(ids)))
         count = asked.given.get("n", 1)
+        # Without kept caches the completions of a prompt share it while they are decoded.
+        keep = count == 1 and (asked.chat is not None or asked.ids)
         turns: list[Turn] = []
         try:
             for ids, point in prompts:
                 sampling = asked.sampling(model, len(ids))
                 for _ in range(count):
                     seed = asked.seed_of(len(turns))
-                    alone = count == len(prompts) == 1
-                    turns.append(session.begin(ids, point, sampling, seed, keep=alone))
+                    turns.append(session.begin(ids, point, sampling, seed, keep=keep))
         except BaseException:
             for turn in turns:
                 session.failed(turn)
