@@ -327,7 +327,7 @@ def build_player(
             tokenizer=tokenizer,
             decoder=decoder,
             eos_ids=frozenset(eos_ids),
-            vocabulary=None,
+            vocabulary=1 + max(tokenizer.get_vocab().values()),
             length=data.max_prompt_length + new,
             sampling=sampling_of(config, eos_ids),
             template_kwargs=data.chat_template_kwargs,

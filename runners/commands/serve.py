@@ -78,6 +78,9 @@ def serve_command(
     if loaded.prompt is None and values["max_tokens"] is None:
         values["max_tokens"] = length
     values = resolve_prompt(values, loaded.prompt)
+    import attrs
+
+    from runners.engines.local import LocalEngine
     from runners.serve.app import Server
     from runners.serve.chat import ServedModel
     from runners.serve.service import Service
@@ -94,7 +97,10 @@ def serve_command(
         system=values["system"],
         nudge=values["nudge"],
     )
-    service = Service(loaded.engine, served)
+    engine = loaded.engine
+    if isinstance(engine, LocalEngine):
+        engine.decoding = attrs.evolve(engine.decoding, few_sizes=True)
+    service = Service(engine, served)
     seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
     session = service.open(api_key or "", seed=seed, records=False)
     with Server(service, host, port, None if api_key else session) as server, Drain() as drain:

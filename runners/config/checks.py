@@ -104,7 +104,7 @@ class _Paths:
         chosen = given("reward.functions")
         taskset = self.found.values.get("env", {}).get("taskset")
         program = given("env.program") or taskset  # it asks and scores as it likes
-        if taskset and not given("data.source"):
+        if taskset and isinstance(taskset, str) and not given("data.source"):
             data = attrs.evolve(data, source=taskset, eval_split=data.split)
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
@@ -306,7 +306,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     modes = {rollout.quantization, loss.ref_quantization} - {"none"}
     env = built["env"]
     measures = rewards or built["sft"].only or env.factory or env.agents
-    or_measured = "or an env.factory whose class has get_reward, an env.program or an env.taskset"
+    or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ import attrs
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,7 +26,7 @@ from runners.engines.engine import Row
 from runners.errors import UserError, error_line, show
 from runners.machine.terminal import echo
 from runners.serve import wire
-from runners.serve.chat import Chat, Reply, ReplyReader, ServedModel, TextSoFar, message_key
+from runners.serve.chat import Chat, Reply, ReplyReader, ReplyStream, ServedModel, message_key
 from runners.serve.service import Full, Service, hand_out
 from runners.serve.sessions import Point, Refused, Session, Turn
 from runners.serve.wire import Answer, ApiError, Asked
@@ -38,16 +39,14 @@ class Gone(Exception):
     """The client has left, or its time is up."""
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True)
 class Call:
     """A request's completions, and what has come of them."""
 
     session: Session
-    asked: Asked
+    answer: Answer
     turns: list[Turn]
     reader: ReplyReader
-    answer: Answer
-    keys: list[str]  # of its chat; empty: it is none
     # A turn's number, with new tokens and log-probs, or with how it ended.
     news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
 
@@ -55,13 +54,14 @@ class Call:
         """News of a turn."""
         self.news.put_nowait((number, what[0] if len(what) == 1 else what))
 
-    def reply(self, turn: Turn, row: Row) -> Reply:
+    def reply(self, number: int, row: Row) -> Reply:
         """A completion as a message, which a later chat may continue."""
-        reply = self.reader.read(self.answer.decoder.decode(row.tokens), whole=True)
-        if self.keys:
-            ends = [message_key(reply.message), message_key(reply.message, thoughts=False)]
-            self.session.record(turn, [[*self.keys, end] for end in ends])
-            self.session.messages = (*self.asked.messages, reply.message)
+        reply = self.reader.read(self.answer.model.decoder.decode(row.tokens), whole=True)
+        chat = self.answer.asked.chat
+        if chat is not None:
+            ends = {message_key(reply.message, thoughts=thoughts) for thoughts in (True, False)}
+            self.session.record(self.turns[number], [[*chat.keys, end] for end in ends])
+            self.session.messages = (*chat.messages, reply.message)
         return reply
 
 
@@ -93,7 +93,6 @@ class Server:
         for path, read in readers.items():
             routes.append(Route(path, partial(self._complete, read), methods=["POST"]))
         self._router = Router(routes)
-        limits = service.limits
         config = uvicorn.Config(
             self._guarded,
             interface="asgi3",
@@ -105,8 +104,8 @@ class Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=limits.connections,
-            timeout_keep_alive=int(limits.idle),
+            limit_concurrency=service.limits.connections,
+            timeout_keep_alive=int(service.limits.idle),
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -160,7 +159,7 @@ class Server:
             echo(f"{scope['path']}: {error_line(error)}", err=True)
             fault = ApiError("the server failed", status=500)
         headers = RETRY if fault.status in (429, 503) else None
-        await JSONResponse(fault.body(), fault.status, headers)(scope, receive, bounded)
+        await JSONResponse(fault.body, fault.status, headers)(scope, receive, bounded)
 
     def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raise ApiError for a request that another site's page may have made.
@@ -219,13 +218,10 @@ class Server:
         """Completions, at once or as a stream."""
         session = self._session(request)
         asked = read(wire.read_json(await self._body(request)))
-        if session.sampling is None and asked.model not in ("", self.service.model.name):
-            raise ApiError(
-                f"there is no model {show(asked.model)}; expected {show(self.service.model.name)}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        name = asked.given.get("model", self.service.model.name)
+        if session.sampling is None and name != self.service.model.name:
+            message = f"there is no model {show(name)}; expected {show(self.service.model.name)}"
+            raise ApiError(message, "model", status=404, code="model_not_found")
         try:
             session.count()
             loop = asyncio.get_running_loop()
@@ -235,65 +231,57 @@ class Server:
             status = 400 if error.code == "context_length_exceeded" else 403
             raise ApiError(str(error), status=status, code=error.code) from error
         except Full as error:
-            status = 503 if self.service.draining else 429
-            raise ApiError(str(error), status=status) from error
+            raise ApiError(str(error), status=503 if self.service.draining else 429) from error
         except UserError as error:  # by the chat template, or the tokenizer
-            raise ApiError(str(error), param="messages" if asked.messages else "prompt") from error
-        if asked.stream:
-            return Stream(self._chunks(call, request.receive))
-        rows: dict[int, Row] = {}
+            raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
+        if asked.given.get("stream"):
+            chunks = self._chunks(call, request.receive)
+            return StreamingResponse(chunks, media_type="text/event-stream")
         try:
-            async for number, row in self._news(call, request.receive):
-                rows[number] = row
+            rows = dict([news async for news in self._news(call, request.receive)])
         except Gone:
-            return Response(status_code=408)
+            raise ApiError("the call took too long", status=408) from None
         found = [rows[number] for number in range(len(call.turns))]
-        replies = [call.reply(turn, row) for turn, row in zip(call.turns, found, strict=True)]
+        replies = [call.reply(number, row) for number, row in enumerate(found)]
         return JSONResponse(call.answer.whole(found, replies))
 
     def _prepared(self, session: Session, asked: Asked) -> Call:
         """A call's turns: its prompts as tokens, behind what the session has of them."""
         model = self.service.model
-        keys: list[str] = []
         prompts: list[tuple[tuple[int, ...], Point | None]] = []
-        if asked.messages:
-            chat = asked.chat
-            keys = chat.keys
-            prompts.append(_behind(session, model, chat) or (model.prompt(chat), None))
+        if asked.chat is not None:
+            known = _behind(session, model, asked.chat)
+            prompts.append(known or (model.prompt(asked.chat), None))
         for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                prompt = encode_raw(model.tokenizer, prompt)
-            wire.check_prompt(prompt, model)
-            prompts.append((prompt, session.point_in(prompt)))
-        count = (asked.n or 1) * len(prompts)
+            ids = encode_raw(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            model.check(ids)
+            prompts.append((ids, session.point_in(ids)))
+        marks = () if asked.chat is None else model.marks(asked.chat)
+        count = asked.given.get("n", 1)
+        # Without kept caches the completions of a prompt share it while they are decoded.
+        keep = count == 1 and (asked.chat is not None or asked.ids)
         turns: list[Turn] = []
         try:
-            for prompt, point in prompts:
-                sampling = asked.sampling(model, len(prompt))
-                marks = model.marks(asked.chat) if keys else ()
+            for ids, point in prompts:
+                sampling = asked.sampling(model, len(ids))
                 sampling = attrs.evolve(sampling, eos_ids=sampling.eos_ids | {*marks[1:2]})
-                for _ in range(asked.n or 1):
+                for _ in range(count):
                     seed = asked.seed_of(len(turns))
-                    turns.append(session.begin(prompt, point, sampling, seed, keep=count == 1))
+                    turns.append(session.begin(ids, point, sampling, seed, keep=keep))
         except BaseException:
             for turn in turns:
                 session.failed(turn)
             raise
-        answer = Answer(
-            asked=asked,
-            model=model.name,
-            decoder=model.decoder,
-            prompts=[prompt for prompt, _ in prompts],
-        )
-        stops = turns[0].sampling.stop
-        reader = model.reader(asked.chat if keys else None, stops, first=prompts[0][1] is None)
+        first = prompts[0][1] is None
         call = Call(
-            session=session, asked=asked, turns=turns, reader=reader, answer=answer, keys=keys
+            session=session,
+            answer=Answer(asked=asked, model=model, prompts=[ids for ids, _ in prompts]),
+            turns=turns,
+            reader=model.reader(asked.chat, turns[0].sampling.stop, first=first),
         )
         for number, turn in enumerate(turns):
             turn.end = partial(call.put, number)
-            if asked.stream:
-                turn.hear = partial(call.put, number)
+            turn.hear = turn.end if asked.given.get("stream") else None
         return call
 
     async def _news(self, call: Call, receive: Receive) -> AsyncGenerator[tuple[int, Any]]:
@@ -324,81 +312,34 @@ class Server:
     async def _chunks(self, call: Call, receive: Receive) -> AsyncGenerator[bytes]:
         """A call's answer as server-sent events."""
         answer = call.answer
-        written = [Written(answer.decoder) for _ in call.turns]
+        asked = answer.asked
+        streams = [ReplyStream(call.reader, answer.model.decoder) for _ in call.turns]
+        whole = asked.logprobs or asked.given.get("return_token_ids")
         sampled = 0
-        news = self._news(call, receive)
         try:
-            for number in range(len(call.turns)) if call.asked.messages else ():
+            for number in range(len(call.turns)) if asked.chat else ():
                 head = {"role": "assistant", "content": ""}
-                yield event(answer.chunk(number, head, (), (), None, first=number == 0))
-            async for number, what in news:
-                if isinstance(what, Row):
-                    reply = call.reply(call.turns[number], what)
-                    delta = written[number].delta(reply)
-                    finish = "tool_calls" if reply.calls else what.finish
-                    yield event(answer.chunk(number, delta, (), (), finish, first=False))
-                    continue
-                tokens, logp = what
-                first = not (sampled or call.asked.messages)
-                sampled += len(tokens)
-                text = written[number].text.add(tokens)
-                delta = written[number].delta(call.reader.read(text, whole=False))
-                if delta or call.asked.has_logprobs or call.asked.return_token_ids:
-                    yield event(answer.chunk(number, delta, tokens, logp, None, first=first))
-            if call.asked.stream_usage:
+                yield event(answer.chunk(number, head, first=number == 0))
+            async with aclosing(self._news(call, receive)) as news:
+                async for number, what in news:
+                    if isinstance(what, Row):
+                        reply = call.reply(number, what)
+                        delta = wire.delta_of(streams[number].rest(reply))
+                        finish = "tool_calls" if reply.calls else what.finish
+                        yield event(answer.chunk(number, delta, finish=finish))
+                        continue
+                    first = not (sampled or asked.chat)
+                    sampled += len(what[0])
+                    delta = wire.delta_of(streams[number].add(what[0]))
+                    if delta or whole:
+                        yield event(answer.chunk(number, delta, *what, first=first))
+            if asked.given.get("stream_options", {}).get("include_usage"):
                 yield event(answer.usage_chunk(sampled))
         except ApiError as error:
-            yield event(error.body())
+            yield event(error.body)
         except Gone:
             return
-        finally:
-            await news.aclose()
         yield b"data: [DONE]\n\n"
-
-
-@attrs.define(eq=False)
-class Written:
-    """How much of a streamed completion has been sent."""
-
-    text: TextSoFar = attrs.field(converter=TextSoFar)
-    thoughts: int = 0  # characters
-    content: int = 0
-
-    def delta(self, reply: Reply) -> dict[str, Any]:
-        """The message's new part."""
-        fields = wire.wire_message(
-            attrs.evolve(
-                reply,
-                thoughts=reply.thoughts[self.thoughts :],
-                content=reply.content[self.content :],
-            )
-        )
-        self.thoughts = max(self.thoughts, len(reply.thoughts))
-        self.content = max(self.content, len(reply.content))
-        for index, call in enumerate(fields.get("tool_calls", ())):
-            call["index"] = index
-        return {name: value for name, value in fields.items() if value}
-
-
-class Stream(Response):
-    """Server-sent events."""
-
-    def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
-        """The events, as bytes."""
-        self.chunks = chunks
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them as they come."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        try:
-            await send(start)
-            async for chunk in self.chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            await self.chunks.aclose()
 
 
 class Connection(H11Protocol):

@@ -18,8 +18,6 @@ from runners.environments.tool_calls import CallReader, mark_ids
 from runners.errors import UserError
 from runners.tokenization.text import TextDecoder, TextStream
 
-BROKEN = "\ufffd"
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class Chat:
@@ -111,19 +109,26 @@ class ServedModel:
         except UserError:
             return None
 
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise UserError for ids that the model does not have."""
+        most = self.vocabulary
+        if most is not None and max(prompt, default=0) >= most:
+            raise UserError(f"prompt: expected token ids below {most}, found {max(prompt)}")
+
     def reader(self, chat: Chat | None, stops: Sequence[str], *, first: bool) -> ReplyReader:
         """For completions of a chat's first reply or a later one; None: of a text."""
         tokenizer = self.tokenizer
         if chat is None:
             return ReplyReader(stops=tuple(stops))
         thinks = getattr(tokenizer, "has_thinking", False)
+        nudge = self.nudge if first else ""
         return ReplyReader(
             stops=tuple(stops),
             calls=CallReader.of(tokenizer, chat.tools, marked=bool(self.marks(chat)))
             if chat.tools
             else None,
             tags=(tokenizer.think_start, tokenizer.think_end) if thinks else (),
-            opening=opening(tokenizer, self._kwargs(chat)) + (self.nudge if first else ""),
+            opening=opening(tokenizer, self._kwargs(chat)) + nudge,
         )
 
     def _kwargs(self, chat: Chat) -> dict[str, Any]:
@@ -177,15 +182,27 @@ class ReplyReader:
         return content.partition(reader.start)[0]
 
 
-class TextSoFar:
-    """The text of a completion whose tokens are still coming."""
+class ReplyStream:
+    """The pieces of a reply whose tokens are still coming."""
 
-    def __init__(self, decoder: TextDecoder) -> None:
+    def __init__(self, reader: ReplyReader, decoder: TextDecoder) -> None:
         """Nothing has come."""
+        self._reader = reader
         self._stream = TextStream(decoder)
-        self.text = ""
+        self._text = ""
+        self._sent = Reply()
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """All of the text, without a character that is incomplete."""
-        self.text += "".join(map(self._stream.add, tokens))
-        return self.text
+    def add(self, tokens: Sequence[int]) -> Reply:
+        """The new part of the reply."""
+        self._text += "".join(map(self._stream.add, tokens))
+        return self.rest(self._reader.read(self._text, whole=False))
+
+    def rest(self, reply: Reply) -> Reply:
+        """The part of the reply that was not sent."""
+        before = self._sent
+        self._sent = reply
+        return attrs.evolve(
+            reply,
+            thoughts=reply.thoughts[len(before.thoughts) :],
+            content=reply.content[len(before.content) :],
+        )

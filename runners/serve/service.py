@@ -162,20 +162,6 @@ class Service:
             self._collect()
         self.engine.load(weights)
 
-    def end(self, error: Exception) -> None:
-        """End all turns with this fault; new ones are refused."""
-        self.draining = True
-        self._accept(None)
-        news: News = []
-        for ticket, turn in list(self._turns.items()):
-            self.engine.cancel(ticket)
-            self._end(turn, error, news)
-        for turn in self._waiting:
-            self._end(turn, error, news)
-        self._turns.clear()
-        self._waiting.clear()
-        self.deliver(news)
-
     def _accept(self, wait: float | None) -> None:
         """Take in what clients have asked for, and wait for it so many seconds; None: not at
         all."""
@@ -227,9 +213,7 @@ class Service:
         except Exception:  # each turn that it ended raises it again
             failed = True
         for ticket, (row,) in rows.items():
-            turn = self._turns.pop(ticket, None)
-            if turn is not None:  # not one that `end` has left
-                self._ended(turn, row, news)
+            self._ended(self._turns.pop(ticket), row, news)
         for ticket, turn in list(self._turns.items()):
             if failed or turn.hear is not None:
                 self._look(ticket, turn, news)

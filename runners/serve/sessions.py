@@ -158,7 +158,12 @@ class Session:
                 seed = row.talk.seed
                 drawn = sum(row.talk.sampled)
             request = Request(
-                prompt=prompt, seeds=(seed,), drawn=drawn, keep=keep, continues=row.kept
+                prompt=prompt,
+                seeds=(seed,),
+                drawn=drawn,
+                keep=keep,
+                borrows=keep and self.sampling is None,
+                continues=row.kept,
             )
             room = len(row.talk.prompt) - len(prompt)
             sampling = self._sampling(sampling, room)

@@ -101,6 +101,7 @@ if kind == "after":
     if pid == 0:
         os.setsid(); import time; time.sleep(2); chat([question]); os._exit(0)
 if kind == "nonsense": ask("/chat/completions", messages="nonsense")
+if kind == "ids": ask("/completions", prompt=[10**6, -1], max_tokens=3)
 if kind == "bytes":
     import socket
     address = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")
@@ -120,6 +121,7 @@ FAULTS = {
     "flood": "its program printed more than",
     "nonsense": "status 1: urllib.error.HTTPError: HTTP Error 400",
     "deep": "its program printed no line",
+    "ids": "status 1: urllib.error.HTTPError: HTTP Error 400",
 }
 FINE = ("fork", "calls", "after", "bytes", "late", "later", "good")
 
@@ -238,6 +240,7 @@ def test_a_killed_run_resumes_exactly(tmp_path):
     ("env", "line"),
     [
         ({"tools": ["runners.environments.calculator:calculate"]}, "env.tools: expected []"),
+        ({"program": [], "taskset": "my_tasks"}, "env.taskset: expected a name such as"),
         ({"program": ["no-such-program"]}, "there is no program 'no-such-program'"),
     ],
 )

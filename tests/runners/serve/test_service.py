@@ -145,6 +145,11 @@ def test_an_error_of_the_engine_ends_its_turns_and_no_others(loaded):
                 raise self.failed[0]
             return super().peek(ticket, start)
 
+        def cancel(self, ticket):
+            super().cancel(ticket)
+            if ticket in self.failed[1]:
+                del self.jobs[ticket]
+
     with serving(Faulty(loaded.tokenizer, ["yes", "no"]), served(loaded)) as client:
         status, answer = client.post(CHAT, {"messages": MESSAGES})
         assert (status, answer["error"]["type"]) == (500, "server_error")

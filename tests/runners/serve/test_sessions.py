@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 import grpo_fn as g
+from runners.engines.engine import Weights
 from runners.serve.sessions import Refused, Session, derived_seed
 from tests.runners.serve.test_wire import CHAT, GENERATE, IDS, QUESTION
 from tests.support.serving import Client, Recorded, ScriptedEngine, conversation, embedded, served, serving
@@ -87,6 +88,25 @@ def test_a_continued_row_computes_only_what_is_new(loaded):
     new = len(events[0]["prompt_token_ids"]) - len(everything(first))
     assert engine.requests[1].continues is not None and engine.requests[1].drawn > 0
     assert engine.computed <= new + 2  # and the last token that was drawn, which no step had read
+
+
+def test_a_system_prompt_of_several_chats_is_computed_once(loaded):
+    """Another conversation copies what the engine has kept of it; its completion is the same."""
+    system = {"role": "system", "content": "Anna has 3 pens and Ben has 4 pens. " * 8}
+    asked = {"max_tokens": 12, "temperature": 0, **IDS}
+    engine = Recorded(loaded.engine)
+    answers = []
+    for warm in (False, True):
+        loaded.engine.load(Weights(loaded.policy, {}, 0))
+        with serving(engine, served(loaded)) as client:
+            if warm:
+                client.post(CHAT, {"messages": [system, {"role": "user", "content": "1+1"}], **asked})
+            body = {"messages": [system, {"role": "user", "content": QUESTION}], **asked}
+            events = client.stream(CHAT, body)
+            answers.append([token for event in events for token in event["choices"][0]["token_ids"]])
+            whole = len(events[0]["prompt_token_ids"])
+            assert engine.computed == whole if not warm else engine.computed < whole / 2
+    assert answers[0] == answers[1]
 
 
 def test_ids_that_go_on_continue_their_row(client):
