@@ -19,7 +19,7 @@ from tests.support.tiny_runs import LETTERS, PROBLEMS, small
 
 DATA = {"source": str(PROBLEMS), "eval_split": "valid", "nudge": "", "system_prompt": ""}
 WIDE = {"num_generations": 4, "max_new_tokens": 60, "temperature": 1.5}
-CLIENTS = Path(__file__).with_name("agent_clients")
+CLIENTS = Path(__file__).with_name("clients")
 
 HEAD = """import json, os, sys, urllib.request
 

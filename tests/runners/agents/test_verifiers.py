@@ -28,7 +28,7 @@ def problems(tmp_path, monkeypatch):
     lines = (PROBLEMS / "train.jsonl").read_text(encoding="utf-8").splitlines()[:TASKS]
     file.write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setenv("PROBLEMS", str(file))
-    shutil.copy(SUPPORT / "verifiers_tasks.py", tmp_path)
+    shutil.copy(SUPPORT / "clients/verifiers_tasks.py", tmp_path)
     (tmp_path / "own.py").write_text(RIGHT)
     return file
 

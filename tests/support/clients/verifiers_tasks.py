@@ -12,7 +12,7 @@ import httpx  # pyright: ignore[reportMissingImports]
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 
 __all__ = ["Problems"]
-PROBLEMS = os.environ.get("PROBLEMS") or Path(__file__).with_name("problems") / "train.jsonl"
+PROBLEMS = os.environ.get("PROBLEMS") or Path(__file__).parents[1] / "problems/train.jsonl"
 
 
 class Data(vf.TaskData):
