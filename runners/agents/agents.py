@@ -29,7 +29,7 @@ from runners.engines.engine import Engine, Seed, ShouldStop, never
 from runners.engines.rollouts import Cancelled, Talk, grouped, seeds_of
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Player, build_environments
-from runners.errors import UserError, show
+from runners.errors import UserError, error_line, show
 from runners.models.folders import resolve_model
 from runners.rewards.calls import TURN_REWARDS
 from runners.rewards.experience import COUNTS, FinishedEpisode
@@ -53,7 +53,20 @@ class Program(Protocol):
     def end(self) -> Outcome: ...
 
 
-Launch = Callable[[Example, str, str], Program]  # takes the server's address, and an API key
+# Takes the server's address, and an API key. OSError if the system starts no further process.
+Launch = Callable[[Example, str, str], Program]
+
+
+@attrs.frozen
+class NotStarted:
+    """A `Program` that the system did not start."""
+
+    why: str
+    has_ended: bool = True
+
+    def end(self) -> Outcome:
+        """There is nothing to end."""
+        return Outcome(f"its program was not started: {self.why}")
 
 
 @attrs.define(eq=False)
@@ -67,21 +80,21 @@ class Episode:
     outcome: Outcome = attrs.field(factory=Outcome)
     timed_out: bool = False
     seconds: float = 0.0
-    _calls: int = 0  # that have come so far
-    _heard: float = attrs.field(init=False)  # when one was last under way
-
-    def __attrs_post_init__(self) -> None:
-        self._heard = self.started
+    _heard: float = attrs.field(
+        default=attrs.Factory(lambda self: self.started, takes_self=True), init=False
+    )  # when a call was last known to be under way
+    _seen: tuple[int, bool] = (0, False)  # calls so far, and whether one was under way then
 
     def is_over(self, now: float, timeout: float) -> bool:
         """Whether the program has ended: by itself, or because it made no call for so long (0: any
         time)."""
-        session = self.session
-        if any(row.turn is not None for row in [*session.rows]) or session.calls > self._calls:
+        calling = any(row.turn is not None for row in [*self.session.rows])
+        if calling or self._seen != (self.session.calls, calling):
             self._heard = now
-            self._calls = session.calls
-        self.timed_out = bool(timeout) and now > self._heard + timeout
-        if not (self.timed_out or self.program.has_ended):
+        self._seen = (self.session.calls, calling)
+        has_ended = self.program.has_ended
+        self.timed_out = bool(timeout) and now > self._heard + timeout and not has_ended
+        if not (self.timed_out or has_ended):
             return False
         self.seconds = now - self.started
         self.outcome = self.program.end()
@@ -122,11 +135,11 @@ class Agents:
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """See `Player`: the rollout has the last row of each episode. Its first row has the
         completion's seed, and the seeds of others derive from it."""
+        from runners.serve.app import Server  # an extra
+
         size = sampling.num_generations
         numbers = range(len(examples)) if numbers is None else numbers
         seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
-        from runners.serve.app import Server  # an extra
-
         rows = list(zip(repeated(examples, size), seeds, strict=True))
         limits = Limits(turns=max(len(rows) * self.config.max_turns, 1))
         service = Service(engine, self.model, limits)
@@ -163,7 +176,10 @@ class Agents:
         def begin(example: Example, seed: Seed) -> Episode:
             most = self.config.max_turns
             session = service.open(sampling=sampling, seed=seed, most_calls=most)
-            program = self.launch(example, url, session.key)
+            try:
+                program = self.launch(example, url, session.key)
+            except OSError as error:
+                program = NotStarted(error_line(error))
             return Episode(example, session, program, time.monotonic())
 
         def tend() -> bool:

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from grpo_fn.learner import take_rows
-from runners.agents.processes import AgentProcess, last_object
+from runners.agents.agents import Episode
+from runners.agents.processes import AgentProcess, Outcome, last_object
 from runners.errors import ConfigError, UserError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -220,6 +222,40 @@ def test_own_rewards_take_transcripts_and_what_was_printed(tmp_path):
     assert experience.values_kb.tolist() == [[13.0] * 8]
     roles = [message["role"] for message in experience.played[0].messages]
     assert roles == ["assistant", "user", "assistant"]
+
+
+def test_a_program_that_the_system_cannot_start_costs_its_episode(tmp_path, monkeypatch):
+    """Such as one too many, or a row that fits into no file."""
+    started = AgentProcess.__init__
+    seen = []
+
+    def fails_once(self, *arguments):
+        seen.append(arguments)
+        if len(seen) == 3:
+            raise BlockingIOError("too many processes")
+        started(self, *arguments)
+
+    monkeypatch.setattr(AgentProcess, "__init__", fails_once)
+    _, experience = collected(tmp_path, ONE_CALL)
+    faults = [each.fault for each in experience.played]
+    assert [bool(fault) for fault in faults] == [False, False, True, *[False] * 5]
+    assert "was not started" in faults[2] and "too many processes" in faults[2]
+
+
+def test_time_in_which_the_model_samples_is_not_the_programs():
+    """An episode is only late if it makes no call for env.timeout since its last one ended."""
+    row = SimpleNamespace(turn=object())
+    session = SimpleNamespace(rows=[row], calls=1)
+    program = SimpleNamespace(has_ended=False, end=lambda: Outcome())
+    episode = Episode(None, session, program, started=0.0)
+    assert not episode.is_over(50.0, 10.0)  # a call is under way
+    row.turn = None
+    assert not episode.is_over(100.0, 10.0)  # it ended in between
+    assert not episode.is_over(109.0, 10.0)
+    session.calls = 2
+    assert not episode.is_over(112.0, 10.0)  # a short one came and went
+    assert episode.is_over(123.0, 10.0) and episode.timed_out
+    assert "timed out after 10 s" in episode.outcome.fault
 
 
 def test_a_killed_run_resumes_exactly(tmp_path):

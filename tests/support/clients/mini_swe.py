@@ -7,9 +7,9 @@ import sys
 os.environ["MSWEA_COST_TRACKING"] = "ignore_errors"
 os.environ["MSWEA_SILENT_STARTUP"] = "1"
 
-from minisweagent.agents.default import DefaultAgent  # noqa: E402  # pyright: ignore
-from minisweagent.environments.local import LocalEnvironment  # noqa: E402  # pyright: ignore
-from minisweagent.models.litellm_textbased_model import (  # noqa: E402  # pyright: ignore
+from minisweagent.agents.default import DefaultAgent  # pyright: ignore
+from minisweagent.environments.local import LocalEnvironment  # pyright: ignore
+from minisweagent.models.litellm_textbased_model import (  # pyright: ignore
     LitellmTextbasedModel,
 )
 
