@@ -52,6 +52,25 @@ third = chat([question, again], max_tokens=6)
 reward = letters(first["content"] + other["content"])
 print(json.dumps({"reward": reward, "turn_rewards": [1.0, 0.0, None, 2.0]}))
 """
+CALCULATOR = """import urllib.error
+from runners.environments.calculator import calculate
+
+expression = {"type": "string", "description": "What."}
+parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
+function = {"name": "calculate", "description": "Compute.", "parameters": parameters}
+tool = {"type": "function", "function": function}
+messages = [question]
+for _ in range(2):
+    try:
+        messages.append(chat(messages, tools=[tool]))
+    except urllib.error.HTTPError:  # there is no room for a reply
+        break
+    for call in messages[-1].get("tool_calls") or ():
+        found = calculate(**json.loads(call["function"]["arguments"]))
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+    if messages[-1]["role"] != "tool":
+        break
+"""
 
 
 def agent_run(folder: Path, body: str, *, env: dict | None = None, **tables: dict) -> str:

@@ -18,7 +18,7 @@ from runners.agents.processes import AgentProcess, Outcome, last_object
 from runners.errors import ConfigError, UserError
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.agents import DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
+from tests.support.agents import CALCULATOR, DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
 from tests.support.resuming import config_in, killed, outcome
 from tests.support.tiny_runs import BY_LETTERS, ran, small
 
@@ -39,6 +39,26 @@ def test_program_with_one_call_trains_as_completions_do(tmp_path):
     assert final_weights(found) == final_weights(without)
     assert found.updates[-1]["grad_norm"] == without.updates[-1]["grad_norm"] > 0
     assert found.updates[-1]["turns/mean"] == 1
+
+
+def test_calculator_as_a_program_is_the_one_as_a_tool(tmp_path):
+    """A program that calls the model with a tool, and answers its calls, trains as [env] tools do, to the bit."""
+    tables = {
+        "model": {"path": "embedded-tools"},
+        "data": {**DATA, "source": "embedded-tools", "eval_split": "test", "max_samples": 40},
+        "answer": {"form": "xml"},
+        "reward": {"functions": ["correctness_reward_func"]},
+        "rollout": {"num_generations": 8, "max_new_tokens": 28, "temperature": 1.2},
+        "optim": {"learning_rate": 1e-3, "batch_size": 3, "max_steps": 2},
+    }  # fmt: skip
+    tools = {"tools": ["runners.environments.calculator:calculate"], "max_turns": 2}
+    within = ran(tmp_path, text=small(env=tools, **tables))
+    found = ran(tmp_path, text=agent_run(tmp_path, CALCULATOR, env={"max_turns": 2}, **tables))
+    for one, other in zip(within.updates, found.updates, strict=True):
+        for name in ("reward", "grad_norm", "turns/mean", "completions/mean_length"):
+            assert one[name] == other[name], name
+    assert 1 < found.updates[0]["turns/mean"] < 2
+    assert final_weights(found) == final_weights(within)
 
 
 def test_every_row_of_an_episode_is_learned_from(tmp_path):
