@@ -42,7 +42,7 @@ def test_program_with_one_call_trains_as_completions_do(tmp_path):
 
 
 def test_calculator_as_a_program_is_the_one_as_a_tool(tmp_path):
-    """A program that calls the model with a tool, and answers its calls, trains as [env] tools do, to the bit."""
+    """A program that calls the model with a tool, and answers its calls, trains as [env] tools do."""
     tables = {
         "model": {"path": "embedded-tools"},
         "data": {**DATA, "source": "embedded-tools", "eval_split": "test", "max_samples": 40},
