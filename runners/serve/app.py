@@ -15,7 +15,7 @@ from typing import Any, Self
 import attrs
 import uvicorn
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
@@ -147,6 +147,8 @@ class Server:
         try:
             self._check(scope["headers"])
             await self._router({**scope, "app": self}, receive, bounded)
+            return
+        except ClientDisconnect:  # before its body was here
             return
         except HTTPException as error:
             fault = ApiError(error.detail, status=error.status_code)
