@@ -219,7 +219,7 @@ def test_a_cancelled_turn_leaves_no_trace():
     """Its row is as before it, so that the client's next attempt continues it; a new row is gone."""
     session = Session(key="k", seed=(0, 0))
     turn = session.begin((1, 2), None, g.Sampling(), None)
-    session.failed(turn)
+    session.ended(turn, Refused("gone"))
     assert session.rows == []
     session.close()
     with pytest.raises(Refused):
