@@ -274,7 +274,10 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     """A message with the names that templates know."""
     role = "system" if message.get("role") == "developer" else message.get("role")
     thoughts = message.get("reasoning_content") or message.get("reasoning")
-    return {**message, "role": role, "reasoning_content": thoughts}
+    if not isinstance(thoughts, str):
+        thoughts = None
+    content = message.get("content") or ""
+    return {**message, "role": role, "content": content, "reasoning_content": thoughts}
 
 
 def _arguments(value: Any) -> Any:
