@@ -26,6 +26,7 @@ NAMES = (
     "first_update",
     "rollout",
     "serving",
+    "http_serving",
     "turns",
     "quant",
     "real_quant",

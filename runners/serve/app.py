@@ -15,7 +15,7 @@ from typing import Any, Self
 import attrs
 import uvicorn
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
@@ -27,7 +27,7 @@ from runners.errors import UserError, error_line, show
 from runners.machine.terminal import echo
 from runners.serve import wire
 from runners.serve.chat import Chat, Reply, ReplyReader, ReplyStream, ServedModel, message_key
-from runners.serve.service import Full, Service, hand_out
+from runners.serve.service import Service, hand_out
 from runners.serve.sessions import Point, Refused, Session, Turn
 from runners.serve.wire import Answer, ApiError, Asked
 
@@ -149,6 +149,8 @@ class Server:
             self._check(scope["headers"])
             await self._router({**scope, "app": self}, receive, bounded)
             return
+        except ClientDisconnect:  # before its body was here
+            return
         except HTTPException as error:
             fault = ApiError(error.detail, status=error.status_code)
         except ApiError as error:
@@ -228,10 +230,7 @@ class Server:
             call = await loop.run_in_executor(self._tokenizing, self._prepared, session, asked)
             self.service.submit(call.turns)
         except Refused as error:
-            status = 400 if error.code == "context_length_exceeded" else 403
-            raise ApiError(str(error), status=status, code=error.code) from error
-        except Full as error:
-            raise ApiError(str(error), status=503 if self.service.draining else 429) from error
+            raise ApiError(str(error), status=error.status, code=error.code) from error
         except UserError as error:  # by the chat template, or the tokenizer
             raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
         if asked.given.get("stream"):
@@ -270,7 +269,7 @@ class Server:
                     turns.append(session.begin(ids, point, sampling, seed, keep=keep))
         except BaseException:
             for turn in turns:
-                session.failed(turn)
+                session.ended(turn, Refused(""))
             raise
         first = prompts[0][1] is None
         call = Call(

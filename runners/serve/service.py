@@ -8,6 +8,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import attrs
@@ -32,10 +33,6 @@ class Limits:
     rows: int = 64  # that later calls may continue, of a session without `sampling`
 
 
-class Full(Exception):
-    """There is no room for a call now."""
-
-
 News = list[Callable[[], None]]
 
 
@@ -56,6 +53,7 @@ class Service:
         self._inbox: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._waiting: list[Turn] = []
         self._turns: dict[Ticket, Turn] = {}  # those that the engine has
+        self._news: News = []  # not delivered yet
 
     # From any thread.
 
@@ -69,18 +67,21 @@ class Service:
         return not (self._turns or self._waiting) and self._inbox.empty()
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Queue turns. Raises Full, for all of them, if there is no room or the service ends."""
+        """Queue turns. Raises Refused, for all of them, if there is no room or the service ends."""
         taken = 0
         while taken < len(turns) and not self.draining and self._room.acquire(blocking=False):
             taken += 1
-        if taken < len(turns):
+        if taken == len(turns):
             for turn in turns:
-                turn.session.failed(turn)
-            if taken:
-                self._room.release(taken)
-            raise Full("the server ends" if self.draining else "too many completions are under way")
+                self._inbox.put(turn)
+            return
         for turn in turns:
-            self._inbox.put(turn)
+            turn.session.ended(turn, Refused(""))
+        if taken:
+            self._room.release(taken)
+        if self.draining:
+            raise Refused("the server ends", "draining", 503)
+        raise Refused("too many completions are under way", "full", 429)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn, with the fault Refused unless it has just ended."""
@@ -147,6 +148,8 @@ class Service:
             self._begin(together)
             if self._turns:
                 self._collect()
+            elif self._news:
+                self._tell()
 
     def load(self, weights: Weights | None, *, interrupt: bool = False) -> None:
         """Sample with these weights from now on. Turns under way end with those that they began
@@ -165,27 +168,23 @@ class Service:
     def _accept(self, wait: float | None) -> None:
         """Take in what clients have asked for, and wait for it so many seconds; None: not at
         all."""
-        try:
+        with suppress(queue.Empty):
             turn = self._inbox.get(block=wait is not None, timeout=wait)
             while True:
                 if turn is not None:
                     self._take(turn)
                 turn = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
 
     def _take(self, turn: Turn) -> None:
         """A turn that is new, or cancelled."""
         ends = turn.cancelled or turn.session.closed
         if turn.ticket is not None and ends:
             self.engine.cancel(turn.ticket)
-        elif turn.over or not ends:
-            self._waiting += [] if turn.over else [turn]
-        else:
+        elif ends and not turn.over:
             self._waiting = [each for each in self._waiting if each is not turn]
-            news: News = []
-            self._end(turn, Refused("the call was cancelled"), news)
-            self.deliver(news)
+            self._end(turn, Refused("the call was cancelled"))
+        elif not ends:
+            self._waiting.append(turn)
 
     def _begin(self, together: Callable[[], int] | None) -> None:
         """Hand waiting turns to the engine."""
@@ -193,82 +192,80 @@ class Service:
             if self._turns or len(self._waiting) < together():
                 return
             self._waiting.sort(key=lambda turn: turn.session.number)
-        news: News = []
         for turn in self._waiting:
             try:
                 turn.ticket = self.engine.submit(turn.request, turn.sampling)
                 self._turns[turn.ticket] = turn
             except ValueError as error:
-                self._end(turn, error, news)
+                self._end(turn, error)
         self._waiting = []
-        self.deliver(news)
 
     def _collect(self) -> None:
         """Decode for a moment, and tell who asked."""
-        news: News = []
-        rows: dict[Ticket, tuple[Row, ...]] = {}
-        failed = False
+        fault: Exception | None = None
         try:
-            rows = self.engine.collect(0)
-        except Exception:  # each turn that it ended raises it again
-            failed = True
-        for ticket, (row,) in rows.items():
-            self._ended(self._turns.pop(ticket), row, news)
-        for ticket, turn in list(self._turns.items()):
-            if failed or turn.hear is not None:
-                self._look(ticket, turn, news)
-        self.deliver(news)
+            for ticket, (row,) in self.engine.collect(0).items():
+                self._ended(self._turns.pop(ticket), row)
+        except Exception as error:  # each turn that it ended raises it again
+            fault = error
+        left = list(self._turns.items())
+        for ticket, turn in left:
+            if fault is not None or turn.hear is not None:
+                self._look(ticket, turn)
+        if fault is not None and len(left) == len(self._turns):
+            raise fault
+        self._tell()
 
-    def _look(self, ticket: Ticket, turn: Turn, news: News) -> None:
-        """Tell a turn's new tokens, or its error."""
+    def _look(self, ticket: Ticket, turn: Turn) -> None:
+        """Hear a turn's new tokens, or its error."""
         try:
             tokens = self.engine.peek(ticket, turn.sent - _drawn_before(turn))
-            self._tell(turn, [token.id for token in tokens], [token.logp for token in tokens], news)
         except Exception as error:
             self.engine.cancel(ticket)
-            self._end(self._turns.pop(ticket), error, news)
+            self._end(self._turns.pop(ticket), error)
+        else:
+            self._hear(turn, [token.id for token in tokens], [token.logp for token in tokens])
 
-    def _ended(self, turn: Turn, row: Row, news: News) -> None:
+    def _ended(self, turn: Turn, row: Row) -> None:
         """A turn has come to an end, or to that of its weights."""
         sent = turn.sent - _drawn_before(turn)
-        if turn.hear is not None:
-            self._tell(turn, row.tokens[sent:], row.logp[sent:], news)
+        self._hear(turn, row.tokens[sent:], row.logp[sent:])
         whole = row if turn.begun is None else joined(turn.begun, row)
         if row.finish != "cancelled":
-            self._end(turn, whole, news)
+            self._end(turn, whole)
         elif turn.cancelled or turn.session.closed:
-            self._end(turn, Refused("the call was cancelled"), news)
+            self._end(turn, Refused("the call was cancelled"))
         else:  # by `load`
             turn.begun = whole
             turn.ticket = None
-            request = turn.request
             turn.request = attrs.evolve(
-                request,
-                prompt=(*request.prompt, *row.tokens),
-                drawn=request.drawn + len(row.tokens),
+                turn.request,
+                prompt=(*turn.request.prompt, *row.tokens),
+                drawn=turn.request.drawn + len(row.tokens),
                 continues=None,
             )
             most = turn.sampling.max_new_tokens - len(row.tokens)
             turn.sampling = attrs.evolve(turn.sampling, max_new_tokens=most)
             self._waiting.append(turn)
 
-    def _tell(self, turn: Turn, tokens: Sequence[int], logp: Sequence[float], news: News) -> None:
+    def _hear(self, turn: Turn, tokens: Sequence[int], logp: Sequence[float]) -> None:
         if tokens and turn.hear is not None:
             turn.sent += len(tokens)
-            news.append(partial(turn.hear, tokens, logp))
+            self._news.append(partial(turn.hear, tokens, logp))
 
-    def _end(self, turn: Turn, outcome: Row | Exception, news: News) -> None:
+    def _end(self, turn: Turn, outcome: Row | Exception) -> None:
         turn.over = True
-        if isinstance(outcome, Row):
-            turn.session.ended(turn, outcome)
-            for ticket in turn.session.dropped:
-                self.engine.cancel(ticket)
-            turn.session.dropped.clear()
-        else:
-            turn.session.failed(turn)
+        for ticket in turn.session.ended(turn, outcome):
+            self.engine.cancel(ticket)
         turn.ticket = None
         self._room.release()
-        news.append(partial(turn.end, outcome))
+        self._news.append(partial(turn.end, outcome))
+
+    def _tell(self) -> None:
+        """Deliver the news."""
+        news = self._news
+        self._news = []
+        self.deliver(news)
 
 
 def _drawn_before(turn: Turn) -> int:

@@ -22,12 +22,14 @@ from runners.engines.rollouts import Talk
 
 
 class Refused(Exception):
-    """A session is over, or has used up what it may."""
+    """A call may not be made: its session is over or has used up what it may, or there is no
+    room."""
 
-    def __init__(self, message: str, code: str = "session_limit") -> None:
-        """`code`: for programs."""
+    def __init__(self, message: str, code: str = "session_limit", status: int = 403) -> None:
+        """`code` and `status`: as HTTP answers it."""
         super().__init__(message)
         self.code = code
+        self.status = status
 
 
 @attrs.define(eq=False)
@@ -95,7 +97,6 @@ class Session:
     closed: bool = attrs.field(default=False, init=False)
     # of the last chat, its reply included
     messages: tuple[Message, ...] = attrs.field(default=(), init=False)
-    dropped: list[Ticket] = attrs.field(factory=list, init=False)  # kept for forgotten rows
     _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)  # by their conversation
     _begun: int = attrs.field(default=0, init=False)  # rows
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
@@ -171,27 +172,22 @@ class Session:
             row.kept = None
             return row.turn
 
-    def ended(self, turn: Turn, row: Row) -> None:
-        """The turn's completion becomes part of its row, unless the session is over."""
+    def ended(self, turn: Turn, outcome: Row | Exception) -> list[Ticket]:
+        """The turn's completion becomes part of its row, unless the session is over; a turn with a
+        fault leaves no trace. Returns what is kept in vain: of rows that are forgotten."""
+        row = turn.row
         with self._lock:
-            turn.row.turn = None
-            if self.closed:
-                return
-            talk = turn.row.talk
-            talk.give(turn.given)
-            talk.sample(row)
-            turn.row.kept = turn.ticket if turn.request.keep else None
-            turn.point = Point(turn.row, len(turn.row.ids))
-            self.tokens += len(row.tokens)
-            if self.most_rows:
-                self._forget(turn.row)
-
-    def failed(self, turn: Turn) -> None:
-        """The turn leaves no trace."""
-        with self._lock:
-            turn.row.turn = None
-            if not turn.row.talk.tokens and turn.row in self.rows:
-                self.rows.remove(turn.row)
+            row.turn = None
+            if isinstance(outcome, Exception) or self.closed:
+                if not row.talk.tokens and row in self.rows:
+                    self.rows.remove(row)
+                return []
+            row.talk.give(turn.given)
+            row.talk.sample(outcome)
+            row.kept = turn.ticket if turn.request.keep else None
+            turn.point = Point(row, len(row.ids))
+            self.tokens += len(outcome.tokens)
+            return self._forget(row) if self.most_rows else []
 
     def record(self, turn: Turn, keys: Iterable[Sequence[str]]) -> None:
         """A turn's chat with its reply, in each form in which a client may continue it."""
@@ -220,7 +216,7 @@ class Session:
         room = self.sampling.max_new_tokens + before
         if room < 1:
             most = self.sampling.max_new_tokens
-            raise Refused(f"the row has its {most} tokens", "context_length_exceeded")
+            raise Refused(f"the row has its {most} tokens", "context_length_exceeded", 400)
         return attrs.evolve(
             self.sampling,
             max_new_tokens=min(asked.max_new_tokens, room),
@@ -228,8 +224,8 @@ class Session:
             stop=(*self.sampling.stop, *asked.stop),
         )
 
-    def _forget(self, last: SessionRow) -> None:
-        """Forget the oldest rows; the last one is the newest."""
+    def _forget(self, last: SessionRow) -> list[Ticket]:
+        """Forget the oldest rows; the last one is the newest. Returns what is kept for them."""
         self.rows.remove(last)
         self.rows.append(last)
         gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
@@ -237,7 +233,7 @@ class Session:
             self.rows = [row for row in self.rows if row not in gone]
             points = self._points.items()
             self._points = {key: point for key, point in points if point.row not in gone}
-            self.dropped += [row.kept for row in gone if row.kept is not None]
+        return [row.kept for row in gone if row.kept is not None]
 
 
 def derived_seed(seed: Seed, number: int) -> Seed:

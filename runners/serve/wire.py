@@ -13,7 +13,7 @@ import attrs
 
 import grpo_fn as g
 from runners.config import rules
-from runners.data.messages import ROLES, Message
+from runners.data.messages import Message, conversation, prompt_fault
 from runners.engines.engine import Row, Seed
 from runners.errors import did_you_mean, printable, show
 from runners.serve.chat import Chat, Reply, ServedModel
@@ -251,64 +251,33 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 def _messages(value: Any) -> tuple[Message, ...]:
     """A chat's messages, as the template takes them."""
-    if not isinstance(value, list) or not value:
-        raise ApiError(f"messages: expected a list, found {show(value)}", "messages")
-    found = [_message(each, f"messages[{number}]") for number, each in enumerate(value)]
-    made = [call for message in found for call in message.get("tool_calls", ())]
-    names = {call["id"]: call["function"]["name"] for call in made}
-    for message in found:
-        if message.get("tool_call_id") in names:
-            message.setdefault("name", names[message["tool_call_id"]])
-    return tuple(found)
-
-
-def _message(value: Any, param: str) -> Message:
-    fields = value if isinstance(value, dict) else {}
-    role = "system" if fields.get("role") == "developer" else fields.get("role")
-    if role not in ROLES:
-        wanted = ", ".join(ROLES)
-        raise ApiError(
-            f"{param}.role: expected one of {wanted}, found {show(role)}"
-            f"{did_you_mean(str(role), ROLES)}",
-            f"{param}.role",
-        )
-    message: Message = {
-        "role": role,
-        "content": _content(fields.get("content"), f"{param}.content"),
-    }
-    thoughts = fields.get("reasoning_content") or fields.get("reasoning")
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        text = thoughts if name == "reasoning_content" else fields.get(name)
-        if text is not None:
-            message[name] = _checked(f"{param}.{name}", text, str)
-    if fields.get("tool_calls"):
-        message["tool_calls"] = _calls(fields["tool_calls"], f"{param}.tool_calls")
-    return message
-
-
-def _content(value: Any, param: str) -> str:
-    """The text of a content: a text, parts of text, or nothing."""
-    parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(f"{param}: expected parts of text, found {show(kind)}", param)
-        texts.append(_checked(param, part.get("text", part.get("refusal")), str))
-    return "".join(texts)
-
-
-def _calls(value: Any, param: str) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, with objects for arguments."""
-    calls = []
+    if isinstance(value, list):
+        value = [_renamed(each) if isinstance(each, dict) else each for each in value]
+    fault = prompt_fault(value) if isinstance(value, list) else "expected a list of messages"
+    if fault:
+        raise ApiError(f"messages: {fault}", "messages")
+    messages = conversation(value)
+    names = {}
     try:
-        for call in value:
-            function = call["function"]
-            made = {"name": function["name"], "arguments": _arguments(function["arguments"])}
-            calls.append({"id": str(call.get("id")), "type": "function", "function": made})
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"] |= {"arguments": _arguments(call["function"]["arguments"])}
+                names[call.get("id")] = call["function"]["name"]
+            if message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
-        raise ApiError(f"{param}: expected calls of functions", param) from error
-    return calls
+        raise ApiError("messages: expected calls of functions in tool_calls", "messages") from error
+    return messages
+
+
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the names that templates know."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(thoughts, str):
+        thoughts = None
+    content = message.get("content") or ""
+    return {**message, "role": role, "content": content, "reasoning_content": thoughts}
 
 
 def _arguments(value: Any) -> Any:
@@ -338,8 +307,8 @@ class Answer:
             finish = "tool_calls" if reply.calls else row.finish
             choice = {"index": index, "finish_reason": finish, **self._tokens(row.tokens, row.logp)}
             if self.asked.chat:
-                message = {"role": "assistant", "refusal": None, **wire_message(reply)}
-                choice["message"] = message
+                message = {"refusal": None, **wire_message(reply)}
+                choice["message"] = {k: v for k, v in message.items() if v or k == "content"}
             elif not self.asked.ids:
                 choice["text"] = reply.content
             choices.append(choice)
@@ -404,19 +373,15 @@ class Answer:
 
 def wire_message(reply: Reply) -> dict[str, Any]:
     """A reply's fields as clients read them: the arguments of calls are texts."""
-    fields: dict[str, Any] = {"content": reply.content or (None if reply.calls else "")}
-    if reply.thoughts:
-        fields |= {"reasoning": reply.thoughts, "reasoning_content": reply.thoughts}
+    message = {"reasoning": reply.thoughts or None, **reply.message}
     calls = []
-    for call in reply.calls:
+    for index, call in enumerate(reply.calls):
         arguments = json.dumps(call["function"]["arguments"])
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return fields | ({"tool_calls": calls} if calls else {})
+        function = {**call["function"], "arguments": arguments}
+        calls.append({**call, "index": index, "function": function})
+    return message | {"content": reply.content or (None if calls else ""), "tool_calls": calls}
 
 
 def delta_of(reply: Reply) -> dict[str, Any]:
     """The fields of a new part of a reply."""
-    fields = {name: value for name, value in wire_message(reply).items() if value}
-    for index, call in enumerate(fields.get("tool_calls", ())):
-        call["index"] = index
-    return fields
+    return {name: value for name, value in wire_message(reply).items() if value and name != "role"}

@@ -10,7 +10,7 @@ import grpo_fn as g
 from grpo_fn.trees import map_arrays
 from runners.engines.engine import Weights
 from runners.engines.local import LocalEngine
-from runners.serve.service import Full, Limits, Service
+from runners.serve.service import Limits, Service
 from runners.serve.sessions import Refused
 from tests.runners.serve.test_wire import CHAT, MESSAGES, recomputed
 from tests.support.serving import Client, ScriptedEngine, embedded, served, serving
@@ -191,6 +191,6 @@ def test_the_room_of_turns_that_end_is_free_again(loaded):
             service.cancel(turn)
         service.run(lambda heard=heard: bool(heard) and not isinstance(heard[-1], int))
     turns = [turn_of(session)[0] for _ in range(3)]
-    with pytest.raises(Full):
+    with pytest.raises(Refused):
         service.submit(turns)
     service.submit(turns[:2])

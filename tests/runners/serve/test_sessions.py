@@ -157,6 +157,18 @@ def test_tool_calls_are_read_and_their_results_continue_the_row(scripted):
     assert len(client.session.rows) == 1
 
 
+def test_a_reply_that_is_a_call_alone_is_continued(scripted):
+    """Its content is null, and the client sends it back as null, as nothing, or as an empty text."""
+    client = scripted(CALL, "7", CALL, "7", CALL, "7")
+    for content in ({"content": None}, {}, {"content": ""}):
+        first = client.chat(QUESTION, tools=[SCHEMA], **IDS)
+        message = first["choices"][0]["message"]
+        assert message.pop("content") is None
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "seven"}
+        second = client.chat(QUESTION, message | content, result, tools=[SCHEMA], **IDS)
+        assert tuple(second["prompt_token_ids"])[: len(everything(first))] == everything(first)
+
+
 def test_a_streamed_tool_call_comes_whole_and_not_as_text(scripted):
     """No piece of it is content; its delta has an index."""
     client = scripted(f"I add.{CALL}")
@@ -219,7 +231,7 @@ def test_a_cancelled_turn_leaves_no_trace():
     """Its row is as before it, so that the client's next attempt continues it; a new row is gone."""
     session = Session(key="k", seed=(0, 0))
     turn = session.begin((1, 2), None, g.Sampling(), None)
-    session.failed(turn)
+    session.ended(turn, Refused("gone"))
     assert session.rows == []
     session.close()
     with pytest.raises(Refused):

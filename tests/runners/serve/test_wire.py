@@ -1,9 +1,16 @@
 """What clients send and get, over HTTP with the embedded model: ids, log-probs, streams, refusals."""
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from runners.errors import UserError
+from runners.serve import wire
+from runners.serve.wire import FIXED, USED, ApiError
 from tests.support.serving import embedded, served, serving
 
 QUESTION = "Anna has 3 pens and buys 4 more. How many pens has she?"
@@ -201,16 +208,15 @@ REFUSED = [
     (CHAT, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "template"),
     (CHAT, {"messages": []}, "messages", "a list"),
     (CHAT, {"messages": None}, "messages", "a list"),
-    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "one of"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "UTF-8"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content",
-        "parts of text",
-    ),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "calls"),
+    (CHAT, {"messages": "hello"}, "messages", "a list"),
+    (CHAT, {"messages": ["hello"]}, "messages", "a role"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages", "message 0: expected a role of"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "message 0: expected text"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "the tokenizer fails"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "expected text"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}, *MESSAGES]}, "messages", "tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}, *MESSAGES]}, "messages", "tool_calls"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}, "messages", "assistant's turn"),
     (TEXT, {"prompt": None}, "prompt", "a string"),
     (TEXT, {"prompt": ""}, "prompt", "empty"),
     (TEXT, {"prompt": [1, "x"]}, "prompt", "list of integers"),
@@ -280,3 +286,41 @@ def test_a_body_that_is_no_object_is_refused(client, body):
     answer = client.http.post(CHAT, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from([*USED, *FIXED, "messages", "tools", "prompt", "token_ids", "sampling_params"])
+CALLS = st.fixed_dictionaries(
+    {}, optional={"id": JSON, "function": JSON | st.fixed_dictionaries({"name": JSON, "arguments": JSON})}
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system", "developer", "x"])},
+    optional={
+        "content": JSON | st.text(max_size=5),
+        "tool_calls": st.lists(CALLS, max_size=2) | JSON,
+        "tool_call_id": JSON,
+        "name": JSON,
+        "reasoning": JSON,
+    },
+)
+TOOL = st.fixed_dictionaries({"function": JSON | st.fixed_dictionaries({"name": JSON, "parameters": JSON})})
+
+
+@given(st.dictionaries(NAMES, JSON, max_size=4), st.lists(MESSAGE, max_size=3), st.lists(TOOL, max_size=2))
+def test_any_object_is_read_or_refused(loaded, values, messages, tools):
+    """Never another exception, up to the tokens of the prompt."""
+    model = served(loaded)
+    bodies = [values, {"messages": messages, "tools": tools, **values}, {"messages": messages}]
+    for read in (wire.read_chat, wire.read_completion, wire.read_generate):
+        for body in bodies:
+            try:
+                asked = read(json.loads(json.dumps(body)))
+                if asked.chat is not None:
+                    assert len(asked.chat.keys) == len(asked.chat.messages) + 1
+                    asked.sampling(model, len(model.prompt(asked.chat)))
+            except (ApiError, UserError):
+                pass
