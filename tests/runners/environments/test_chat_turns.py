@@ -1,4 +1,4 @@
-"""The tokens behind a turn, by templates that write an assistant's last turn differently from an earlier one."""
+"""The tokens behind a turn, by templates that write an assistant's last turn differently."""
 
 import pytest
 
