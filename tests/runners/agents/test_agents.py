@@ -16,7 +16,9 @@ from grpo_fn.learner import take_rows
 from runners.agents.agents import Episode
 from runners.agents.processes import AgentProcess, Outcome, last_object
 from runners.errors import ConfigError, UserError
+from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.telemetry.report import Quiet
+from runners.training.gathering import _packed, _unpacked
 from runners.training.train import run_training
 from tests.support.agents import CALCULATOR, DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
 from tests.support.resuming import config_in, killed, outcome
@@ -81,6 +83,11 @@ def test_every_row_of_an_episode_is_learned_from(tmp_path):
     logp = run.learner.logprob_step(run.learner.state.params, batch)
     difference = mx.where(batch.mask_bt, mx.abs(logp - batch.rollout_logp_bt), 0.0)
     assert difference.max().item() < 1e-4
+    # Ranks exchange all rows.
+    sent = decode_message(encode_message(RankMessage("rollout", _packed(experience)))).value
+    received = batched(run, _unpacked(sent, experience.examples))
+    for name in ("tokens_bl", "mask_bt", "rollout_logp_bt", "advantages_b", "group_b"):
+        assert mx.array_equal(getattr(received, name), getattr(batch, name)), name
     # Main rows of a group share their prompt's number, others are alone.
     assert len(set(np.array(batch.group_b)[8:])) == 16
     assert take_rows(batch, [0]).group_b.item() == 0
@@ -185,7 +192,7 @@ def kinds_of(experience):
 def leftovers(name: str) -> list[str]:
     """Processes with this name among their arguments; one that left its group may live for two seconds."""
     for _ in range(100):
-        listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+        listed = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
         found = [line for line in listed.splitlines() if name in line]
         if not found:
             break
