@@ -42,7 +42,7 @@ OLDEST ?= python3.11
 TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
-BENCHMARKS := first_update rollout serving learner peers real_quant memory ranks mechanisms quickstart
+BENCHMARKS := first_update rollout serving http_serving learner peers real_quant memory ranks mechanisms quickstart
 EVIDENCE := against_trl real_model real_samplers
 
 # Exit code 1 where a BLAS is wanted and there is none.

@@ -37,6 +37,7 @@ COMMANDS = {
     "runs": "runners.commands.report:runs_command",
     "generate": "runners.commands.generate:generate_command",
     "chat": "runners.commands.generate:chat_command",
+    "serve": "runners.commands.serve:serve_command",
     "convert": "runners.commands.conversion:convert_command",
     "export": "runners.commands.conversion:export_command",
     "eval": "runners.commands.eval:eval_command",

@@ -26,6 +26,7 @@ NAMES = (
     "first_update",
     "rollout",
     "serving",
+    "http_serving",
     "real_quant",
     "learner",
     "overlap",

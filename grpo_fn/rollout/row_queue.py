@@ -8,6 +8,7 @@ It is on the host and computes nothing. `decode_queue` asks it which rows start,
 finished rows to it.
 """
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,8 @@ from grpo_fn.rollout.decode_step import RowBatch, caches_of_row, shortened
 from grpo_fn.rollout.sampling import FindStop, Sampling
 from grpo_fn.trees import arrays_of
 
+LEAST = 32  # tokens that are worth a copy of kept caches
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class Entry:
@@ -43,6 +46,7 @@ class Entry:
         drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
+        borrows: copy the caches of any kept row for the tokens that its prompt shares with it.
         continues: a row that was kept. It saves computing the tokens at the prompt's beginning that
             the kept caches hold; the first entry that continues a row uses them up.
     """
@@ -55,6 +59,7 @@ class Entry:
     images: PromptImages | None = None
     drawn: int = 0
     keep: bool = False
+    borrows: bool = False
     continues: int | None = None
 
     @property
@@ -248,13 +253,37 @@ class RowQueue:
 
         The prompt's last token is not among it.
         """
-        if entry.continues is None or entry.continues not in self._kept:
+        number = entry.continues
+        borrows = number is None or number not in self._kept
+        if borrows:
+            number = self._alike(entry) if entry.borrows else None
+        if number is None:
             return None, 0
-        tokens, caches = self._kept.pop(entry.continues)
-        pairs = enumerate(zip(tokens, entry.prompt[:-1], strict=False))
-        shared = next((n for n, (a, b) in pairs if a != b), min(len(tokens), len(entry.prompt) - 1))
-        cut = shortened(caches, len(tokens) - shared) if shared else None
+        tokens, caches = self._kept[number] if borrows else self._kept.pop(number)
+        shared = shared_length(tokens, entry.prompt[:-1])
+        if not shared:
+            return None, 0
+        surplus = len(tokens) - shared
+        cut = caches_of_row(caches, 0, surplus) if borrows else shortened(caches, surplus)
         return cut, 0 if cut is None else shared
+
+    def _alike(self, entry: Entry) -> int | None:
+        """The kept row that shares most with the entry's prompt, if it is worth a copy."""
+        head = list(entry.prompt[:LEAST])
+        alike = {
+            number: shared_length(tokens, entry.prompt[:-1])
+            for number, (tokens, _) in self._kept.items()
+            if tokens[:LEAST] == head
+        }
+        return max(alike, key=lambda number: alike[number], default=None)
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    first = list(one)
+    second = list(other)
+    places = range(min(len(first), len(second)))
+    return bisect.bisect_left(places, True, key=lambda n: first[: n + 1] != second[: n + 1])
 
 
 def nothing_yet(sampling: Sampling) -> Ended:

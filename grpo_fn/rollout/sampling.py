@@ -131,7 +131,7 @@ def compiled_draw(sampling: Sampling) -> Compiled:
     return _compiled_draw(attrs.evolve(distribution_of(sampling), repetition_penalty=1.0))
 
 
-@functools.cache
+@functools.lru_cache(64)  # a server's clients have any distribution
 def _compiled_draw(sampling: Sampling) -> Compiled:
     return compiled(lambda logits_bv, bits_bw: draw(logits_bv, bits_bw, sampling))
 

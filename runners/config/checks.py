@@ -21,6 +21,7 @@ from runners.config.names import (
     SHIPPED,
     TASK_SCORE,
     TASKS,
+    TASKSETS,
     other_name,
 )
 from runners.config.reading import Settings
@@ -39,15 +40,17 @@ _BUDGETED = ("affine-3", "affine-4", "affine-6")
 # A key and its value ("": any) → keys that have to be empty beside it.
 _EXCLUDED_BY = {
     ("data.image", ""): (
-        *("model.loader", "env.factory", "env.tools"),
+        *("model.loader", "env.factory", "env.tools", "env.program", "env.taskset"),
         *("loss.router_aux_coef", "loss.router_replay"),
     ),
     ("data.prompt_form", "raw"): (
         *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
-        *("env.factory", "env.tools"),
+        *("env.factory", "env.tools", "env.program", "env.taskset"),
     ),
     ("teacher.path", ""): ("data.image", "rollout.first_stage"),
-    ("teacher.hint", ""): ("env.factory", "env.tools"),
+    ("teacher.hint", ""): ("env.factory", "env.tools", "env.program", "env.taskset"),
+    ("env.program", ""): ("env.factory", "env.tools", "env.taskset"),
+    ("env.taskset", ""): ("env.factory", "env.tools"),
 }
 
 # A key and its value ("": any) → keys that change nothing without it.
@@ -99,6 +102,10 @@ class _Paths:
 
         functions = reward.functions
         chosen = given("reward.functions")
+        taskset = self.found.values.get("env", {}).get("taskset")
+        program = given("env.program") or taskset  # it asks and scores as it likes
+        if taskset and isinstance(taskset, str) and not given("data.source"):
+            data = attrs.evolve(data, source=taskset, eval_split=data.split)
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
@@ -107,7 +114,9 @@ class _Paths:
             )
         if not given("answer.form"):
             own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
-            answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
+            answer = attrs.evolve(
+                answer, form=NONE if own or program or not data.answer else answer.form
+            )
         elif ":" in answer.form and answer.form.partition(":")[0] not in FORMS:
             answer = attrs.evolve(answer, form=self.function(answer.form, "answer.form"))
         try:
@@ -121,8 +130,8 @@ class _Paths:
             )
         if not chosen and data.source.startswith(TASKS):
             functions = (TASK_SCORE,)
-        elif not chosen and answer.form != "xml":
-            functions = () if form is None else REWARD_NAMES[:1]
+        elif not chosen and (program or answer.form != "xml"):
+            functions = () if program or form is None else REWARD_NAMES[:1]
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
@@ -143,7 +152,7 @@ class _Paths:
     def data(self, name: str, key: str) -> str:
         return (
             name
-            if name.startswith(TASKS)
+            if name.startswith((TASKS, TASKSETS))
             else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
         )
 
@@ -160,6 +169,11 @@ class _Paths:
             self.file(name, key) if name.endswith(".py") else self.function(name, key, expected)
             for name in names
         )
+
+    def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
+        """A command, with the paths of the files that it names."""
+        found = {word: self.existing(word) for word in command[1:] if "." in word}
+        return tuple(found.get(word) or word for word in command)
 
     def rewards(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         def one(name: str) -> str:
@@ -246,6 +260,7 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
     "reward.functions": _Paths.rewards,
     "teacher.path": _Paths.model,
     "env.tools": _Paths.tools,
+    "env.program": _Paths.program,
     "env.factory": functools.partial(_Paths.function, expected=f"a class, {FUNCTION_FORMS}"),
     "sft.completions": _Paths.completions,
 }
@@ -289,7 +304,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
     modes = {rollout.quantization, loss.ref_quantization} - {"none"}
-    measures = rewards or built["sft"].only or built["env"].factory
+    env = built["env"]
+    measures = rewards or built["sft"].only or env.factory or env.agents
     or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
@@ -303,7 +319,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
-        ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
+        ("env.taskset", env.taskset and not env.taskset.startswith(TASKSETS),
+            f'a name such as "{TASKSETS}ID"'),
+        ("rollout.first_stage", rollout.first_stage and env.answers, "0 with [env]"),
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
             f"1.0 with {REWARD_NAMES[0]}, where right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,

@@ -20,6 +20,9 @@ TASKS = "reasoning-gym:"
 TASK_SCORE = "runners.rewards.task_score:task_score"
 """How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
 
+TASKSETS = "verifiers:"
+"""How `env.taskset`, and with it `data.source`, name a taskset of verifiers."""
+
 REWARD_NAMES = (
     "correctness_reward_func",
     "int_reward_func",
@@ -48,6 +51,7 @@ REWARD_ARGUMENTS = (
     "log_extra",
     "log_metric",
     "environments",
+    "printed",
 )
 """The arguments that every reward may take besides the dataset's columns."""
 

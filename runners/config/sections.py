@@ -252,22 +252,29 @@ class SftConfig:
 
 @attrs.frozen(kw_only=True)
 class EnvConfig:
-    """[env]: what replies to the model's turns; without factory and tools, completions have one turn."""
+    """[env]: what replies to the model's turns; without factory, tools and program, completions have one turn."""
 
     factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are the tools; empty: none")
     tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; a file name alone: all of its public functions", "no empty string")
-    max_turns: int = key(8, "maximum number of model turns in a conversation; tool calls in the last one are not executed", ">= 1")
+    program: tuple[str, ...] = key((), 'a command that runs one episode, such as `["python", "agent.py"]`: it calls the model at `OPENAI_BASE_URL`, and prints its reward; see [agents](agents.md)', "no empty string")
+    taskset: str = key("", 'a taskset of verifiers, `"verifiers:ID"`, whose tasks are the data and whose harness and rewards make an episode; see [agents](agents.md)')
+    max_turns: int = key(8, "maximum number of model turns in a conversation; tool calls in the last one are not executed. For a program: maximum number of its calls", ">= 1")
     max_tool_calls: int = key(0, "maximum number of tool calls in a conversation; any further call returns an error; 0: no limit", ">= 0")
     max_observation_tokens: int = key(512, "a tool's result is truncated to this many tokens", ">= 1")
-    timeout: float = key(30.0, "time limit for all calls of a turn, or for a `reset`, in seconds; 0: no limit", LONG)
-    workers: int = key(32, "maximum number of concurrent calls, each in a thread; coroutines are not limited", ">= 1")
+    timeout: float = key(30.0, "time limit for all calls of a turn, or for a `reset`, in seconds; for a program: between two of its calls; 0: no limit", LONG)
+    workers: int = key(32, "maximum number of concurrent calls, each in a thread, or of programs; coroutines are not limited", ">= 1")
     on_error: Literal["observation", "no_reward"] = key("observation", "if a call fails or times out: show the model the error, or end the conversation without a reward")
     schedule: Literal["together", "arrival"] = key("together", "when conversations continue: `together`, once no completion is still decoding, which gives reproducible numbers; or `arrival`, each as soon as its reply arrives")
 
     @property
     def answers(self) -> bool:
-        """Whether anything replies to the model's turns."""
-        return bool(self.factory or self.tools)
+        """Whether completions are conversations."""
+        return bool(self.factory or self.tools or self.agents)
+
+    @property
+    def agents(self) -> bool:
+        """Whether programs own the conversations, and call the model."""
+        return bool(self.program or self.taskset)
 
 
 @attrs.frozen(kw_only=True)

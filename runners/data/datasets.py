@@ -3,6 +3,7 @@ by row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from runners.answers.forms import FORMS, NONE
 from runners.answers.values import parse_number
 from runners.config.loading import Config
-from runners.config.names import TASKS, other_name
+from runners.config.names import TASKS, TASKSETS, other_name
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.messages import gold_turn, prompt_fault, prompt_of
@@ -35,6 +36,9 @@ from runners.machine.versions import install_hint
 from runners.quickstart import DATA
 from runners.sandbox.code_tests import read_tests
 from runners.sandbox.sandbox import check_sandbox
+from runners.user_code.worker import Worker
+
+ROWS = "runners.agents.tasksets:rows"  # the operation that reads a taskset
 
 _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
@@ -134,8 +138,12 @@ def load_split(
     source = _local(config)
     where = f"{config.source} ({split})"
     if source is None:
-        is_task = config.source.startswith(TASKS)
-        found = task_rows(config, split) if is_task else hub_rows(config, split, key)
+        if config.source.startswith(TASKS):
+            found = task_rows(config, split)
+        elif config.source.startswith(TASKSETS):
+            found = taskset_rows(config, folders)
+        else:
+            found = hub_rows(config, split, key)
     else:
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else where
@@ -259,6 +267,15 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     except Exception as error:
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
         raise UserError(f"{place}, which could not be downloaded: {error_line(error)}") from error
+
+
+def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
+    """The tasks of a taskset, in its order: question, answer if they have one, and number. It is
+    read in a process of its own. Raises UserError if it cannot be loaded."""
+    name = config.source.removeprefix(TASKSETS)
+    with closing(Worker()) as worker:
+        rows = worker.load(ROWS, name, tuple(map(str, folders)), config.max_samples)
+    return [Row(row, f"{config.source}, task {row['task']}") for row in rows]
 
 
 def task_rows(config: DataConfig, split: str) -> list[Row]:

@@ -61,8 +61,9 @@ class Request:
     seeds: tuple[Seed, ...]
     drawn: int = 0  # tokens of the prompt that were sampled with these seeds before
     images: PromptImages | None = None  # None: the prompt has none
-    # The next two only save time: a request that continues another one computes no token twice.
+    # The next three only save time: a request that continues another one computes no token twice.
     keep: bool = False  # whether another request will continue this one
+    borrows: bool = False  # whether what was kept of any request may be used, for a copy
     # a kept request of one completion, with whose tokens the prompt begins
     continues: Ticket | None = None
 

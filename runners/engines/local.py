@@ -113,6 +113,7 @@ class LocalEngine:
             images=request.images,
             drawn=request.drawn,
             keep=request.keep,
+            borrows=request.borrows,
         )
         check_entry(self._weights.policy, entry)
         ticket = Ticket(next(self._tickets))
@@ -320,6 +321,8 @@ class LocalEngine:
                 f"stop = {stop}: this engine has no tokenizer, which is needed to find them"
             )
         if stop not in self._stops:
+            if len(self._stops) >= 64:  # a server's clients have any
+                self._stops.clear()
             self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
         return self._stops[stop]
 

@@ -1,4 +1,4 @@
-"""Rollouts from any engine: completions of prompts, and conversations with external replies."""
+"""Rollouts from any engine: completions of prompts, and conversations with turns from outside."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.images import PromptImages
 from grpo_fn.prng import completion_keys
-from grpo_fn.rollout import Conversation, Ended, Interrupted, Replies, nothing_yet, rollout_of
-from grpo_fn.trees import flat, on_host
+from grpo_fn.rollout import Ended, Interrupted, Replies, rollout_of
+from grpo_fn.trees import on_host
 from runners.engines.engine import Engine, Request, Row, Seed, ShouldStop, Ticket, never
 from runners.errors import UserError
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """`should_stop` has ended the sampling. Its results are discarded, except by callers that show
-    partial results."""
+    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts
+    of it."""
 
     def __init__(self, rollout: g.Rollout) -> None:
-        """`rollout`: the tokens sampled so far; its rows may be empty."""
+        """`rollout`: what had been sampled; its rows may be empty."""
         super().__init__("the sampling was interrupted")
         self.rollout = rollout
 
@@ -45,9 +45,9 @@ def requests_of(
     numbers: Sequence[int] | None = None,
     vision: VisionPart | None = None,
 ) -> list[Request]:
-    """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
+    """G completions of each prompt; completion g of prompt n draws from (key, n, g).
 
-    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part, prompts may have images.
+    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part prompts may have images.
     """
     images = vision.see(prompts) if vision else None
     seeds = seeds_of(key, range(len(prompts)) if numbers is None else numbers, sampling)
@@ -78,7 +78,7 @@ def generate(
 ) -> g.Rollout:
     """The completions of requests of G seeds each.
 
-    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
+    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
     tickets: list[Ticket] = []
     rows: dict[Ticket, tuple[Row, ...]] = {}
@@ -92,14 +92,11 @@ def generate(
         for ticket in left:
             engine.cancel(ticket)
         rows |= engine.collect(len(left)) if left else {}
-    whole = flat(rows[ticket] for ticket in tickets)
-    rollout = _rollout(
-        [request.prompt for request in requests],
-        sampling,
-        [_ended(row, sampling) for row in whole],
-        [row.versions for row in whole],
-        images=[request.images for request in requests],
-    )
+    whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
+    images = [request.images for request in requests]
+    prompts = [request.prompt for request in requests]
+    size = sampling.num_generations
+    rollout = _rollout(prompts, size, whole, images, with_entropy=sampling.with_entropy)
     if left:
         raise Cancelled(rollout)
     return rollout
@@ -107,49 +104,73 @@ def generate(
 
 def _rollout(
     prompts: Sequence[tuple[int, ...]],
-    sampling: g.Sampling,
-    rows: Sequence[Ended],
-    versions: Sequence[Sequence[tuple[int, int]]],
+    size: int,
+    rows: Sequence[Row | Talk],
+    images: Sequence[PromptImages | None],
     *,
-    images: Sequence[PromptImages | None] = (),
-    sampled: Sequence[Sequence[bool]] | None = None,
+    with_entropy: bool,
 ) -> g.Rollout:
-    """The rollout of these rows, with the versions of their weights."""
-    oldest = [min((version for version, _ in each), default=0) for each in versions]
-    known = [*prompts, *(row.tokens for row in rows if row.tokens)]
+    """The rollout of these rows, `size` of each prompt, with the versions of their weights."""
+    ended = [
+        Ended(
+            tokens=list(row.tokens),
+            logp=list(row.logp),
+            entropy=list(row.entropy or ()) if with_entropy else None,
+            finished=row.finish == "stop",
+        )
+        for row in rows
+    ]
+    versions = [min((version for version, _ in row.versions), default=0) for row in rows]
+    flags = [row.sampled for row in rows if isinstance(row, Talk)]
     return rollout_of(
         prompts,
-        sampling.num_generations,
-        rows,
-        vocabulary=1 + max(map(max, known), default=0),
+        size,
+        ended,
+        vocabulary=1
+        + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
         images=images if any(each is not None for each in images) else None,
-        sampled=sampled or None,
-        version_b=mx.array(oldest, mx.int32),
+        sampled=flags if flags else None,
+        version_b=mx.array(versions, mx.int32),
     )
 
 
-def _ended(row: Row, sampling: g.Sampling) -> Ended:
-    """A completion as the core has it."""
-    return Ended(
-        tokens=list(row.tokens),
-        logp=list(row.logp),
-        entropy=list(row.entropy or ()) if sampling.with_entropy else None,
-        finished=row.finish == "stop",
-    )
+@attrs.define(eq=False)
+class Talk:
+    """One row: turns that were sampled, and between them tokens that were given."""
 
-
-@attrs.define(eq=False, kw_only=True)
-class _Talk(Conversation):
     prompt: tuple[int, ...]
     seed: Seed
+    tokens: list[int] = attrs.field(factory=list)
+    sampled: list[bool] = attrs.field(factory=list)
+    logp: list[float] = attrs.field(factory=list)
+    entropy: list[float] = attrs.field(factory=list)
     versions: list[tuple[int, int]] = attrs.field(factory=list)
+    finish: str = "length"
 
-    def after(self, head: Sequence[int], sampling: g.Sampling) -> _Talk:
+    def sample(self, row: Row) -> None:
+        """Append a turn."""
+        self.tokens += row.tokens
+        self.sampled += [True] * len(row.tokens)
+        self.logp += row.logp
+        self.entropy += row.entropy or ()
+        self.versions += row.versions
+        self.finish = row.finish
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logp += [0.0] * len(tokens)
+        self.entropy += [0.0] * len(tokens)
+        self.finish = "length"
+
+    def after(self, head: Sequence[int]) -> Talk:
         """The same row behind given tokens that are no longer part of its prompt."""
-        row = attrs.evolve(self, done=nothing_yet(sampling), sampled=[])
+        row = Talk(self.prompt, self.seed)
         row.give(head)
-        row.add(self.done)
-        row.sampled[len(head) :] = self.sampled
+        for name in ("tokens", "sampled", "logp", "entropy", "versions"):
+            getattr(row, name).extend(getattr(self, name))
+        row.finish = self.finish
         return row
 
 
@@ -162,25 +183,22 @@ def converse(
     together: bool = True,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """Conversations: each finished turn may get a reply, whose tokens follow it, and then
-    continues.
+    """Conversations: each turn that ends may have a reply, whose tokens follow it, and then goes
+    on.
 
     Args:
-        engine, sampling: as for `generate`; `max_new_tokens` limits a conversation, including given
-            tokens.
-        requests: with one seed each, in groups of G. The part of a prompt after the
-            group's common prefix becomes the start of its completion, as given tokens.
-        replies: answers turns. Rows are numbered like the requests.
-        together: start turns only when no row is decoding and all replies have arrived: the same
-            numbers bit for bit each time. False: start a turn as soon as its reply has arrived, so
-            that a slow reply delays no other row.
+        engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens
+            included.
+        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's
+            prompts have in common is put in front of its completion, as given tokens.
+        replies: answers turns. Rows are numbered as the requests.
+        together: begin turns when no row decodes any more and all replies are there: the same
+            numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
+            one delays no other row.
 
-    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
+    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
-    talks = [
-        _Talk(done=nothing_yet(sampling), prompt=request.prompt, seed=request.seeds[0])
-        for request in requests
-    ]
+    talks = [Talk(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
     held: dict[
@@ -190,13 +208,13 @@ def converse(
     def take_turn(row: int) -> None:
         talk = talks[row]
         request = Request(
-            prompt=(*talk.prompt, *talk.done.tokens),
+            prompt=(*talk.prompt, *talk.tokens),
             seeds=(talk.seed,),
             drawn=sum(talk.sampled),
             keep=True,
             continues=held.get(row),
         )
-        room = sampling.max_new_tokens - len(talk.done.tokens)
+        room = sampling.max_new_tokens - len(talk.tokens)
         turn_sampling = attrs.evolve(sampling, num_generations=1, max_new_tokens=room)
         held[row] = engine.submit(request, turn_sampling)
         decoding[held[row]] = row
@@ -204,15 +222,11 @@ def converse(
     def end(row: int) -> None:
         engine.cancel(held.pop(row))
 
-    def sample(row: int, turn: Row) -> None:
-        talks[row].add(_ended(turn, sampling))
-        talks[row].versions += turn.versions
-
     def hear(ticket: Ticket, turn: Row) -> None:
         row = decoding.pop(ticket)
-        sample(row, turn)
-        tokens = talks[row].done.tokens
-        goes_on = turn.finish == "stop" and len(tokens) < sampling.max_new_tokens
+        talk = talks[row]
+        talk.sample(turn)
+        goes_on = turn.finish == "stop" and len(talk.tokens) < sampling.max_new_tokens
         if goes_on and turn.tokens and replies.begin(row, turn.tokens):
             waiting.add(row)
         else:
@@ -223,9 +237,9 @@ def converse(
         talk = talks[row]
         if tokens is None:
             end(row)
-        elif len(talk.done.tokens) + len(tokens) >= sampling.max_new_tokens:
+        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:
             # There is no room for an answer to it.
-            talk.done = attrs.evolve(talk.done, finished=False)
+            talk.finish = "length"
             end(row)
         else:
             talk.give(tokens)
@@ -252,8 +266,8 @@ def converse(
         for ticket in held.values():
             engine.cancel(ticket)
         for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
-            sample(decoding[ticket], turn)
-    rollout = _grouped(talks, sampling)
+            talks[decoding[ticket]].sample(turn)
+    rollout = grouped(talks, sampling.num_generations, with_entropy=sampling.with_entropy)
     if held:
         raise Cancelled(rollout)
     return rollout
@@ -263,28 +277,21 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
     rows = set(found)
     if not rows <= waiting or len(rows) < least:
         raise ValueError(
-            f"replies arrived for rows {sorted(rows)}: expected at least {least} of the rows "
+            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows "
             f"{sorted(waiting)}"
         )
 
 
-def _grouped(talks: Sequence[_Talk], sampling: g.Sampling) -> g.Rollout:
-    """The rollout of groups of G rows, whose prompt is what theirs have in common."""
-    size = sampling.num_generations
+def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollout:
+    """The rollout of groups of `size` rows, whose prompt is what theirs have in common."""
     prompts: list[tuple[int, ...]] = []
-    rows: list[_Talk] = []
+    rows: list[Talk] = []
     for start in range(0, len(talks), size):
         group = talks[start : start + size]
         shared = _shared_length([talk.prompt for talk in group])
         prompts.append(group[0].prompt[:shared])
-        rows += [talk.after(talk.prompt[shared:], sampling) for talk in group]
-    return _rollout(
-        prompts,
-        sampling,
-        [row.done for row in rows],
-        [row.versions for row in rows],
-        sampled=[row.sampled for row in rows],
-    )
+        rows += [talk.after(talk.prompt[shared:]) for talk in group]
+    return _rollout(prompts, size, rows, [None] * len(prompts), with_entropy=with_entropy)
 
 
 def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
@@ -292,5 +299,7 @@ def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
     same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     count = sum(1 for _ in same)
     if not count:
-        raise UserError("the prompts of a group have no common first token")
+        raise UserError(
+            "the prompts of a group have no first token in common: a template begins with one"
+        )
     return count

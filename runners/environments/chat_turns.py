@@ -18,6 +18,7 @@ from runners.tokenization.text import TextDecoder, encode
 
 LONGEST = 32  # characters of a token; on average they are hardly longer
 _ASKED = {"role": "user", "content": "a question"}
+_SAID = "the answer"
 _PROBE = "observed"  # some templates leave out what they do not support
 
 
@@ -80,13 +81,17 @@ class ChatTurns:
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
-        ends = [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
+        ends = self._ends()
         place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
         close = before[place:] if place >= 0 else ""
         # the turn has ended, with any of the model's end tokens
         if tokens and tokens[-1] in self.end_ids:
             close = close[max((len(text) for text in ends if close.startswith(text)), default=0) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
+
+    def _ends(self) -> list[str]:
+        """The texts of the tokens that end a turn."""
+        return [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
 
     def _forms(
         self, observations: Sequence[dict[str, Any]]
@@ -122,6 +127,15 @@ class ChatTurns:
                 continue
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
+            # Some templates write an assistant's last turn differently (Qwen3: with empty thoughts).
+            said = {**assistant, "content": _SAID}
+            whole = self._apply([_ASKED, said, *following], head=True)
+            behind = whole.rfind(_SAID) + 1
+            stops = [
+                whole.find(end, behind) + len(end) for end in self._ends() if end in whole[behind:]
+            ]
+            if shows and behind and stops:
+                return whole[: min(stops)], whole[min(stops) :]
         raise UserError(
             "the tokenizer's chat template cannot put a tool's message after an assistant's turn"
             + fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
@@ -33,6 +33,39 @@ from runners.user_code.worker import Calls, Worker
 _numbers = itertools.count()  # of environments
 
 
+class Player(Protocol):
+    """What plays a run's conversations: environments that reply, or programs that own the loop."""
+
+    reward: Reward | None  # its own
+    turn_reward: Reward | None  # the sum of its own rewards of turns
+
+    @property
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """Those of the tools that prompts show."""
+        ...
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise UserError if it does not take the data's columns."""
+        ...
+
+    def play(
+        self,
+        engine: Engine,
+        examples: Sequence[Example],
+        sampling: g.Sampling,
+        *,
+        key: mx.array,
+        numbers: Sequence[int] | None = None,
+        should_stop: ShouldStop = never,
+    ) -> tuple[g.Rollout, list[FinishedEpisode]]:
+        """A rollout of G conversations of each example, and what is known of them.
+
+        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
+        2, … Raises Cancelled if `should_stop` ended it.
+        """
+        ...
+
+
 @attrs.define(eq=False)
 class Environments:
     """The environments of a run. Instances are made when needed, and reused after a `reset`.
@@ -53,6 +86,11 @@ class Environments:
     _hung: list[int] = attrs.field(factory=list)  # those that are not used again
 
     @property
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """See `Player`."""
+        return self.chat.schemas
+
+    @property
     def has_instances(self) -> bool:
         """Whether each completion has its own instance, in addition to plain tools."""
         return bool(self.config.factory)
@@ -67,12 +105,8 @@ class Environments:
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """A rollout of G conversations of each example, and their messages and counts.
-
-        The environments of the previous call are reused, so rewards must be finished with them.
-        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
-        2, … Raises Cancelled if `should_stop` ended it.
-        """
+        """See `Player`. The environments of the previous call are reused, so rewards must be finished
+        with them."""
         rows = repeated(examples, sampling.num_generations)
         numbers = range(len(examples)) if numbers is None else numbers
         seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
@@ -130,7 +164,7 @@ class Environments:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise UserError if the environment's `reset` does not take the data's columns."""
+        """See `Player`: `reset` takes them."""
         if self.has_instances:
             _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
@@ -279,7 +313,7 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
     return outcome.value
 
 
-def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
+def all_rewards(rewards: Sequence[Reward], environments: Player | None) -> tuple[Reward, ...]:
     """The config's rewards and the environment's, that of its turns last. UserError if there are
     none, or one lacks an argument."""
     for reward in rewards:

@@ -13,7 +13,7 @@ import grpo_fn as g
 from runners.answers.forms import AnswerForm, fitting_form
 from runners.data.prompts import Example, columns_of
 from runners.engines.engine import Engine
-from runners.environments.environments import Environments
+from runners.environments.environments import Player
 from runners.errors import UserError
 from runners.images.tower import VisionPart
 from runners.inference.text_generation import LENGTH, Batch, sample_batches
@@ -64,7 +64,7 @@ class Evaluator:
     decoder: TextDecoder
     nudge: str
     rows: int = 0  # completions at a time; 0: 256
-    environments: Environments | None = None  # with them each problem is a conversation
+    environments: Player | None = None  # with them each problem is a conversation
     vision: VisionPart | None = None
     state: TrainerState = NO_RUN  # for rewards that ask for it
     problems: dict[str, None] = attrs.field(factory=dict)  # faults so far, a line each
@@ -140,6 +140,7 @@ class Evaluator:
             self.state,
             conversations=None if played is None else [each.messages for each in played],
             environments=None if played is None else [each.environment for each in played],
+            printed=None if played is None else [each.printed for each in played],
         )
         self.problems.update(dict.fromkeys(scores.problems))
         if played is not None:
@@ -149,7 +150,7 @@ class Evaluator:
 
     def _as_episode(self, one: Completion, played: FinishedEpisode) -> Completion:
         """A conversation's completion with its counts, and whether it is a success."""
-        own = self.environments and self.environments.reward
+        own = None if self.environments is None else self.environments.reward
         success = None if one.right is None else one.right and not played.fault
         if own is not None and own.name in one.rewards:
             success = (one.rewards[own.name] or 0.0) >= SUCCESS

@@ -11,12 +11,13 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.prng import EVALUATION, fold_in
+from runners.agents.agents import build_player
 from runners.checkpoints.manifest import digest
 from runners.config.loading import Config, load_config, run_of
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
 from runners.engines.settings import sampling_of
-from runners.environments.environments import Environments, build_environments
+from runners.environments.environments import Player
 from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult, pass_at_k
 from runners.evaluation.completions import Completion, Evaluator
@@ -96,7 +97,7 @@ def open_model(
     trust_remote_code: bool,
     adapter: str = "",
     dtype: str = "auto",
-) -> tuple[InferenceModel, Environments | None]:
+) -> tuple[InferenceModel, Player | None]:
     """A model, read as a config says, and the config's environments.
 
     `adapter` and `dtype` are arguments of `load_inference`.
@@ -113,15 +114,7 @@ def open_model(
         image_max_pixels=config.data.image_max_pixels,
     )
     use_template(loaded.tokenizer, config.data.chat_template)
-    environments = build_environments(
-        config.env,
-        config.data,
-        loaded.tokenizer,
-        loaded.decoder,
-        loaded.eos_ids,
-        config.folders,
-        worker,
-    )
+    environments = build_player(config, loaded.tokenizer, loaded.decoder, loaded.eos_ids, worker)
     return loaded, environments
 
 
@@ -129,7 +122,7 @@ def evaluator_of(
     model: InferenceModel,
     config: Config,
     rewards: Sequence[Reward],
-    environments: Environments | None,
+    environments: Player | None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
     """The objects that complete and score a config's problems with a model, and sampling as in
@@ -174,7 +167,7 @@ def measure(
     num: int = 0,
     ks: Sequence[int] = (),
     rows: int = 0,
-    environments: Environments | None = None,
+    environments: Player | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelResult:
     """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in

@@ -72,7 +72,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     config = with_answers_of(config, *rows)
     data = config.data
     columns = reward_columns((*rows[0], *rows[1]), data.answer)
-    check_columns(rewards, columns, environments=config.env.answers)
+    check_columns(rewards, columns, environments=config.env.answers and not config.env.agents)
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, data.chat_template)
@@ -85,7 +85,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     # Without an episode there is nothing that these could score.
     if environments is not None:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
-    tools = environments.chat.schemas if environments else ()
+    tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, data, tokenizer, tools, processor, columns) for part in rows
     )

@@ -54,7 +54,7 @@ def open_problems(
     config = with_answers_of(config, rows)
     del rows[len(rows) if most is None else most :]
     processor = loaded.vision.processor if loaded.vision else None
-    tools = environments.chat.schemas if environments else ()
+    tools = environments.schemas if environments else ()
     examples, too_long = build_examples(rows, config.data, loaded.tokenizer, tools, processor)
     notices = list(loaded.notices)
     if most is None:

@@ -18,7 +18,7 @@ from runners.data.prompts import Example
 from runners.data.rendering import NO_KWARGS
 from runners.engines.engine import DEFAULT_ROWS, Engine, ShouldStop, Ticket, Token, never
 from runners.engines.rollouts import Cancelled, generate, requests_of
-from runners.environments.environments import Environments
+from runners.environments.environments import Player
 from runners.errors import UserError, gigabytes
 from runners.images.image_files import ImageFile
 from runners.images.tower import VisionPart
@@ -57,7 +57,7 @@ def sample_batches(
     decoder: TextDecoder,
     nudge: str = "",
     rows: int = 0,
-    environments: Environments | None = None,
+    environments: Player | None = None,
     vision: VisionPart | None = None,
     should_stop: ShouldStop = never,
     numbered: Sequence[int] | None = None,

@@ -19,6 +19,7 @@ from runners.config.sections import LossConfig
 from runners.data.curriculum import Outcome
 from runners.data.messages import Message
 from runners.data.prompts import Example
+from runners.engines.rollouts import Talk, grouped
 from runners.rewards.calls import TURN_REWARDS
 from runners.rewards.scoring import Failed, Scores
 
@@ -37,6 +38,10 @@ class FinishedEpisode:
     fault: str  # why the row has no reward; empty: it has one
     sampled: Sequence[int]  # tokens
     seconds: float  # of its calls
+    # rows of the episode besides the one in the rollout, which is its last: each began where a
+    # prompt did not continue the row before
+    earlier: Sequence[Talk] = ()
+    printed: Mapping[str, Any] | None = None  # the last object of JSON that its program printed
 
 
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
@@ -95,6 +100,56 @@ class Experience:
         first stage."""
         lengths = np.array(self.rollout.lengths_b)
         return lengths > 0 if self.played is None else np.ones(len(lengths), bool)
+
+
+def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
+    """Every row of all episodes, each with a prompt of its own: those of the rollout, then the
+    earlier ones; the advantages of each, [B,1] or of its turns [B,1,S]; and the number of its
+    prompt, int32 [B]."""
+    rollout = experience.rollout
+    size = rollout.num_generations
+    prompts = tuple(chain.from_iterable([prompt] * size for prompt in rollout.prompts))
+    parts = [attrs.evolve(rollout, prompts=prompts, num_generations=1)]
+    episodes = [*range(len(prompts))]
+    first_turns = [0] * len(prompts)  # of each row, among those of its episode
+    for episode, each in enumerate(experience.played or ()):
+        if each.earlier:
+            parts.append(grouped(each.earlier, 1, with_entropy=rollout.entropy_bt is not None))
+            turns_b = np.array(parts[-1].turn_numbers()).max(axis=1) + 1
+            *begins, first_turns[episode] = [0, *np.cumsum(turns_b).tolist()]
+            episodes += [episode] * len(begins)
+            first_turns += begins
+    adv_b = experience.advantages_pg.reshape(len(prompts), -1)[mx.array(episodes)]
+    if experience.advantages_pg.ndim == 3:
+        last = adv_b.shape[1] - 1
+        turn_bs = mx.array(first_turns)[:, None] + mx.arange(last + 1)
+        adv_b = mx.take_along_axis(adv_b, mx.minimum(turn_bs, last), axis=1)[:, None]
+    alone = range(len(rollout.prompts), len(rollout.prompts) + len(episodes) - len(prompts))
+    groups = [row // size for row in range(len(prompts))]
+    return g.join_rollouts(parts), adv_b, mx.array([*groups, *alone], mx.int32)
+
+
+def turn_states(experience: Experience) -> mx.array:
+    """`Rollout.turn_states` of whole episodes: the turns of their earlier rows come first."""
+    rollout = experience.rollout
+    played = experience.played or ()
+    if not any(each.earlier for each in played):
+        return rollout.turn_states()
+    whole = []
+    for row, (tokens, sampled) in enumerate(
+        zip(rollout.completions(), rollout.sampled(), strict=True)
+    ):
+        prompt = rollout.prompts[row // rollout.num_generations]
+        talk = Talk(prompt, (0, 0))
+        for number, each in enumerate(played[row].earlier):
+            talk.give(each.prompt if number else ())
+            talk.tokens += each.tokens
+            talk.sampled += each.sampled
+        talk.give(prompt if played[row].earlier else ())
+        talk.tokens += tokens
+        talk.sampled += sampled
+        whole.append(talk)
+    return grouped(whole, rollout.num_generations, with_entropy=False).turn_states()
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
@@ -216,11 +271,11 @@ def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
     )
 
 
-def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
+def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> list[str]:
     """A line if there are more rewards than turns. Without the last reward in `scores`, a row has
     no rewards of turns either."""
     column = scores.extras.setdefault(TURN_REWARDS, [None] * scores.values_kb.shape[1])
-    turns_b = np.array(rollout.turn_numbers()).max(axis=1) + 1
+    turns_b = [each.counts["turns"] for each in played]
     lengths = [len(row or ()) for row in column]
     excess = [row for row, turns in enumerate(turns_b) if lengths[row] > turns]
     scores.values_kb[-1, excess] = np.nan
@@ -241,12 +296,11 @@ def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards
     baseline distinguish turns."""
     assert loss.baseline is not None and loss.scale is not None  # Config.check
     rewards_pg = experience.rewards_pg
-    rollout = experience.rollout
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state
     if experience.played is None or not by_turn:
         rewards = mx.array(rewards_pg.astype(np.float32))
         return g.group_advantages(rewards, baseline=loss.baseline, scale=loss.scale)
-    states_pgs = rollout.turn_states()
+    states_pgs = turn_states(experience)
     column = experience.extras[TURN_REWARDS] if with_turn_rewards else [None] * rewards_pg.size
     others_kb = experience.values_kb[:-1] if with_turn_rewards else experience.values_kb
     rewards_bs = np.full((rewards_pg.size, states_pgs.shape[2]), np.nan)

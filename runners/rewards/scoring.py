@@ -180,13 +180,14 @@ class Scorer:
         *,
         conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         environments: Sequence[Any] | None = None,
+        printed: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Scores:
         """Calls every reward on B completions; those of one prompt are adjacent.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each
         completion. A reward gets, by name, those arguments of docs/rewards.md that it takes, in
         lists of its own. With `conversations`, the messages of each are its completion;
-        `environments` are passed on unchanged.
+        `environments`, and what programs `printed`, are passed on unchanged.
 
         Raises UserError for a reward that needs a missing column; RewardError for an error if
         `on_error` is "raise".
@@ -200,7 +201,7 @@ class Scorer:
             "prompts": prompts,
             "completion_ids": completion_ids,
         }
-        lists["environments"] = environments
+        lists |= {"environments": environments, "printed": printed}
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
         outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)

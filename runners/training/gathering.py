@@ -12,6 +12,7 @@ import numpy as np
 
 import grpo_fn as g
 from runners.data.prompts import Example
+from runners.engines.rollouts import Talk
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import (
     FAULT,
@@ -65,7 +66,11 @@ def _packed(experience: Experience) -> dict[str, Any]:
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
         "played": experience.played
-        and [_fields(each, "environment") for each in experience.played],
+        and [
+            _fields(each, "environment", "earlier")
+            | {"earlier": [attrs.asdict(talk) for talk in each.earlier]}
+            for each in experience.played
+        ],
         "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
     }
 
@@ -82,10 +87,16 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
-        "played": played and [FinishedEpisode(environment=None, **each) for each in played],
+        "played": played and [_unpacked_episode(each) for each in played],
         "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
     }
     return Experience(**fields)
+
+
+def _unpacked_episode(value: dict[str, Any]) -> FinishedEpisode:
+    earlier = [Talk(**talk | {"prompt": tuple(talk["prompt"])}) for talk in value["earlier"]]
+    fields: dict[str, Any] = value | {"environment": None, "earlier": earlier}
+    return FinishedEpisode(**fields)
 
 
 def _fields(value: Any, *left: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, ShouldStop, Weights, never
 from runners.engines.rollouts import generate, requests_of
-from runners.environments.environments import Environments
+from runners.environments.environments import Player
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
@@ -85,7 +85,7 @@ class Collector:
     config: Config  # checked: [loss] complete
     order: PromptOrder
     ranks: Ranks = attrs.field(factory=Ranks)
-    environments: Environments | None = None  # they answer the model's turns
+    environments: Player | None = None  # they answer the model's turns
     vision: VisionPart | None = None
     sampler: Executor | None = None  # in whose thread it samples; None: in the caller's
     should_stop: ShouldStop = never
@@ -275,11 +275,12 @@ class Collector:
             step.trainer_state,
             conversations=None if played is None else [each.messages for each in played],
             environments=None if played is None else [each.environment for each in played],
+            printed=None if played is None else [each.printed for each in played],
         )
         if played is not None:
             scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
-        if self._turn_rewards:
-            scores.problems.extend(check_turn_rewards(scores, rollout))
+        if self._turn_rewards and played is not None:
+            scores.problems.extend(check_turn_rewards(scores, played))
         form = self.config.answer_form
         penalty = length_penalty(self.config, rollout.lengths_b)
         penalty_b = None if penalty is None else np.array(penalty)

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from grpo_fn.policy import bound_positions
+from runners.agents.agents import build_player
 from runners.checkpoints.resume import decisions
 from runners.config.loading import Config
 from runners.config.names import REWARD_NAMES
@@ -22,9 +23,8 @@ from runners.data.stream import PromptOrder, RunLength, drawn
 from runners.engines.engine import Advance
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import (
-    Environments,
+    Player,
     all_rewards,
-    build_environments,
     load_code,
     start_worker,
 )
@@ -120,22 +120,14 @@ class SetUp:
         if config.sft.only and not config.data.answer:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
-        check_columns(rewards, columns, environments=config.env.answers)
+        check_columns(rewards, columns, environments=config.env.answers and not config.env.agents)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
         loaded.tokenizer.start = self.start
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
-        environments = build_environments(
-            config.env,
-            config.data,
-            loaded.tokenizer,
-            decoder,
-            loaded.eos_ids,
-            config.folders,
-            worker,
-        )
+        environments = build_player(config, loaded.tokenizer, decoder, loaded.eos_ids, worker)
         if environments is not None:
             environments.check_columns(columns)
         if rewards or not config.sft.only:
@@ -249,7 +241,7 @@ class SetUp:
         rows: tuple,
         columns: Mapping[str, str],
         loaded: LoadedModel,
-        environments: Environments | None,
+        environments: Player | None,
         reader: GoldReader | None,
     ) -> Data:
         config = self.config
@@ -259,7 +251,7 @@ class SetUp:
         vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
         positions = bound_positions(loaded.module)
         for name, part in zip(("train", "eval"), rows, strict=True):
-            schemas = environments.chat.schemas if environments else ()
+            schemas = environments.schemas if environments else ()
             processor = loaded.vision.processor if loaded.vision else None
             examples, too_long = build_examples(
                 part, config.data, loaded.tokenizer, schemas, processor, columns

@@ -18,7 +18,7 @@ from runners.data.curriculum import draw_weights, updated
 from runners.data.stream import PromptOrder, Weighted, drawn, gold_batch
 from runners.engines.engine import Engine
 from runners.rewards.calls import TrainerState
-from runners.rewards.experience import Experience
+from runners.rewards.experience import Experience, all_rows
 from runners.telemetry.run_statistics import Tally
 from runners.training.plan import Lesson, Plan, shapes_of
 from runners.training.rollout import Draw, gold_experience
@@ -215,12 +215,15 @@ def sync(plan: Plan, state: RunState) -> RunState:
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:
     """A batch step as one batch; its mask is True on the tokens that count in the loss."""
-    adv_pg = experience.advantages_pg
+    rollout, adv_pg, group_b = experience.rollout, experience.advantages_pg, None
+    if any(each.earlier for each in experience.played or ()):
+        rollout, adv_pg, group_b = all_rows(experience)
     if adv_pg.ndim == 3:
-        adv_pg = g.spread_over_turns(adv_pg, experience.rollout)
-    return g.make_batch(
-        experience.rollout,
+        adv_pg = g.spread_over_turns(adv_pg, rollout)
+    batch = g.make_batch(
+        rollout,
         adv_pg,
         mask_truncated=plan.config.loss.mask_truncated_completions,
         top_entropy_quantile=top_entropy_quantile,
     )
+    return batch if group_b is None else attrs.evolve(batch, group_b=group_b)

@@ -27,6 +27,7 @@ from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError
 from runners.files.durable import NEW, PREFIX
+from tests.support.agents import HEAD
 from tests.support.ranks.launching import Launched, begin, is_running
 from tests.support.resuming import LETTERS, embedded_config, outcome, saved, without_noise
 from tests.support.tiny_models import make_model_folder
@@ -54,6 +55,10 @@ TOOLS = [
 CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
+AGENTS = ["rollout.max_new_tokens=10", "optim.max_steps=8", "eval.every=0", "eval.at_start=false"]
+CALLS = """first = chat([question], max_tokens=6)["content"]
+chat([{"role": "user", "content": first + "?"}], max_tokens=6)
+"""
 KINDS = {  # ranks, settings
     "full": (1, ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"]),
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
@@ -61,6 +66,7 @@ KINDS = {  # ranks, settings
     "ahead 1": (1, [*CORRECTED, "rollout.max_staleness=1"]),
     "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", "model.tune=lora", "model.lora={rank=4}"]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
+    "agents": (1, ['env.program=["python", "agent.py"]', "env.timeout=300.0", *AGENTS]),
     "sft": (1, [*SHORT, *SUPERVISED, "model.tune=lora", "model.lora={rank=4}", "loss.sync_every=3"]),
     "budget": (1, [*SHORT, *BUDGET, "rollout.bits_budget=5", "loss.correction=token_truncate"]),
     "teacher": (1, [*SHORT, "teacher.path=self", "teacher.hint= It is {answer}.", "loss.sync_every=2"]),
@@ -94,6 +100,7 @@ class Harness:
         self.ranks, self.settings = KINDS[kind]
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
+        (folder / "agent.py").write_text(HEAD + CALLS)
         (folder / "train.toml").write_text(embedded_config(folder))
         make_model_folder(folder / "mixtral", "mixtral")
         straight = self.folder / "straight/tiny"

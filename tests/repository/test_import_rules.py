@@ -40,6 +40,16 @@ def test_light_folders_load_no_mlx():
     assert json.loads(in_new_process(code)) == []
 
 
+def test_the_http_server_is_imported_where_it_is_wanted():
+    """The packages of the extra serve are not everywhere: nothing of the shell needs them to be imported."""
+    modules = [module for module in map(module_of, SHELL) if module != "runners.serve.app"]
+    code = (
+        "import importlib, sys; sys.modules |= {'starlette': None, 'uvicorn': None};"
+        f"[importlib.import_module(name) for name in {modules!r}]"
+    )
+    in_new_process(code)
+
+
 @functools.cache
 def offered_names(folder: Path) -> set[str]:
     """The names that a folder's __init__ imports; of a file: none."""

@@ -44,6 +44,7 @@ USES = {
     "init": (["MODEL", "embedded", "--out", "made"], {"made"}),
     "generate": (["MODEL", "hi", "--max-tokens", "1"], set()),
     "chat": (["MODEL", "--max-tokens", "1"], set()),
+    "serve": (["MODEL", "--port", "0"], set()),
     "eval": (["MODEL", "--data", "embedded", "--samples", "1", "--max-tokens", "1"], set()),
     "convert": (["MODEL", "--out", "made"], {"made"}),
     "export": (["MODEL", "--out", "made"], {"made"}),
@@ -83,6 +84,12 @@ def table():
 
 
 TABLE = table()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    """A server ends at once."""
+    monkeypatch.setattr("runners.serve.service.Service.run", lambda *_, **__: None)
 
 
 def cells(column):

@@ -1,0 +1,264 @@
+"""Streams over HTTP from the server of `grpo serve`, and the same rows as one batch of the engine.
+
+All requests come at once, each a prompt of its own, with completions of a fixed length at temperature 1. The
+clients are a process of their own. *Processor time* is that of the server's process with its engine: on a CPU
+that others use, it is the one to trust. The time to the first token is the median of the streams, and the
+longest. *A shared system prompt* has 2,000 characters: cold, when no conversation had it before; and warm.
+If the model is a folder, `mlx_lm.server` gets the same texts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+import grpo_fn as g
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.record import Figure
+from benchmarks.harness.shapes import make_prompts
+from runners.engines.engine import Request, Weights
+from runners.inference.inference_model import InferenceModel, load_inference
+from runners.machine.startup import prepare
+from runners.serve.app import Server
+from runners.serve.chat import ServedModel
+from runners.serve.service import Service
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+LEAST = 0.9  # of the engine's own rate
+Asked = list[tuple[str, dict[str, Any]]]
+
+
+@attrs.frozen(kw_only=True)
+class Round:
+    """What came of requests."""
+
+    seconds: float
+    tokens: int
+    first: tuple[float, ...] = (0.0,)  # seconds to the first token
+    processor: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@contextmanager
+def clients(port: int) -> Iterator[Callable[[Asked], Round]]:
+    """A function that sends requests from another process, and waits for their streams."""
+    command = [sys.executable, "-m", "benchmarks.harness.http_clients", str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        writes, reads = process.stdin, process.stdout
+
+        def send(asked: Asked) -> Round:
+            writes.write(f"{json.dumps(asked)}\n")
+            writes.flush()
+            found = json.loads(reads.readline())
+            return Round(seconds=found["seconds"], tokens=found["tokens"], first=tuple(found["first"]))
+
+        yield send
+        writes.close()
+
+
+def batch(model: InferenceModel, prompts: Sequence[Sequence[int]], new: int) -> Round:
+    """The engine's own batch."""
+    engine = model.engine
+    sampling = g.Sampling(max_new_tokens=new)
+    began = time.perf_counter()
+    worked = time.process_time()
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(prompt=tuple(prompt), seeds=((0, number),)), sampling)
+    engine.collect(len(prompts))
+    seconds = time.perf_counter() - began
+    return Round(seconds=seconds, tokens=new * len(prompts), processor=time.process_time() - worked)
+
+
+@contextmanager
+def ours(model: InferenceModel) -> Iterator[Callable[[Asked], Round]]:
+    """A function that sends requests to our server, and decodes them in this thread."""
+    served = ServedModel(
+        name="model",
+        tokenizer=model.tokenizer,
+        decoder=model.decoder,
+        eos_ids=frozenset(model.eos_ids),
+        vocabulary=model.policy.vocabulary,
+        length=8192,
+        sampling=g.Sampling(),
+    )
+    service = Service(model.engine, served)
+    server = Server(service, public=service.open(records=False))
+    with server, clients(int(server.url.rpartition(":")[2])) as send:
+
+        def decode(asked: Asked) -> Round:
+            found: list[Round] = []
+
+            def call() -> None:
+                found.append(send(asked))
+                service.wake()
+
+            worked = time.process_time()
+            thread = threading.Thread(target=call)
+            thread.start()
+            service.run(lambda: bool(found))
+            thread.join()
+            return attrs.evolve(found[0], processor=time.process_time() - worked)
+
+        yield decode
+
+
+@contextmanager
+def theirs(folder: Path) -> Iterator[Callable[[Asked], Round]]:
+    """A function that sends requests to `mlx_lm.server`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            with clients(port) as send:
+                yield send
+        finally:
+            process.terminate()
+
+
+def bodies(prompts: Sequence[Any], new: int, **more: Any) -> Asked:
+    """Requests of streams: of ids and texts, or chats."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    usage |= {"max_tokens": new, "temperature": 1.0}
+    return [
+        (CHAT, {"messages": prompt, **usage, **more})
+        if isinstance(prompt, list) and isinstance(prompt[0], dict)
+        else (TEXT, {"prompt": prompt, **usage, **more})
+        for prompt in prompts
+    ]
+
+
+def first_tokens(title: str, found: Round) -> list[Figure]:
+    """The time to the first token."""
+    return [
+        Figure(name=f"{title}: first token, median", value=1e3 * statistics.median(found.first), unit="ms"),
+        Figure(name=f"{title}: first token, longest", value=1e3 * max(found.first), unit="ms"),
+    ]
+
+
+def rates(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
+    """Streams of ids against the engine's batch, in pairs."""
+    vocabulary = model.policy.vocabulary or len(model.tokenizer)
+    prompts = [list(prompt) for prompt in make_prompts(streams, case.prompt, vocabulary)]
+    asked = bodies(prompts, case.new, ignore_eos=True)
+    pairs = []
+    with ours(model) as send:
+        for _ in range(1 + case.repeats):  # the first one compiles
+            pairs.append((batch(model, prompts, case.new), send(asked)))
+    title = f"{name}, {streams} streams"
+    ratios = [over.rate / own.rate for own, over in pairs[1:]]
+    processor = [own.processor / over.processor for own, over in pairs[1:]]
+    own, over = pairs[-1]
+    return [
+        Figure(name=f"{title}: engine's batch", value=own.rate, unit="tok/s"),
+        Figure(name=f"{title}: over HTTP", value=over.rate, unit="tok/s"),
+        Figure(
+            name=f"{title}: over HTTP / engine's batch",
+            value=statistics.median(ratios),
+            unit="×",
+            at_least=LEAST,
+        ),
+        Figure(name=f"{title}: the same, processor time", value=statistics.median(processor), unit="×"),
+        *first_tokens(title, over),
+    ]
+
+
+def shared_system(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
+    """Chats with one system prompt, cold and warm."""
+    words = "You are a helpful assistant who answers briefly and counts with care. "
+    system = words * (case.system // len(words))
+    chats = [
+        [{"role": "system", "content": system}, {"role": "user", "content": f"What is {n} + {n}?"}]
+        for n in range(streams + 1)
+    ]
+    figures = []
+    model.engine.load(Weights(model.policy, {}, 0))
+    with ours(model) as send:
+        for title, asked in (
+            ("cold", chats[:1]),
+            ("warm", chats[1:2]),
+            (f"warm, {streams} at once", chats[1:]),
+        ):
+            found = send(bodies(asked, 4, ignore_eos=True))
+            figures += first_tokens(f"{name}, shared system prompt, {title}", found)
+            worked = f"{name}, shared system prompt, {title}: processor time"
+            figures.append(Figure(name=worked, value=1e3 * found.processor / len(asked), unit="ms a call"))
+    return figures
+
+
+def beside(model: InferenceModel, folder: Path, streams: int, case: Case) -> list[Figure]:
+    """The same texts to both servers."""
+    texts = [f"Here is a long story about number {n}, and what it did next:" for n in range(streams)]
+    asked = bodies(texts, case.new)
+    with ours(model) as send:
+        own = [send(asked) for _ in range(2)][-1]
+    with theirs(folder) as send:
+        other = [send(asked) for _ in range(2)][-1]
+    title = f"{folder.name}, {streams} streams of texts"
+    return [
+        Figure(name=f"{title}: ours", value=own.rate, unit="tok/s"),
+        Figure(name=f"{title}: mlx_lm.server", value=other.rate, unit="tok/s"),
+        *first_tokens(f"{title}, ours", own),
+        *first_tokens(f"{title}, mlx_lm.server", other),
+    ]
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """Sizes."""
+
+    prompt: int = 64
+    system: int = 2000  # characters
+    new: int = 128
+    repeats: int = 3
+
+
+@benchmark("http_serving", parts=("models",))
+@click.option("--model", "models", multiple=True, default=["embedded"], show_default=True, help="Models.")
+@click.option("--streams", default=32, show_default=True, help="How many.")
+@click.option("--new", default=128, show_default=True, help="Tokens of a completion.")
+@click.option("--repeats", default=3, show_default=True, help="Rounds of each comparison.")
+def main(
+    quick: bool, models: Sequence[str], streams: int, new: int, repeats: int
+) -> Iterator[Sequence[Figure]]:
+    """Streams over HTTP, and the engine's own batch."""
+    case = Case(new=new, repeats=repeats)
+    if quick:
+        streams = 2
+        case = Case(prompt=8, system=200, new=4, repeats=1)
+    for name in models:
+        model = load_inference(name, prepare())
+        say(f"http_serving: {name}")
+        figures = rates(model, Path(name).name, streams, case)
+        # --quick shows that it works, not how fast.
+        yield [attrs.evolve(each, at_least=None) for each in figures] if quick else figures
+        yield shared_system(model, Path(name).name, streams, case)
+        if Path(name).is_dir() and not quick:
+            yield beside(model, Path(name), streams, case)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+"""Training from programs that own their loop: each episode is a process, or a task of a taskset,
+that calls the model over HTTP."""

@@ -1,0 +1,355 @@
+"""[env] program and taskset of a run: its agents, and the rollouts that they make."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.rollout import Interrupted
+from runners.agents.processes import AgentProcess, Outcome
+from runners.agents.tasksets import TaskRun
+from runners.config.loading import Config
+from runners.config.names import TASKSETS
+from runners.config.sections import EnvConfig
+from runners.data.datasets import ROWS
+from runners.data.messages import Message
+from runners.data.prompts import Example, repeated
+from runners.engines.engine import Engine, Seed, ShouldStop, never
+from runners.engines.rollouts import Cancelled, Talk, grouped, seeds_of
+from runners.engines.settings import sampling_of
+from runners.environments.environments import Player, build_environments
+from runners.errors import UserError, error_line, show
+from runners.models.folders import resolve_model
+from runners.rewards.calls import TURN_REWARDS
+from runners.rewards.experience import COUNTS, FinishedEpisode
+from runners.rewards.scoring import Reward
+from runners.serve.chat import ServedModel
+from runners.serve.service import Limits, Service
+from runners.serve.sessions import Session
+from runners.tokenization.text import TextDecoder
+from runners.user_code.worker import Worker
+
+_HERE = "127.0.0.1"
+_BETWEEN = 0.02  # seconds between two looks at the programs
+
+
+class Program(Protocol):
+    """What runs an episode."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def end(self) -> Outcome: ...
+
+
+# Takes the server's address, and an API key. OSError if the system starts no further process.
+Launch = Callable[[Example, str, str], Program]
+
+
+@attrs.frozen
+class NotStarted:
+    """A `Program` that the system did not start."""
+
+    why: str
+    has_ended: bool = True
+
+    def end(self) -> Outcome:
+        """There is nothing to end."""
+        return Outcome(f"its program was not started: {self.why}")
+
+
+@attrs.define(eq=False)
+class Episode:
+    """A program that runs, and what it asks for."""
+
+    example: Example
+    session: Session  # its calls
+    program: Program
+    started: float  # by the monotonic clock
+    outcome: Outcome = attrs.field(factory=Outcome)
+    timed_out: bool = False
+    seconds: float = 0.0
+    _heard: float = attrs.field(
+        default=attrs.Factory(lambda self: self.started, takes_self=True), init=False
+    )  # when a call was last known to be under way
+    _seen: tuple[int, bool] = (0, False)  # calls so far, and whether one was under way then
+
+    def is_over(self, now: float, timeout: float) -> bool:
+        """Whether the program has ended: by itself, or because it made no call for so long (0: any
+        time)."""
+        calling = any(row.turn is not None for row in [*self.session.rows])
+        if calling or self._seen != (self.session.calls, calling):
+            self._heard = now
+        self._seen = (self.session.calls, calling)
+        has_ended = self.program.has_ended
+        self.timed_out = bool(timeout) and now > self._heard + timeout and not has_ended
+        if not (self.timed_out or has_ended):
+            return False
+        self.seconds = now - self.started
+        self.outcome = self.program.end()
+        if self.timed_out:
+            self.outcome = Outcome(f"timed out after {timeout:g} s without a call")
+        return True
+
+    def talks(self) -> list[Talk]:
+        """Its rows, in the order in which they began."""
+        return [row.talk for row in self.session.rows if any(row.talk.sampled)]
+
+
+@attrs.define(eq=False)
+class Agents:
+    """A `Player`: each episode is a program that calls the model over HTTP."""
+
+    config: EnvConfig
+    model: ServedModel
+    launch: Launch
+    reward: Reward | None  # what they print; None: only the config's rewards count
+    turn_reward: Reward | None
+    schemas: tuple[dict[str, Any], ...] = ()  # of tools that prompts show: a call has its own
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """See `Player`: a program takes any, and a taskset the number of the task."""
+        if self.config.taskset and "task" not in columns:
+            raise UserError("env.taskset needs a column `task` in the data, with a task's number")
+
+    def play(
+        self,
+        engine: Engine,
+        examples: Sequence[Example],
+        sampling: g.Sampling,
+        *,
+        key: mx.array,
+        numbers: Sequence[int] | None = None,
+        should_stop: ShouldStop = never,
+    ) -> tuple[g.Rollout, list[FinishedEpisode]]:
+        """See `Player`: the rollout has the last row of each episode. Its first row has the
+        completion's seed, and the seeds of others derive from it."""
+        from runners.serve.app import Server  # an extra
+
+        size = sampling.num_generations
+        numbers = range(len(examples)) if numbers is None else numbers
+        seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
+        rows = list(zip(repeated(examples, size), seeds, strict=True))
+        limits = Limits(turns=max(len(rows) * self.config.max_turns, 1))
+        service = Service(engine, self.model, limits)
+        try:
+            with Server(service, _HERE) as server:
+                episodes = self._run(service, f"{server.url}/v1", rows, sampling, should_stop)
+        except Interrupted:
+            nothing = grouped([], size, with_entropy=sampling.with_entropy)
+            raise Cancelled(nothing) from None
+        mains = list(
+            itertools.chain.from_iterable(
+                last_rows(episodes[start : start + size]) for start in range(0, len(episodes), size)
+            )
+        )
+        rollout = grouped(mains, size, with_entropy=sampling.with_entropy)
+        return rollout, list(map(self._finished, episodes, mains))
+
+    def _run(
+        self,
+        service: Service,
+        url: str,
+        rows: Sequence[tuple[Example, Seed]],
+        sampling: g.Sampling,
+        should_stop: ShouldStop,
+    ) -> list[Episode]:
+        """Runs an episode for each row, at most env.workers at a time. Raises Interrupted if
+        `should_stop` says so."""
+        waiting = deque(rows)
+        episodes: list[Episode] = []
+        running: list[Episode] = []
+        sampling = attrs.evolve(sampling, num_generations=1)
+        looked = 0.0
+
+        def begin(example: Example, seed: Seed) -> Episode:
+            most = self.config.max_turns
+            session = service.open(sampling=sampling, seed=seed, most_calls=most)
+            try:
+                program = self.launch(example, url, session.key)
+            except OSError as error:
+                program = NotStarted(error_line(error))
+            return Episode(example, session, program, time.monotonic())
+
+        def tend() -> bool:
+            nonlocal looked
+            now = time.monotonic()
+            if now < looked + _BETWEEN:
+                return False
+            looked = now
+            if should_stop():
+                raise Interrupted
+            for episode in [*running]:
+                if episode.is_over(now, self.config.timeout):
+                    running.remove(episode)
+                    service.close(episode.session)
+            while waiting and len(running) < self.config.workers:
+                running.append(begin(*waiting.popleft()))
+                episodes.append(running[-1])
+            return not running
+
+        together = (lambda: len(running)) if self.config.schedule == "together" else None
+        try:
+            service.run(tend, together=together)
+        finally:
+            for episode in running:
+                episode.program.end()
+        return episodes
+
+    def _finished(self, episode: Episode, main: Talk) -> FinishedEpisode:
+        """The data for rewards, the log and the learner."""
+        talks = episode.talks()
+        messages = self._said(episode, main)
+        fault = episode.outcome.fault
+        if (
+            not fault
+            and self.reward is not None
+            and "reward" not in (episode.outcome.printed or {})
+        ):
+            fault = 'its program printed no line such as {"reward": 1.0}'
+        counts = dict.fromkeys(COUNTS, 0) | {
+            "turns": sum(map(number_of_turns, talks)),
+            "calls": sum(len(message.get("tool_calls") or ()) for message in messages),
+            "timeouts": int(episode.timed_out),
+        }
+        return FinishedEpisode(
+            messages=messages,
+            environment=None,
+            counts=counts,
+            fault=fault,
+            sampled=list(itertools.chain.from_iterable(map(sampled_tokens, talks))),
+            seconds=episode.seconds,
+            earlier=[talk for talk in talks if talk is not main],
+            printed=episode.outcome.printed,
+        )
+
+    def _said(self, episode: Episode, main: Talk) -> list[Message]:
+        """The last chat from the model's first words on; of completions without a chat, what the
+        model wrote in the last row."""
+        messages = list(episode.session.messages)
+        while messages and messages[0]["role"] != "assistant":
+            del messages[0]
+        text = self.model.decoder.decode(sampled_tokens(main))
+        return messages or [{"role": "assistant", "content": text}]
+
+
+def last_rows(group: Sequence[Episode]) -> list[Talk]:
+    """The last row of each episode of a group. One that has none, or none that begins as the
+    others' do, gets a row without tokens."""
+    lasts = [next(reversed(each.talks()), None) for each in group]
+    prompt = next((last.prompt for last in lasts if last), group[0].example.tokens)
+    return [
+        last if last and last.prompt[0] == prompt[0] else Talk(prompt, (0, 0)) for last in lasts
+    ]
+
+
+def sampled_tokens(talk: Talk) -> list[int]:
+    """What the model sampled of a row."""
+    return [token for token, own in zip(talk.tokens, talk.sampled, strict=True) if own]
+
+
+def number_of_turns(talk: Talk) -> int:
+    """The turns that the model sampled of a row."""
+    return sum(
+        own and not before
+        for own, before in zip(talk.sampled, [False, *talk.sampled], strict=False)
+    )
+
+
+def printed_reward(printed: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+    """Reward: what each program printed as its `reward`."""
+    return [(each or {}).get("reward") for each in printed]
+
+
+def printed_turn_rewards(
+    printed: Sequence[Mapping[str, Any] | None], log_extra: Callable[..., None]
+) -> list[float | None]:
+    """Reward: the sum of what each program printed as its `turn_rewards`, a list with a number or
+    None for each call; the lists are logged as a column."""
+    found = [(each or {}).get("turn_rewards") for each in printed]
+    rows = [row if isinstance(row, list) and all(map(_is_number, row)) else None for row in found]
+    log_extra(TURN_REWARDS, rows)
+    return [None if row is None else sum(filter(None, row)) for row in rows]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def program_launch(config: Config) -> Launch:
+    """Starts [env] program. Raises UserError if there is no such program."""
+    first, *arguments = config.env.program
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    found = shutil.which(first, path=path)
+    if found is None:
+        raise UserError(f"{config.where('env.program')}: there is no program {show(first)}")
+
+    def launch(example: Example, url: str, key: str) -> Program:
+        own = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,  # an older name
+            "OPENAI_API_KEY": key,
+            "PATH": path,
+            # A proxy does not reach this address.
+            "NO_PROXY": _HERE,
+            "no_proxy": _HERE,
+        }
+        return AgentProcess([found, *arguments], example.columns, os.environ | own)
+
+    return launch
+
+
+def taskset_launch(config: Config, worker: Worker, most: int) -> Launch:
+    """Plays tasks of [env] taskset. Raises UserError if it cannot be loaded."""
+    name = config.env.taskset.removeprefix(TASKSETS)
+    worker.load(ROWS, name, tuple(map(str, config.folders)), config.data.max_samples)
+    tokenizer = str(resolve_model(config.model.path))
+
+    def launch(example: Example, url: str, key: str) -> Program:
+        return TaskRun(worker, name, example.columns["task"], tokenizer, url, key, most)
+
+    return launch
+
+
+def build_player(
+    config: Config, tokenizer: Any, decoder: TextDecoder, eos_ids: Sequence[int], worker: Worker
+) -> Player | None:
+    """What plays the conversations of [env]; None: completions have one turn. Raises UserError for
+    a program or taskset that cannot be found, and as `build_environments`."""
+    if not config.env.agents:
+        return build_environments(
+            config.env, config.data, tokenizer, decoder, eos_ids, config.folders, worker
+        )
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
+        raise UserError("training from programs needs HTTP: pip install 'grpo_fn[serve]'")
+    env, data, loss = config.env, config.data, config.loss
+    new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    by_turn = loss.discount < 1 or loss.baseline == "turn"
+    return Agents(
+        config=env,
+        model=ServedModel(
+            name=config.model.path,
+            tokenizer=tokenizer,
+            decoder=decoder,
+            eos_ids=frozenset(eos_ids),
+            vocabulary=1 + max(tokenizer.get_vocab().values()),
+            length=data.max_prompt_length + new,
+            sampling=sampling_of(config, eos_ids),
+            template_kwargs=data.chat_template_kwargs,
+            nudge=data.nudge,
+        ),
+        launch=program_launch(config) if env.program else taskset_launch(config, worker, new),
+        reward=None if config.reward.functions else Reward("program", printed_reward),
+        turn_reward=Reward("turns", printed_turn_rewards) if by_turn else None,
+    )

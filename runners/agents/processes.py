@@ -1,0 +1,100 @@
+"""An episode as a process of its own, with limits: it can be ended whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+LARGEST = 1 << 26  # bytes that a program may print
+_TAIL = 1 << 16  # bytes of them that are kept
+_GRACE = 1.0  # seconds in which what a killed process has printed has to come
+# The row is the program's standard input. A shell leads the process group, and ends with the
+# program; whatever ends the run closes the shell's own input, and the group is ended then too.
+_GUARD = """
+exec 4<&0
+"$@" <"$0" 4<&- & child=$!
+{ read _; kill -KILL 0; } <&4 >/dev/null 2>&1 &
+wait $child
+"""
+
+
+@attrs.frozen
+class Outcome:
+    """What came of an episode's program."""
+
+    fault: str = ""  # why the episode has no reward; empty: the program ended well
+    printed: Mapping[str, Any] | None = None  # the last object of JSON that it printed
+
+
+class AgentProcess:
+    """A program that runs until it ends, or is ended."""
+
+    def __init__(
+        self, command: Sequence[str], row: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        """Starts it. `row`: the data's columns, which it may read from its standard input."""
+        self._tail = b""
+        self._printed = 0
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(row, default=str).encode())
+            file.flush()
+            self._process = subprocess.Popen(
+                ["sh", "-c", _GUARD, f"/dev/fd/{file.fileno()}", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[file.fileno()],
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="grpo-agent", daemon=True)
+        self._reader.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program has ended, or printed too much."""
+        return self._printed > LARGEST or self._process.poll() is not None
+
+    def end(self) -> Outcome:
+        """Ends the program and everything that it has started."""
+        status = self._process.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(_GRACE)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        text = self._tail.decode("utf-8", "replace")
+        if self._printed > LARGEST:
+            return Outcome(f"its program printed more than {LARGEST:,} bytes")
+        if status != 0:
+            last = text.strip().rpartition("\n")[2] or "it printed nothing"
+            return Outcome(f"its program ended with status {status}: {last[:200]}")
+        return Outcome(printed=last_object(text))
+
+    def _read(self) -> None:
+        output = self._process.stdout
+        assert output is not None
+        with output:
+            while chunk := os.read(output.fileno(), _TAIL):
+                self._printed += len(chunk)
+                self._tail = (self._tail + chunk)[-_TAIL:]
+
+
+def last_object(text: str) -> Mapping[str, Any] | None:
+    """The last line that is an object of JSON; None: there is none."""
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return None

@@ -1,0 +1,93 @@
+"""[env] taskset: the tasks of a `verifiers` taskset, each played with its harness and its rewards.
+
+`rows` and `play` are operations of the process of user code (`runners.user_code`): verifiers, and
+whatever a taskset imports, stay out of the run's process. verifiers renders the chats itself and
+asks the wire for tokens (its `TrainClient`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from runners.agents.processes import Outcome
+from runners.errors import UserError, error_line
+from runners.user_code.process import TOGETHER
+from runners.user_code.worker import Worker
+
+_HERE = "runners.agents.tasksets"
+_SHELL = "bash"  # the harness of tasksets that have none of their own: it runs what the model says
+Store = dict[Any, Any]
+
+
+class TaskRun:
+    """A `Program`: a task that is played in the process of user code."""
+
+    def __init__(self, worker: Worker, *arguments: Any) -> None:
+        """Starts it; `arguments` are those of `play`."""
+        self._worker = worker
+        self._call = worker.submit(f"{_HERE}:play", *arguments, mode=TOGETHER)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its rewards are known."""
+        return self._call.outcome.done()
+
+    def end(self) -> Outcome:
+        """Ends the task if it still runs."""
+        if not self.has_ended:
+            self._worker.cancel(self._call)
+            return Outcome("the task was ended")
+        found = self._call.outcome.result()
+        return Outcome(found.fault, found.value)
+
+
+def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dict[str, Any]]:
+    """The rows of a taskset, at most so many (0: all): question, answer if the tasks have one, and
+    the number of the task. Raises UserError if it cannot be loaded, or does not end."""
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    try:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name))
+    except Exception as error:
+        raise UserError(f"taskset {name} cannot be loaded: {error_line(error)}") from error
+    if not (most or taskset.bounded):
+        raise UserError(f"taskset {name} does not end: expected data.max_samples above 0, found 0")
+    tasks = list(itertools.islice(taskset, most or None))
+    store["taskset", name] = tasks
+    found = []
+    for number, task in enumerate(tasks):
+        answer = getattr(task.data, "answer", None)
+        own = {} if answer is None else {"answer": str(answer)}
+        found.append({"question": task.data.prompt_text, **own, "task": number})
+    return found
+
+
+async def play(
+    store: Store, name: str, number: int, tokenizer: str, url: str, key: str, most: int
+) -> dict[str, float]:
+    """Plays a task once: its reward. Raises RuntimeError with the fault of a rollout that
+    failed."""
+    vf = importlib.import_module("verifiers.v1")
+    own = importlib.import_module("verifiers.v1.utils.loaders").default_harness_id(name)
+    settings = {
+        "harness": {"id": "null" if own == _SHELL else own},
+        "runtime": {"type": "subprocess"},
+        "model": name,
+        "sampling": {"max_tokens": most},
+        "client": {
+            "type": "train",
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {key}"},
+            "renderer_model_name": tokenizer,
+        },
+    }
+    agent = vf.Agent(vf.AgentConfig.model_validate(settings))
+    trace = await agent.run(store["taskset", name][number])
+    if not trace.ok:
+        faults = [f"{error.type}: {error.message}" for error in trace.errors]
+        raise RuntimeError([*faults, "the rollout failed"][0])
+    return {"reward": trace.reward}

@@ -1,0 +1,116 @@
+"""`grpo serve`: a model over HTTP, on OpenAI's and vLLM's wire."""
+
+from __future__ import annotations
+
+import signal
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from runners.commands.base import command, option
+from runners.commands.options import (
+    MODEL,
+    PROMPT,
+    SAMPLING,
+    TRUST,
+    open_model,
+    resolve_prompt,
+    sampling_of,
+)
+from runners.errors import UserError
+from runners.files.json_files import read_json
+from runners.machine.signals import Interrupts
+from runners.machine.terminal import echo
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+LENGTH = 4096  # of a model that does not say how long its texts may be
+
+
+@command(
+    "serve",
+    click.argument("model"),
+    option("--port", "Port; 0: any free one.", click.IntRange(0, 65535), 8000, show_default=True),
+    option("--host", "Address to listen on.", default="127.0.0.1", show_default=True),
+    option(
+        "--api-key=KEY", "Key that clients must send; required unless the host is this machine."
+    ),
+    option("--name", "Name of the model for clients [MODEL]."),
+    option("--max-length", "Maximum tokens of a prompt and its completion.", click.IntRange(2)),
+    PROMPT,
+    SAMPLING,
+    MODEL,
+    TRUST,
+    notes="""\
+\b
+Examples:
+  grpo serve outputs/my-first
+  OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python agent.py
+
+\b
+The options on sampling and prompts apply where a request names nothing else. The first Ctrl-C or SIGTERM
+finishes the running completions, the second one ends the server at once.
+""",
+)
+def serve_command(
+    model: str,
+    port: int,
+    host: str,
+    api_key: str | None,
+    name: str | None,
+    max_length: int | None,
+    **values: Any,
+) -> None:
+    """Serve a model over HTTP for OpenAI clients.
+
+    MODEL is a model folder, a run's folder, a Hub name, a folder with adapters, or "embedded". It answers
+    /v1/chat/completions, /v1/completions, /v1/models, /health, and /inference/v1/generate, with token ids and
+    log-probs on request.
+    """
+    if host not in LOCAL and not api_key:
+        raise UserError(f"--host {host}: expected --api-key KEY as well, since others can reach it")
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise UserError("grpo serve needs the extra serve: pip install 'grpo_fn[serve]'")
+    loaded = open_model(model, values)
+    stated = read_json(loaded.path / "config.json")
+    lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
+    length = min(filter(None, [*lengths, loaded.policy.positions]), default=LENGTH)
+    if loaded.prompt is None and values["max_tokens"] is None:
+        values["max_tokens"] = length
+    values = resolve_prompt(values, loaded.prompt)
+    import attrs
+
+    from runners.engines.local import LocalEngine
+    from runners.serve.app import Server
+    from runners.serve.chat import ServedModel
+    from runners.serve.service import Service
+
+    served = ServedModel(
+        name=name or model,
+        tokenizer=loaded.tokenizer,
+        decoder=loaded.decoder,
+        eos_ids=frozenset(loaded.eos_ids),
+        vocabulary=loaded.policy.vocabulary,
+        length=length,
+        sampling=sampling_of(values, loaded),
+        template_kwargs=values["template_kwargs"],
+        system=values["system"],
+        nudge=values["nudge"],
+    )
+    engine = loaded.engine
+    if isinstance(engine, LocalEngine):
+        engine.decoding = attrs.evolve(engine.decoding, few_sizes=True)
+    service = Service(engine, served)
+    seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
+    session = service.open(api_key or "", seed=seed, records=False)
+    with Server(service, host, port, None if api_key else session) as server, Drain() as drain:
+        echo(f"{server.url}  (Ctrl-C finishes the completions under way)")
+        service.run(lambda: drain.stopped)
+        service.draining = True
+        service.run(lambda: service.idle)
+
+
+class Drain(Interrupts):
+    """Within the block the first SIGINT or SIGTERM sets `received`, and the second ends it."""
+
+    signals = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,392 @@
+"""The HTTP server of a `Service`, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Self
+
+import attrs
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runners.data.rendering import encode_raw
+from runners.engines.engine import Row
+from runners.errors import UserError, error_line, show
+from runners.machine.terminal import echo
+from runners.serve import wire
+from runners.serve.chat import Chat, Reply, ReplyReader, ReplyStream, ServedModel, message_key
+from runners.serve.service import Service, hand_out
+from runners.serve.sessions import Point, Refused, Session, Turn
+from runners.serve.wire import Answer, ApiError, Asked
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+RETRY = {"Retry-After": "1"}
+
+
+class Gone(Exception):
+    """The client has left, or its time is up."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Call:
+    """A request's completions, and what has come of them."""
+
+    session: Session
+    answer: Answer
+    turns: list[Turn]
+    reader: ReplyReader
+    # A turn's number, with new tokens and log-probs, or with how it ended.
+    news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
+
+    def put(self, number: int, *what: Any) -> None:
+        """News of a turn."""
+        self.news.put_nowait((number, what[0] if len(what) == 1 else what))
+
+    def reply(self, number: int, row: Row) -> Reply:
+        """A completion as a message, which a later chat may continue."""
+        reply = self.reader.read(self.answer.model.decoder.decode(row.tokens), whole=True)
+        chat = self.answer.asked.chat
+        if chat is not None:
+            ends = {message_key(reply.message, thoughts=thoughts) for thoughts in (True, False)}
+            self.session.record(self.turns[number], [[*chat.keys, end] for end in ends])
+            self.session.messages = (*chat.messages, reply.message)
+        return reply
+
+
+class Server:
+    """Serves while its `with` block runs; the thread that calls `service.run` does the work."""
+
+    def __init__(
+        self,
+        service: Service,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public: Session | None = None,
+    ) -> None:
+        """Port 0: any free one. `public`: of calls without a session's key; None: these are
+        refused. OSError if the address cannot be had."""
+        self.service = service
+        self._public = public
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self._host = f"[{host}]" if ":" in host else host
+        self.url = f"http://{self._host}:{self._socket.getsockname()[1]}"
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not for several
+        readers = {
+            "/v1/chat/completions": wire.read_chat,
+            "/v1/completions": wire.read_completion,
+            "/inference/v1/generate": wire.read_generate,
+        }
+        routes = [Route("/health", self._health), Route("/v1/models", self._models)]
+        for path, read in readers.items():
+            routes.append(Route(path, partial(self._complete, read), methods=["POST"]))
+        self._router = Router(routes)
+        config = uvicorn.Config(
+            self._guarded,
+            interface="asgi3",
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=service.limits.connections,
+            timeout_keep_alive=int(service.limits.idle),
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self._runs = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._runs.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.service.deliver = hand_out
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            loop = asyncio.get_running_loop()
+            self.service.deliver = partial(loop.call_soon_threadsafe, hand_out)
+            self._runs.set()
+            await self._server.serve(sockets=[self._socket])
+
+        asyncio.run(serve())
+
+    # Who may ask, and what may go wrong.
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or refuses it with an error in OpenAI's form."""
+        started = False
+
+        async def bounded(message: Message) -> None:
+            nonlocal started
+            started = True
+            async with asyncio.timeout(self.service.limits.idle):
+                await send(message)  # waits for a reader that is slow
+
+        try:
+            self._check(scope["headers"])
+            await self._router({**scope, "app": self}, receive, bounded)
+            return
+        except ClientDisconnect:  # before its body was here
+            return
+        except HTTPException as error:
+            fault = ApiError(error.detail, status=error.status_code)
+        except ApiError as error:
+            fault = error
+        except Exception as error:
+            if started:  # by closing the connection
+                raise
+            echo(f"{scope['path']}: {error_line(error)}", err=True)
+            fault = ApiError("the server failed", status=500)
+        headers = RETRY if fault.status in (429, 503) else None
+        await JSONResponse(fault.body, fault.status, headers)(scope, receive, bounded)
+
+    def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise ApiError for a request that another site's page may have made.
+
+        A page in a browser reaches this machine's servers by a name that it makes point here
+        (Host), or as they are (Origin).
+        """
+        found = {name: value.decode("latin-1") for name, value in headers}
+        host = found.get(b"host", "").lower()
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self._host in LOCAL and name not in LOCAL:
+            raise ApiError(f"Host: expected one of {', '.join(LOCAL)}", status=403)
+        origin = found.get(b"origin", f"http://{host}").lower()
+        if origin not in (f"http://{host}", f"https://{host}"):
+            raise ApiError("Origin: requests of other sites are refused", status=403)
+
+    def _session(self, request: Request) -> Session:
+        """The session that a request's key opens. ApiError if there is none."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
+        session = session or self._public
+        if session is None:
+            raise ApiError("the API key is wrong", status=401, code="invalid_api_key")
+        return session
+
+    async def _body(self, request: Request) -> bytes:
+        """A request's body, bounded in size and time."""
+        limits = self.service.limits
+        body = b""
+        try:
+            async with asyncio.timeout(limits.idle):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limits.body:
+                        raise ApiError(f"the body has over {limits.body:,} bytes", status=413)
+        except TimeoutError:
+            raise ApiError("the body did not come in time", status=408) from None
+        return body
+
+    # What is asked.
+
+    async def _health(self, request: Request) -> Response:
+        ends = self.service.draining
+        return JSONResponse({"status": "ending" if ends else "ok"}, 503 if ends else 200)
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        model = self.service.model
+        card = {"id": model.name, "object": "model", "created": 0, "owned_by": "grpo_fn"}
+        card["max_model_len"] = model.length
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _complete(
+        self, read: Callable[[dict[str, Any]], Asked], request: Request
+    ) -> Response:
+        """Completions, at once or as a stream."""
+        session = self._session(request)
+        asked = read(wire.read_json(await self._body(request)))
+        name = asked.given.get("model", self.service.model.name)
+        if session.sampling is None and name != self.service.model.name:
+            message = f"there is no model {show(name)}; expected {show(self.service.model.name)}"
+            raise ApiError(message, "model", status=404, code="model_not_found")
+        try:
+            session.count()
+            loop = asyncio.get_running_loop()
+            call = await loop.run_in_executor(self._tokenizing, self._prepared, session, asked)
+            self.service.submit(call.turns)
+        except Refused as error:
+            raise ApiError(str(error), status=error.status, code=error.code) from error
+        except UserError as error:  # by the chat template, or the tokenizer
+            raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
+        if asked.given.get("stream"):
+            chunks = self._chunks(call, request.receive)
+            return StreamingResponse(chunks, media_type="text/event-stream")
+        try:
+            rows = dict([news async for news in self._news(call, request.receive)])
+        except Gone:
+            raise ApiError("the call took too long", status=408) from None
+        found = [rows[number] for number in range(len(call.turns))]
+        replies = [call.reply(number, row) for number, row in enumerate(found)]
+        return JSONResponse(call.answer.whole(found, replies))
+
+    def _prepared(self, session: Session, asked: Asked) -> Call:
+        """A call's turns: its prompts as tokens, behind what the session has of them."""
+        model = self.service.model
+        prompts: list[tuple[tuple[int, ...], Point | None]] = []
+        if asked.chat is not None:
+            known = _behind(session, model, asked.chat)
+            prompts.append(known or (model.prompt(asked.chat), None))
+        for prompt in asked.prompts:
+            ids = encode_raw(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            model.check(ids)
+            prompts.append((ids, session.point_in(ids)))
+        marks = () if asked.chat is None else model.marks(asked.chat)
+        count = asked.given.get("n", 1)
+        # Without kept caches the completions of a prompt share it while they are decoded.
+        keep = count == 1 and (asked.chat is not None or asked.ids)
+        turns: list[Turn] = []
+        try:
+            for ids, point in prompts:
+                sampling = asked.sampling(model, len(ids))
+                sampling = attrs.evolve(sampling, eos_ids=sampling.eos_ids | {*marks[1:2]})
+                for _ in range(count):
+                    seed = asked.seed_of(len(turns))
+                    turns.append(session.begin(ids, point, sampling, seed, keep=keep))
+        except BaseException:
+            for turn in turns:
+                session.ended(turn, Refused(""))
+            raise
+        first = prompts[0][1] is None
+        call = Call(
+            session=session,
+            answer=Answer(asked=asked, model=model, prompts=[ids for ids, _ in prompts]),
+            turns=turns,
+            reader=model.reader(asked.chat, turns[0].sampling.stop, first=first),
+        )
+        for number, turn in enumerate(turns):
+            turn.end = partial(call.put, number)
+            turn.hear = turn.end if asked.given.get("stream") else None
+        return call
+
+    async def _news(self, call: Call, receive: Receive) -> AsyncGenerator[tuple[int, Any]]:
+        """What comes of a call, until all of it has ended. The turns end too if the client leaves,
+        or this is closed."""
+        loop = asyncio.get_running_loop()
+        leaving = loop.create_task(_leave(receive, call))
+        late = partial(call.put, -1, Gone())
+        timer = loop.call_later(self.service.limits.seconds, late)
+        left = len(call.turns)
+        try:
+            while left:
+                number, what = await call.news.get()
+                if isinstance(what, Gone):
+                    raise what
+                if isinstance(what, Exception):
+                    status = 503 if isinstance(what, Refused) else 500
+                    raise ApiError(error_line(what), status=status)
+                left -= isinstance(what, Row)
+                yield number, what
+        finally:
+            leaving.cancel()
+            timer.cancel()
+            for turn in call.turns:
+                if not turn.over:
+                    self.service.cancel(turn)
+
+    async def _chunks(self, call: Call, receive: Receive) -> AsyncGenerator[bytes]:
+        """A call's answer as server-sent events."""
+        answer = call.answer
+        asked = answer.asked
+        streams = [ReplyStream(call.reader, answer.model.decoder) for _ in call.turns]
+        whole = asked.logprobs or asked.given.get("return_token_ids")
+        sampled = 0
+        try:
+            for number in range(len(call.turns)) if asked.chat else ():
+                head = {"role": "assistant", "content": ""}
+                yield event(answer.chunk(number, head, first=number == 0))
+            async with aclosing(self._news(call, receive)) as news:
+                async for number, what in news:
+                    if isinstance(what, Row):
+                        reply = call.reply(number, what)
+                        delta = wire.delta_of(streams[number].rest(reply))
+                        finish = "tool_calls" if reply.calls else what.finish
+                        yield event(answer.chunk(number, delta, finish=finish))
+                        continue
+                    first = not (sampled or asked.chat)
+                    sampled += len(what[0])
+                    delta = wire.delta_of(streams[number].add(what[0]))
+                    if delta or whole:
+                        yield event(answer.chunk(number, delta, *what, first=first))
+            if asked.given.get("stream_options", {}).get("include_usage"):
+                yield event(answer.usage_chunk(sampled))
+        except ApiError as error:
+            yield event(error.body)
+        except Gone:
+            return
+        yield b"data: [DONE]\n\n"
+
+
+class Connection(H11Protocol):
+    """Closes if no whole request comes within `timeout_keep_alive`."""
+
+    _seen: Any = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.timeout_keep_alive, self._tick)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _tick(self) -> None:
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self.cycle is self._seen:
+            self.transport.close()
+        else:
+            self._seen = self.cycle
+            self._timer = self.loop.call_later(self.timeout_keep_alive, self._tick)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+
+
+def _behind(
+    session: Session, model: ServedModel, chat: Chat
+) -> tuple[tuple[int, ...], Point] | None:
+    """The prompt of a chat that continues an earlier one of the session: its exact ids, and what
+    is new."""
+    found = session.point(chat.keys)
+    if found is None:
+        return None
+    point, keys = found
+    given = model.following(point.ids, chat, chat.messages[keys - 1 :])
+    return None if given is None else ((*point.ids, *given), point)
+
+
+async def _leave(receive: Receive, call: Call) -> None:
+    """Waits until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.put(-1, Gone())

@@ -1,0 +1,208 @@
+"""Chats as tokens, and completions as replies: content, thoughts and tool calls."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from runners.answers.thoughts import split_thoughts
+from runners.data.messages import Message, conversation
+from runners.data.rendering import opening, render
+from runners.environments.chat_turns import ChatTurns
+from runners.environments.tool_calls import CallReader, mark_ids
+from runners.errors import UserError
+from runners.tokenization.text import TextDecoder, TextStream
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Chat:
+    """A conversation that asks for a reply."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()  # schemas, for the template
+    template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """What it begins with, and its messages, each as a text that is equal for equal ones."""
+        begun = [list(self.tools), dict(self.template_kwargs)]
+        return [json.dumps(begun, sort_keys=True), *map(message_key, self.messages)]
+
+
+def message_key(message: Message, *, thoughts: bool = True) -> str:
+    """A text that is equal for messages that say the same; `thoughts`: and think the same."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+    thought = message.get("reasoning_content") if thoughts else None
+    return json.dumps([*said, thought and thought.strip()], sort_keys=True)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Reply:
+    """A completion as a message."""
+
+    content: str = ""
+    thoughts: str = ""
+    calls: tuple[dict[str, Any], ...] = ()  # as the template takes them: arguments are objects
+
+    @property
+    def message(self) -> Message:
+        """The message, as the chat template takes it."""
+        more: Message = {}
+        if self.thoughts:
+            more["reasoning_content"] = self.thoughts
+        if self.calls:
+            more["tool_calls"] = list(self.calls)
+        return {"role": "assistant", "content": self.content, **more}
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ServedModel:
+    """What the wire needs to know of a model."""
+
+    name: str
+    tokenizer: Any
+    decoder: TextDecoder
+    eos_ids: frozenset[int]
+    vocabulary: int | None  # token ids are below it; None: not known
+    length: int  # the most tokens of a prompt and its completion
+    sampling: g.Sampling  # of a call that does not say how to sample
+    template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    system: str = ""  # of chats without a system message
+    nudge: str = ""  # first words of the first reply
+
+    def prompt(self, chat: Chat) -> tuple[int, ...]:
+        """The tokens of a chat, up to the reply. Raises UserError if the template fails."""
+        messages = conversation(chat.messages, self.system)
+        kwargs = self._kwargs(chat)
+        shown = () if self.marks(chat) else chat.tools
+        _, tokens = render(
+            self.tokenizer, messages, self.nudge, tools=shown, template_kwargs=kwargs
+        )
+        return tokens
+
+    def marks(self, chat: Chat) -> tuple[int, ...]:
+        """The ids of nanochat's marks, between which a chat's only tool is called; else none."""
+        return mark_ids(self.tokenizer) if len(chat.tools) == 1 else ()
+
+    def following(
+        self, ids: Sequence[int], chat: Chat, messages: Sequence[Message]
+    ) -> tuple[int, ...] | None:
+        """The tokens behind a reply that ends with these ids: the next messages, up to the reply.
+
+        None: the template cannot write them there, or the client says what the model said.
+        """
+        if not messages or any(message["role"] == "assistant" for message in messages):
+            return None
+        tokenizer = self.tokenizer
+        marks = self.marks(chat) if all(each["role"] == "tool" for each in messages) else ()
+        shown = () if self.marks(chat) else chat.tools
+        kwargs = self._kwargs(chat)
+        turns = ChatTurns(tokenizer, shown, kwargs, self.eos_ids, self.decoder, marks)
+        try:
+            return turns.follow(ids, messages)
+        except UserError:
+            return None
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise UserError for ids that the model does not have."""
+        most = self.vocabulary
+        if most is not None and max(prompt, default=0) >= most:
+            raise UserError(f"prompt: expected token ids below {most}, found {max(prompt)}")
+
+    def reader(self, chat: Chat | None, stops: Sequence[str], *, first: bool) -> ReplyReader:
+        """For completions of a chat's first reply or a later one; None: of a text."""
+        tokenizer = self.tokenizer
+        if chat is None:
+            return ReplyReader(stops=tuple(stops))
+        thinks = getattr(tokenizer, "has_thinking", False)
+        nudge = self.nudge if first else ""
+        return ReplyReader(
+            stops=tuple(stops),
+            calls=CallReader.of(tokenizer, chat.tools, marked=bool(self.marks(chat)))
+            if chat.tools
+            else None,
+            tags=(tokenizer.think_start, tokenizer.think_end) if thinks else (),
+            opening=opening(tokenizer, self._kwargs(chat)) + nudge,
+        )
+
+    def _kwargs(self, chat: Chat) -> dict[str, Any]:
+        return {**self.template_kwargs, **chat.template_kwargs}
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ReplyReader:
+    """Reads completions as replies, while they come and at their end."""
+
+    stops: tuple[str, ...] = ()  # a reply ends before the first of them
+    calls: CallReader | None = None  # None: there are no tools
+    tags: tuple[str, ...] = ()  # around thoughts; empty: the model writes none
+    opening: str = ""  # the reply's first words, which are in its prompt
+
+    def read(self, text: str, *, whole: bool) -> Reply:
+        """The reply of a completion's text; unless `whole`, what of it can no longer change."""
+        places = [text.find(stop) for stop in self.stops if stop in text]
+        text = self.opening + (text[: min(places)] if places else text)
+        if not whole:
+            text = text[: len(text) - self._held(text)]
+        thoughts, said = split_thoughts(text, self.tags)
+        for tag in self.tags:
+            thoughts = thoughts.strip().removeprefix(tag).removesuffix(tag)
+        thoughts = thoughts.strip()
+        content = said or ""
+        if self.tags:
+            content = content.lstrip()
+        if self.calls is None:
+            return Reply(content=content, thoughts=thoughts)
+        if not whole:
+            return Reply(content=self._before_calls(content), thoughts=thoughts)
+        around, calls = self.calls.read(content)
+        if any(call.fault for call in calls):  # not what the client asked for, but what there is
+            return Reply(content=content, thoughts=thoughts)
+        made = [{"id": f"call_{secrets.token_hex(12)}", **call.message()} for call in calls]
+        return Reply(content=around if made else content, thoughts=thoughts, calls=tuple(made))
+
+    def _held(self, text: str) -> int:
+        """Characters at the end that may be the beginning of a stop string, a tag or a call."""
+        marks = [*self.stops, *self.tags, *([self.calls.start] if self.calls else ())]
+        longest = max(map(len, marks), default=1)
+        ends = range(min(longest - 1, len(text)), 0, -1)
+        return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+    def _before_calls(self, content: str) -> str:
+        """What comes before a call: nothing if all of the content may be one."""
+        reader = self.calls
+        if reader is None or (reader.parser is None and content.lstrip().startswith("{")):
+            return ""
+        return content.partition(reader.start)[0]
+
+
+class ReplyStream:
+    """The pieces of a reply whose tokens are still coming."""
+
+    def __init__(self, reader: ReplyReader, decoder: TextDecoder) -> None:
+        """Nothing has come."""
+        self._reader = reader
+        self._stream = TextStream(decoder)
+        self._text = ""
+        self._sent = Reply()
+
+    def add(self, tokens: Sequence[int]) -> Reply:
+        """The new part of the reply."""
+        self._text += "".join(map(self._stream.add, tokens))
+        return self.rest(self._reader.read(self._text, whole=False))
+
+    def rest(self, reply: Reply) -> Reply:
+        """The part of the reply that was not sent."""
+        before = self._sent
+        self._sent = reply
+        return attrs.evolve(
+            reply,
+            thoughts=reply.thoughts[len(before.thoughts) :],
+            content=reply.content[len(before.content) :],
+        )

@@ -1,0 +1,293 @@
+"""An engine that several clients use: turns come from any thread, and the thread that owns the
+engine decodes them."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+import attrs
+
+import grpo_fn as g
+from runners.engines.engine import Engine, Row, Seed, Ticket, Weights
+from runners.serve.chat import ServedModel
+from runners.serve.sessions import Refused, Session, Turn
+
+WAIT = 0.05  # seconds between two questions whether to stop, while nothing decodes
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What clients may use up."""
+
+    turns: int = 256  # completions that wait or decode
+    connections: int = 1024
+    body: int = 8_000_000  # bytes of a request
+    seconds: float = 3600.0  # of a call
+    idle: float = 30.0  # seconds in which a client sends nothing, or reads nothing
+    rows: int = 64  # that later calls may continue, of a session without `sampling`
+
+
+News = list[Callable[[], None]]
+
+
+class Service:
+    """Turns of all clients, over one engine."""
+
+    def __init__(self, engine: Engine, model: ServedModel, limits: Limits | None = None) -> None:
+        """The thread that calls `run` owns the engine."""
+        self.engine = engine
+        self.model = model
+        self.limits = limits or Limits()
+        self.draining = False  # whether new turns are refused
+        # How news of turns reach their listeners: as they are, or through another thread.
+        self.deliver: Callable[[News], object] = hand_out
+        self._sessions: dict[str, Session] = {}
+        self._numbers: Iterator[int] = itertools.count()
+        self._room = threading.BoundedSemaphore(self.limits.turns)
+        self._inbox: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._waiting: list[Turn] = []
+        self._turns: dict[Ticket, Turn] = {}  # those that the engine has
+        self._news: News = []  # not delivered yet
+
+    # From any thread.
+
+    def session(self, key: str) -> Session | None:
+        """The open session with this key."""
+        return self._sessions.get(key)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn waits or decodes."""
+        return not (self._turns or self._waiting) and self._inbox.empty()
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Queue turns. Raises Refused, for all of them, if there is no room or the service ends."""
+        taken = 0
+        while taken < len(turns) and not self.draining and self._room.acquire(blocking=False):
+            taken += 1
+        if taken == len(turns):
+            for turn in turns:
+                self._inbox.put(turn)
+            return
+        for turn in turns:
+            turn.session.ended(turn, Refused(""))
+        if taken:
+            self._room.release(taken)
+        if self.draining:
+            raise Refused("the server ends", "draining", 503)
+        raise Refused("too many completions are under way", "full", 429)
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn, with the fault Refused unless it has just ended."""
+        turn.cancelled = True
+        self._inbox.put(turn)
+
+    def wake(self) -> None:
+        """Make `run` ask `until` at once."""
+        self._inbox.put(None)
+
+    # From the thread that owns the engine.
+
+    def open(
+        self,
+        key: str = "",
+        *,
+        sampling: g.Sampling | None = None,
+        seed: Seed | None = None,
+        most_calls: int = 0,
+        most_tokens: int = 0,
+        records: bool = True,
+    ) -> Session:
+        """A session for the calls with its key (empty: a new random one); see `Session`.
+
+        `records`: it keeps all rows, for training; else the last ones, for calls that continue
+        them.
+        """
+        session = Session(
+            key=key or secrets.token_urlsafe(24),
+            number=next(self._numbers),
+            sampling=sampling,
+            seed=seed,
+            most_calls=most_calls,
+            most_tokens=most_tokens,
+            most_rows=0 if records else self.limits.rows,
+        )
+        self._sessions[session.key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Later calls are refused, and those under way end and leave no trace: `session.rows` does
+        not change any more."""
+        self._sessions.pop(session.key, None)
+        session.close()
+        self._accept(None)
+        for turn in [*self._turns.values(), *self._waiting]:
+            if turn.session is session:
+                self.cancel(turn)
+        for row in session.rows:
+            if row.kept is not None:
+                self.engine.cancel(row.kept)
+
+    def run(self, until: Callable[[], bool], *, together: Callable[[], int] | None = None) -> None:
+        """Decode what clients ask for, until `until` says so. Turns that are under way then wait
+        for the next call.
+
+        `together`: begin turns only when no row decodes and as many turns wait as it returns, in
+        the order of their sessions: the same numbers bit for bit each time. None: begin at once.
+
+        An error while decoding ends the turns that were under way with it.
+        """
+        while not until():
+            self._accept(None if self._turns else WAIT)
+            self._begin(together)
+            if self._turns:
+                self._collect()
+            elif self._news:
+                self._tell()
+
+    def load(self, weights: Weights | None, *, interrupt: bool = False) -> None:
+        """Sample with these weights from now on. Turns under way end with those that they began
+        with; `interrupt`: they continue with the new ones, and their rows say which drew what.
+
+        Turns with stop strings always end first: such a string may lie across the change.
+        """
+        self._accept(None)
+        for ticket, turn in list(self._turns.items()) if interrupt else ():
+            if not turn.sampling.stop:
+                self.engine.cancel(ticket)
+        while self._turns:
+            self._collect()
+        self.engine.load(weights)
+
+    def _accept(self, wait: float | None) -> None:
+        """Take in what clients have asked for, and wait for it so many seconds; None: not at
+        all."""
+        with suppress(queue.Empty):
+            turn = self._inbox.get(block=wait is not None, timeout=wait)
+            while True:
+                if turn is not None:
+                    self._take(turn)
+                turn = self._inbox.get_nowait()
+
+    def _take(self, turn: Turn) -> None:
+        """A turn that is new, or cancelled."""
+        ends = turn.cancelled or turn.session.closed
+        if turn.ticket is not None and ends:
+            self.engine.cancel(turn.ticket)
+        elif ends and not turn.over:
+            self._waiting = [each for each in self._waiting if each is not turn]
+            self._end(turn, Refused("the call was cancelled"))
+        elif not ends:
+            self._waiting.append(turn)
+
+    def _begin(self, together: Callable[[], int] | None) -> None:
+        """Hand waiting turns to the engine."""
+        if together is not None:
+            if self._turns or len(self._waiting) < together():
+                return
+            self._waiting.sort(key=lambda turn: turn.session.number)
+        for turn in self._waiting:
+            try:
+                turn.ticket = self.engine.submit(turn.request, turn.sampling)
+                self._turns[turn.ticket] = turn
+            except ValueError as error:
+                self._end(turn, error)
+        self._waiting = []
+
+    def _collect(self) -> None:
+        """Decode for a moment, and tell who asked."""
+        fault: Exception | None = None
+        try:
+            for ticket, (row,) in self.engine.collect(0).items():
+                self._ended(self._turns.pop(ticket), row)
+        except Exception as error:  # each turn that it ended raises it again
+            fault = error
+        left = list(self._turns.items())
+        for ticket, turn in left:
+            if fault is not None or turn.hear is not None:
+                self._look(ticket, turn)
+        if fault is not None and len(left) == len(self._turns):
+            raise fault
+        self._tell()
+
+    def _look(self, ticket: Ticket, turn: Turn) -> None:
+        """Hear a turn's new tokens, or its error."""
+        try:
+            tokens = self.engine.peek(ticket, turn.sent - _drawn_before(turn))
+        except Exception as error:
+            self.engine.cancel(ticket)
+            self._end(self._turns.pop(ticket), error)
+        else:
+            self._hear(turn, [token.id for token in tokens], [token.logp for token in tokens])
+
+    def _ended(self, turn: Turn, row: Row) -> None:
+        """A turn has come to an end, or to that of its weights."""
+        sent = turn.sent - _drawn_before(turn)
+        self._hear(turn, row.tokens[sent:], row.logp[sent:])
+        whole = row if turn.begun is None else joined(turn.begun, row)
+        if row.finish != "cancelled":
+            self._end(turn, whole)
+        elif turn.cancelled or turn.session.closed:
+            self._end(turn, Refused("the call was cancelled"))
+        else:  # by `load`
+            turn.begun = whole
+            turn.ticket = None
+            turn.request = attrs.evolve(
+                turn.request,
+                prompt=(*turn.request.prompt, *row.tokens),
+                drawn=turn.request.drawn + len(row.tokens),
+                continues=None,
+            )
+            most = turn.sampling.max_new_tokens - len(row.tokens)
+            turn.sampling = attrs.evolve(turn.sampling, max_new_tokens=most)
+            self._waiting.append(turn)
+
+    def _hear(self, turn: Turn, tokens: Sequence[int], logp: Sequence[float]) -> None:
+        if tokens and turn.hear is not None:
+            turn.sent += len(tokens)
+            self._news.append(partial(turn.hear, tokens, logp))
+
+    def _end(self, turn: Turn, outcome: Row | Exception) -> None:
+        turn.over = True
+        for ticket in turn.session.ended(turn, outcome):
+            self.engine.cancel(ticket)
+        turn.ticket = None
+        self._room.release()
+        self._news.append(partial(turn.end, outcome))
+
+    def _tell(self) -> None:
+        """Deliver the news."""
+        news = self._news
+        self._news = []
+        self.deliver(news)
+
+
+def _drawn_before(turn: Turn) -> int:
+    """Tokens that earlier weights have drawn."""
+    return 0 if turn.begun is None else len(turn.begun.tokens)
+
+
+def joined(before: Row, after: Row) -> Row:
+    """A completion that two versions of the weights have drawn, one after the other."""
+    entropy = None
+    if before.entropy is not None and after.entropy is not None:
+        entropy = before.entropy + after.entropy
+    return Row(
+        before.tokens + after.tokens,
+        before.logp + after.logp,
+        after.finish,
+        before.versions + after.versions,
+        entropy,
+    )
+
+
+def hand_out(news: News) -> None:
+    """Tell all listeners."""
+    for tell in news:
+        tell()

@@ -1,0 +1,259 @@
+"""A client's calls as rows of tokens.
+
+A call that continues an earlier one continues its row: the exact ids of the earlier prompt and
+reply, then only what is new. Every other call (compaction, a branch, a sub-agent) begins a new row.
+A branch of an earlier call begins with that call's exact ids, so nothing is tokenized twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+import grpo_fn as g
+from runners.data.messages import Message
+from runners.engines.engine import Request, Row, Seed, Ticket
+from runners.engines.rollouts import Talk
+
+
+class Refused(Exception):
+    """A call may not be made: its session is over or has used up what it may, or there is no
+    room."""
+
+    def __init__(self, message: str, code: str = "session_limit", status: int = 403) -> None:
+        """`code` and `status`: as HTTP answers it."""
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+@attrs.define(eq=False)
+class SessionRow:
+    """A row of a session."""
+
+    talk: Talk  # its prompt and its tokens, sampled and given ones, up to the last turn that ended
+    kept: Ticket | None = None  # its last turn: the engine may have kept the caches
+    turn: Turn | None = None  # the one under way
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The prompt, and all tokens behind it."""
+        return (*self.talk.prompt, *self.talk.tokens)
+
+
+@attrs.frozen(eq=False)
+class Point:
+    """The end of a call, where a later one may continue its row, or branch off."""
+
+    row: SessionRow
+    length: int  # of the row's ids
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Up to here."""
+        return self.row.ids[: self.length]
+
+
+@attrs.define(eq=False, kw_only=True)
+class Turn:
+    """One completion of a call: what the engine is asked for, and how far it has come."""
+
+    session: Session
+    row: SessionRow
+    given: tuple[int, ...]  # tokens behind the row's last turn that were not sampled
+    request: Request
+    sampling: g.Sampling
+    # Hears new tokens and their log-probs, if not None.
+    hear: Callable[[Sequence[int], Sequence[float]], None] | None = None
+    # Hears the whole completion, or a fault. A turn with a fault leaves no trace in its row.
+    end: Callable[[Row | Exception], None] = lambda outcome: None
+    sent: int = 0  # tokens that `hear` was given
+    begun: Row | None = None  # what earlier weights have drawn of it
+    ticket: Ticket | None = None  # None: the engine does not have it
+    cancelled: bool = False
+    over: bool = False
+    point: Point | None = None  # its end in the row
+
+
+@attrs.define(eq=False, kw_only=True)
+class Session:
+    """The calls that come with one API key. Any thread may use it."""
+
+    key: str
+    number: int = 0  # in the order in which sessions were opened
+    sampling: g.Sampling | None = None  # draws its rows, whatever a call asks for; None: the call's
+    seed: Seed | None = None  # its first row's; later ones derive from it. None: random
+    most_calls: int = 0  # 0: any number
+    most_tokens: int = 0  # sampled in all calls; 0: any number
+    most_rows: int = 0  # the oldest ones are forgotten; 0: all are recorded, as for training
+    rows: list[SessionRow] = attrs.field(factory=list, init=False)
+    calls: int = attrs.field(default=0, init=False)
+    tokens: int = attrs.field(default=0, init=False)
+    closed: bool = attrs.field(default=False, init=False)
+    # of the last chat, its reply included
+    messages: tuple[Message, ...] = attrs.field(default=(), init=False)
+    _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)  # by their conversation
+    _begun: int = attrs.field(default=0, init=False)  # rows
+    _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
+
+    def count(self) -> None:
+        """A call comes. Raises Refused if the session is over or has used up what it may."""
+        with self._lock:
+            self._check()
+            if self.most_calls and self.calls >= self.most_calls:
+                raise Refused(f"the session has made its {self.most_calls} calls")
+            if self.most_tokens and self.tokens >= self.most_tokens:
+                raise Refused(f"the session has sampled its {self.most_tokens} tokens")
+            self.calls += 1
+
+    def close(self) -> None:
+        """Refuse all calls from now on."""
+        with self._lock:
+            self.closed = True
+
+    def point(self, keys: Sequence[str]) -> tuple[Point, int] | None:
+        """The longest earlier conversation that a chat begins with, and the number of its keys."""
+        digests = _digests(keys)
+        with self._lock:
+            for count in range(len(keys) - 1, 1, -1):
+                if digests[count - 1] in self._points:
+                    return self._points[digests[count - 1]], count
+        return None
+
+    def point_in(self, prompt: tuple[int, ...]) -> Point | None:
+        """The longest row whose ids a prompt begins with."""
+        with self._lock:
+            found = [row for row in self.rows if row.talk.tokens and _begins(prompt, row.ids)]
+            best = max(found, key=lambda row: len(row.ids), default=None)
+            return None if best is None else Point(best, len(best.ids))
+
+    def begin(
+        self,
+        prompt: tuple[int, ...],
+        point: Point | None,
+        sampling: g.Sampling,
+        seed: Seed | None,
+        *,
+        keep: bool = True,
+    ) -> Turn:
+        """A turn behind a prompt, which begins with the ids of the point, if there is one.
+
+        It continues the point's row unless that has gone on, or goes on now. `seed` is that of the
+        call; if it is None, or the session has a distribution of its own, the row has one. Raises
+        Refused if the session is over, or has no room behind the prompt.
+        """
+        with self._lock:
+            self._check()
+            row = None if point is None else point.row
+            if row is None or point is None or row.turn or point.length < len(row.ids):
+                row = SessionRow(Talk(prompt, self._next_seed()))
+                self.rows.append(row)
+            given = prompt[len(row.ids) :]
+            drawn = 0
+            if seed is None or self.sampling is not None:
+                seed = row.talk.seed
+                drawn = sum(row.talk.sampled)
+            request = Request(
+                prompt=prompt,
+                seeds=(seed,),
+                drawn=drawn,
+                keep=keep,
+                borrows=keep and self.sampling is None,
+                continues=row.kept,
+            )
+            room = len(row.talk.prompt) - len(prompt)
+            sampling = self._sampling(sampling, room)
+            row.turn = Turn(session=self, row=row, given=given, request=request, sampling=sampling)
+            row.kept = None
+            return row.turn
+
+    def ended(self, turn: Turn, outcome: Row | Exception) -> list[Ticket]:
+        """The turn's completion becomes part of its row, unless the session is over; a turn with a
+        fault leaves no trace. Returns what is kept in vain: of rows that are forgotten."""
+        row = turn.row
+        with self._lock:
+            row.turn = None
+            if isinstance(outcome, Exception) or self.closed:
+                if not row.talk.tokens and row in self.rows:
+                    self.rows.remove(row)
+                return []
+            row.talk.give(turn.given)
+            row.talk.sample(outcome)
+            row.kept = turn.ticket if turn.request.keep else None
+            turn.point = Point(row, len(row.ids))
+            self.tokens += len(outcome.tokens)
+            return self._forget(row) if self.most_rows else []
+
+    def record(self, turn: Turn, keys: Iterable[Sequence[str]]) -> None:
+        """A turn's chat with its reply, in each form in which a client may continue it."""
+        with self._lock:
+            if turn.point is not None:
+                self._points |= dict.fromkeys([_digests(each)[-1] for each in keys], turn.point)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise Refused("the session is over")
+
+    def _next_seed(self) -> Seed:
+        number = self._begun
+        self._begun += 1
+        if self.seed is None:
+            return secrets.randbits(32), secrets.randbits(32)
+        return derived_seed(self.seed, number)
+
+    def _sampling(self, asked: g.Sampling, before: int) -> g.Sampling:
+        """The distribution of the session, if it has one, and the ends and limits of the call.
+
+        `before`: minus the number of tokens behind the row's prompt.
+        """
+        if self.sampling is None:
+            return asked
+        room = self.sampling.max_new_tokens + before
+        if room < 1:
+            most = self.sampling.max_new_tokens
+            raise Refused(f"the row has its {most} tokens", "context_length_exceeded", 400)
+        return attrs.evolve(
+            self.sampling,
+            max_new_tokens=min(asked.max_new_tokens, room),
+            eos_ids=self.sampling.eos_ids | asked.eos_ids,
+            stop=(*self.sampling.stop, *asked.stop),
+        )
+
+    def _forget(self, last: SessionRow) -> list[Ticket]:
+        """Forget the oldest rows; the last one is the newest. Returns what is kept for them."""
+        self.rows.remove(last)
+        self.rows.append(last)
+        gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
+        if gone:
+            self.rows = [row for row in self.rows if row not in gone]
+            points = self._points.items()
+            self._points = {key: point for key, point in points if point.row not in gone}
+        return [row.kept for row in gone if row.kept is not None]
+
+
+def derived_seed(seed: Seed, number: int) -> Seed:
+    """A seed for each number: the seed itself for 0, and one that is independent of it else."""
+    if number == 0:
+        return seed
+    words = struct.pack("<3Q", *seed, number)
+    first, second = struct.unpack("<2I", hashlib.blake2b(words, digest_size=8).digest())
+    return first, second
+
+
+def _begins(prompt: tuple[int, ...], ids: tuple[int, ...]) -> bool:
+    return len(ids) < len(prompt) and prompt[: len(ids)] == ids
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    """Of the first n texts, for each n."""
+    running = hashlib.blake2b()
+    found = []
+    for key in keys:
+        running.update(f"{len(key)}:{key}".encode())
+        found.append(running.digest())
+    return found

@@ -1,0 +1,387 @@
+"""What clients send and get: OpenAI's completions and chats, and vLLM's ids in, ids out.
+
+A parameter is used, refused by its name, or known not to change a reply.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from runners.config import rules
+from runners.data.messages import Message, conversation, prompt_fault
+from runners.engines.engine import Row, Seed
+from runners.errors import did_you_mean, printable, show
+from runners.serve.chat import Chat, Reply, ServedModel
+from runners.serve.sessions import derived_seed
+
+SHORT = 16  # tokens of a completion that names no limit, as with OpenAI and vLLM
+_LONG = rules.INT_MAX
+_IDS = f"each: 0 <= x <= {_LONG}"
+_TEMPLATE = "what the template itself reads"
+# The type and range of each parameter that is used.
+USED: dict[str, tuple[Any, str]] = {
+    "model": (str, ""),
+    "n": (int, "1 <= x <= 128"),
+    "seed": (int, "0 <= x <= 9223372036854775807"),
+    "max_tokens": (int, f"1 <= x <= {_LONG}"),
+    "max_completion_tokens": (int, f"1 <= x <= {_LONG}"),
+    "temperature": (float, ">= 0"),
+    "top_p": (float, "0 < x <= 1"),
+    "top_k": (int, f"-1 or 0 <= x <= {_LONG}"),
+    "min_p": (float, "0 <= x <= 1"),
+    "repetition_penalty": (float, "> 0"),
+    "stop": (tuple[str, ...], "no empty string"),
+    "stop_token_ids": (tuple[int, ...], _IDS),
+    "ignore_eos": (bool, ""),
+    "stream": (bool, ""),
+    "stream_options": (dict[str, bool], ""),
+    "top_logprobs": (int, "0"),
+    "return_token_ids": (bool, ""),
+    "return_tokens_as_token_ids": (bool, ""),
+    "reasoning_effort": (str, ""),
+}
+# Parameters that may only have these values: others would change a reply, and cannot.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": (),
+    "audio": (),
+    "prediction": (),
+    "features": (),
+    "content_parts": (),
+}
+# Parameters that do not change a reply here.
+IGNORED = {
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls", "verbosity", "request_id", "cache_salt"),
+    *("priority", "skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"),
+    *("add_special_tokens",),
+}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
+
+
+class ApiError(Exception):
+    """A refusal, as OpenAI's clients read it."""
+
+    def __init__(self, message: str, param: str | None = None, **more: Any) -> None:
+        """`param`: the parameter at fault; `status` and `code` of the answer, if not 400."""
+        super().__init__(message)
+        self.status: int = more.pop("status", 400)
+        error = {"message": printable(message), "type": _KINDS.get(self.status), "param": param}
+        error["type"] = error["type"] or "invalid_request_error"
+        self.body = {"error": {"code": None, **error, **more}}
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """A call: a chat, or prompts."""
+
+    given: dict[str, Any]  # parameters of USED
+    chat: Chat | None = None
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    ids: bool = False  # ids in, ids out
+    logprobs: bool = False
+
+    def seed_of(self, number: int) -> Seed | None:
+        """The seed of a completion; None: any."""
+        seed = self.given.get("seed")
+        return None if seed is None else derived_seed((seed >> 32, seed & 0xFFFFFFFF), number)
+
+    def sampling(self, model: ServedModel, prompt: int) -> g.Sampling:
+        """How to sample behind a prompt of so many tokens. Raises ApiError if there is no room."""
+        default = model.sampling
+        room = model.length - prompt
+        usual = min(max(room, 1), default.max_new_tokens) if self.chat else SHORT
+        given = self.given
+        wanted = given.get("max_completion_tokens") or given.get("max_tokens") or usual
+        if wanted > room:
+            raise ApiError(
+                f"This model's maximum context length is {model.length} tokens. However, you "
+                f"requested {prompt + wanted} tokens ({prompt} in the prompt, {wanted} for the "
+                "completion). Please reduce the length of the prompt or completion.",
+                "messages" if self.chat else "prompt",
+                code="context_length_exceeded",
+            )
+        ends = frozenset(given.get("stop_token_ids", ()))
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "stop")
+        return attrs.evolve(
+            default,
+            num_generations=1,
+            max_new_tokens=wanted,
+            top_k=max(given.get("top_k", default.top_k), 0),
+            eos_ids=ends if given.get("ignore_eos") else ends | model.eos_ids,
+            **{name: given[name] for name in names if name in given},
+        )
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """A request's body. Raises ApiError unless it is an object."""
+    try:
+        found = json.loads(body, parse_constant=lambda name: float(f"{name} is no JSON"))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ApiError(f"the body: expected a JSON object, found {show(found)}")
+    return found
+
+
+def read_chat(body: Mapping[str, Any]) -> Asked:
+    """The parameters of /v1/chat/completions."""
+    given, rest = _read(body, ("messages", "tools", "logprobs", "chat_template_kwargs"))
+    kwargs = dict(_object("chat_template_kwargs", rest))
+    if not rules.is_within(kwargs, _TEMPLATE):
+        raise ApiError(f"expected {_TEMPLATE}", "chat_template_kwargs")
+    if "reasoning_effort" in given:
+        kwargs["reasoning_effort"] = given["reasoning_effort"]
+    tools = _tools(rest.get("tools", []))
+    chat = Chat(
+        messages=_messages(rest.get("messages")),
+        tools=() if body.get("tool_choice") == "none" else tools,
+        template_kwargs=kwargs,
+    )
+    logprobs = _checked("logprobs", rest.get("logprobs", False), bool)
+    return Asked(given=given, chat=chat, logprobs=logprobs)
+
+
+def read_completion(body: Mapping[str, Any]) -> Asked:
+    """The parameters of /v1/completions."""
+    given, rest = _read(body, ("prompt", "logprobs"))
+    logprobs = rest.get("logprobs")
+    if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
+        raise ApiError(f"logprobs: expected 0 or 1, found {show(logprobs)}", "logprobs")
+    prompt = rest.get("prompt")
+    listed = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts = tuple(map(_prompt, prompt if isinstance(prompt, list) and listed else [prompt]))
+    return Asked(given=given, prompts=prompts, logprobs=logprobs is not None)
+
+
+def read_generate(body: Mapping[str, Any]) -> Asked:
+    """The parameters of /inference/v1/generate."""
+    given, rest = _read(body, ("token_ids", "sampling_params"))
+    more, _ = _read(_object("sampling_params", rest), ("logprobs",))
+    prompt = _checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
+    whole = {**more, **given, "return_token_ids": True}
+    return Asked(given=whole, prompts=(_prompt(list(prompt)),), ids=True, logprobs=True)
+
+
+def _read(body: Mapping[str, Any], raw: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters that are used, checked, and those of the names in `raw`, as they are."""
+    given: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None or name in IGNORED:
+            continue
+        if name in raw:
+            rest[name] = value
+        elif name in USED:
+            value = [value] if name == "stop" and isinstance(value, str) else value
+            given[name] = _checked(name, value, *USED[name])
+        elif name not in FIXED:
+            near = did_you_mean(name, [*USED, *FIXED, *IGNORED, *raw])
+            raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
+        elif value not in FIXED[name]:
+            wanted = " or ".join(map(show, FIXED[name])) or "nothing"
+            found = show(value)
+            raise ApiError(f"{name} is not supported: expected {wanted}, found {found}", name)
+    return given, rest
+
+
+def _object(param: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = values.get(param, {})
+    if not isinstance(found, dict):
+        raise ApiError(f"{param}: expected an object, found {show(found)}", param)
+    return found
+
+
+def _checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
+    """A value of this type and range. Raises ApiError if it is none."""
+    try:
+        found = rules.structure(value, kind)
+        if within and not rules.is_within(found, within):
+            raise rules.Mismatch(value, f"{rules.words(kind)}, {within}")
+    except rules.Mismatch as error:
+        raise ApiError(f"{param}: {error.reason(value)}", param) from error
+    return found
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    """A prompt, text or ids; whether the model has these is checked later."""
+    ids = isinstance(value, list)
+    found = _checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
+    if not found:
+        raise ApiError("prompt: expected a text or token ids, found an empty one", "prompt")
+    return found
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    try:
+        named = all(isinstance(tool["function"]["name"], str) for tool in value)
+    except (TypeError, KeyError):
+        named = False
+    if not named:
+        raise ApiError("tools: expected a list of functions with names", "tools")
+    return tuple(value)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    """A chat's messages, as the template takes them."""
+    if isinstance(value, list):
+        value = [_renamed(each) if isinstance(each, dict) else each for each in value]
+    fault = prompt_fault(value) if isinstance(value, list) else "expected a list of messages"
+    if fault:
+        raise ApiError(f"messages: {fault}", "messages")
+    messages = conversation(value)
+    names = {}
+    try:
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"] |= {"arguments": _arguments(call["function"]["arguments"])}
+                names[call.get("id")] = call["function"]["name"]
+            if message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ApiError("messages: expected calls of functions in tool_calls", "messages") from error
+    return messages
+
+
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the names that templates know."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(thoughts, str):
+        thoughts = None
+    content = message.get("content") or ""
+    return {**message, "role": role, "content": content, "reasoning_content": thoughts}
+
+
+def _arguments(value: Any) -> Any:
+    """A call's arguments as an object, for templates; as they are if they are none."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, dict) else value
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Answer:
+    """Writes what goes back for a call."""
+
+    asked: Asked
+    model: ServedModel
+    prompts: Sequence[tuple[int, ...]]  # ids, of each of the prompts
+    head: dict[str, Any] = attrs.field(
+        factory=lambda: {"id": secrets.token_hex(16), "created": int(time.time())}
+    )
+
+    def whole(self, rows: Sequence[Row], replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer, with all completions."""
+        choices = []
+        for index, (row, reply) in enumerate(zip(rows, replies, strict=True)):
+            finish = "tool_calls" if reply.calls else row.finish
+            choice = {"index": index, "finish_reason": finish, **self._tokens(row.tokens, row.logp)}
+            if self.asked.chat:
+                message = {"refusal": None, **wire_message(reply)}
+                choice["message"] = {k: v for k, v in message.items() if v or k == "content"}
+            elif not self.asked.ids:
+                choice["text"] = reply.content
+            choices.append(choice)
+        sampled = sum(len(row.tokens) for row in rows)
+        return self._around(choices, "", first=True) | self.usage(sampled)
+
+    def chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        tokens: Sequence[int] = (),
+        logp: Sequence[float] = (),
+        *,
+        finish: str | None = None,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        """A piece of a stream: of a chat's message, or of a text."""
+        choice = {"index": index, "finish_reason": finish, **self._tokens(tokens, logp)}
+        said = {"delta": dict(delta)} if self.asked.chat else {"text": delta.get("content", "")}
+        return self._around([choice | said], ".chunk", first=first)
+
+    def usage_chunk(self, sampled: int) -> dict[str, Any]:
+        """The piece of a stream that says what it took."""
+        return self._around([], ".chunk", first=False) | self.usage(sampled)
+
+    def usage(self, sampled: int) -> dict[str, Any]:
+        """Tokens of the prompts and the completions."""
+        prompt = sum(map(len, self.prompts))
+        counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
+        return {"usage": {**counts, "total_tokens": prompt + sampled}}
+
+    def _around(self, choices: list[dict[str, Any]], part: str, *, first: bool) -> dict[str, Any]:
+        """An answer or a piece of one; the first has the prompt's ids, if they are wanted."""
+        if self.asked.ids:
+            return {"request_id": self.head["id"], "choices": choices}
+        kind = f"chat.completion{part}" if self.asked.chat else "text_completion"
+        more = {"object": kind, "model": self.model.name, "choices": choices}
+        if first and self.asked.given.get("return_token_ids"):
+            more["prompt_token_ids"] = self.prompts[0]
+        return {**self.head, **more}
+
+    def _tokens(self, tokens: Sequence[int], logp: Sequence[float]) -> dict[str, Any]:
+        """The part of a choice about its tokens."""
+        given = self.asked.given
+        found: dict[str, Any] = {"logprobs": None}
+        if given.get("return_token_ids"):
+            found["token_ids"] = list(tokens)
+        if not self.asked.logprobs:
+            return found
+        names = [f"token_id:{token}" for token in tokens]
+        if not (given.get("return_token_ids") or given.get("return_tokens_as_token_ids")):
+            names = [self.model.decoder.part([token]) for token in tokens]
+        if self.asked.chat or self.asked.ids:
+            more = {"bytes": None, "top_logprobs": []}
+            pairs = zip(names, logp, strict=True)
+            entries = [{"token": name, "logprob": value, **more} for name, value in pairs]
+            found["logprobs"] = {"content": entries}
+        else:
+            found["logprobs"] = {"tokens": names, "token_logprobs": list(logp)}
+        return found
+
+
+def wire_message(reply: Reply) -> dict[str, Any]:
+    """A reply's fields as clients read them: the arguments of calls are texts."""
+    message = {"reasoning": reply.thoughts or None, **reply.message}
+    calls = []
+    for index, call in enumerate(reply.calls):
+        arguments = json.dumps(call["function"]["arguments"])
+        function = {**call["function"], "arguments": arguments}
+        calls.append({**call, "index": index, "function": function})
+    return message | {"content": reply.content or (None if calls else ""), "tool_calls": calls}
+
+
+def delta_of(reply: Reply) -> dict[str, Any]:
+    """The fields of a new part of a reply."""
+    return {name: value for name, value in wire_message(reply).items() if value and name != "role"}

@@ -1,0 +1,225 @@
+"""A server as an outsider meets it: other sites' pages, wrong keys, bodies and readers without end."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from runners.serve.service import Limits
+from tests.runners.serve.test_wire import CHAT, MESSAGES
+from tests.support.serving import Client, ScriptedEngine, embedded, served, serving
+
+LIMITS = Limits(body=20_000, idle=1.0, connections=40, seconds=3.0)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The model in the package."""
+    return embedded()
+
+
+@pytest.fixture
+def client(loaded):
+    """A client of a server with tight limits, whose model speaks for a while."""
+    with serving(
+        ScriptedEngine(loaded.tokenizer, ["1+" * 100] * 50), served(loaded), limits=LIMITS
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def keyed(loaded):
+    """A client with the key of a server that wants one."""
+    with serving(ScriptedEngine(loaded.tokenizer, ["yes"] * 50), served(loaded), key="the-key") as client:
+        yield client
+
+
+def connect(client):
+    """A bare connection."""
+    return socket.create_connection(tuple(client.server._socket.getsockname()), timeout=20)
+
+
+def request(body=b"", *, length=None, path=CHAT, headers=()):
+    """The bytes of a POST."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def is_free(client, seconds=10.0):
+    """Whether the engine and the service hold nothing any more, within some time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if client.service.idle and not client.service.engine.jobs:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+HOSTS = [
+    "evil.example",
+    "evil.example:80",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example:8000",
+    "",
+    "[::1].evil",
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing"])
+def test_a_name_that_was_made_to_point_here_gets_nothing(client, host, path):
+    """DNS rebinding: another Host is refused everywhere."""
+    answer = client.http.get(path, headers={"Host": host})
+    assert answer.status_code in (400, 403) and "tiny" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:4", "[::1]"])
+def test_this_machine_s_names_are_answered(client, host):
+    """With any port, since a tunnel has another."""
+    assert client.http.get("/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1", "file://", "http://localhost.evil"]
+)
+def test_pages_of_other_sites_are_refused(client, origin):
+    """A browser sends Origin with what a page asks; nothing allows such a page anything."""
+    answer = client.http.post(CHAT, json={"messages": MESSAGES}, headers={"Origin": origin})
+    assert answer.status_code == 403
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert client.service.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"],
+)
+def test_without_the_key_nothing_is_answered(keyed, header):
+    """401 for every way but the right one."""
+    for path in ("/v1/models", CHAT):
+        method = "GET" if path == "/v1/models" else "POST"
+        answer = keyed.http.request(method, path, headers={"Authorization": header})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert keyed.service.engine.requests == []
+
+
+def test_with_the_key_everything_is(keyed):
+    """And sessions have keys of their own, which end with them."""
+    assert keyed.http.get("/v1/models").status_code == 200
+    session = keyed.service.open()
+    guest = Client(keyed.server, session.key)
+    assert guest.chat("?")["choices"][0]["message"]["content"] == "yes"
+    keyed.service.close(session)
+    assert guest.post(CHAT, {"messages": MESSAGES})[0] == 401
+
+
+def test_a_body_that_is_too_large_is_not_read(client):
+    """413, whether it says its length or comes in chunks."""
+    large = json.dumps({"messages": [{"role": "user", "content": "x" * 30_000}]})
+    assert client.http.post(CHAT, content=large).status_code == 413
+    pieces = (b"x" * 1000 for _ in range(100_000))
+    try:
+        assert client.http.post(CHAT, content=pieces).status_code == 413
+    except Exception as error:  # the connection may be gone before all of it was sent
+        assert "ead" in type(error).__name__ or "rite" in type(error).__name__
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(client):
+    """Half a header, half a body, and nothing at all: the connection ends after the idle time."""
+    for begun in (b"", b"POST /v1/chat", request(b"{", length=500)):
+        with connect(client) as connection:
+            began = time.monotonic()
+            connection.sendall(begun)
+            while connection.recv(4096):
+                pass
+            assert time.monotonic() - began < 15
+    assert client.http.get("/health").status_code == 200
+
+
+def test_a_reader_that_does_not_read_frees_its_row(client):
+    """Its stream fills its buffers, and its row is cancelled; others are answered meanwhile."""
+    body = json.dumps({"messages": MESSAGES, "stream": True, "n": 40, "logprobs": True}).encode()
+    with connect(client) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.sendall(request(body))
+        assert client.http.get("/health").status_code == 200
+        assert is_free(client)
+
+
+def test_a_call_has_an_end(client):
+    """After its time its row is freed, whatever the client does."""
+    engine = client.service.engine
+    engine.collect = lambda least=1, **options: time.sleep(0.01) or {}
+    answer = client.http.post(CHAT, json={"messages": MESSAGES})
+    assert answer.status_code == 408
+    del engine.collect
+    assert is_free(client) and engine.freed
+
+
+def test_more_connections_than_there_may_be(client):
+    """503; and when they are gone, others are answered."""
+    opened = [connect(client) for _ in range(60)]
+    with pytest.raises(AssertionError):
+        for _ in range(5):
+            fresh = Client(client.server)
+            assert fresh.http.get("/health").status_code == 200
+    for connection in opened:
+        connection.close()
+    time.sleep(0.3)
+    assert Client(client.server).http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: localhost\r\n\r\n",
+        b"GET http://evil/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"\r\n" * 50_000,
+    ],
+)
+def test_bytes_that_are_no_request(client, sent):
+    """An error or an end, and the server answers others."""
+    with connect(client) as connection:
+        try:
+            connection.sendall(sent)
+            answer = connection.recv(4096)
+        except OSError:
+            answer = b""
+    assert not answer or answer.split()[1] in (b"400", b"403", b"404", b"431")
+    assert client.http.get("/health").status_code == 200
+
+
+def test_clients_do_not_see_one_another(loaded):
+    """Each gets the answer to what it asked, though its neighbours' rows decode beside it."""
+    import concurrent.futures
+
+    with serving(loaded.engine, served(loaded)) as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        texts = [f"{n}+{n}=" for n in range(24)]
+        body = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        alone = [client.post("/v1/completions", {"prompt": text, **body})[1] for text in texts]
+
+        def ask(text):
+            return Client(client.server).post("/v1/completions", {"prompt": text, **body})[1]
+
+        beside = list(pool.map(ask, texts))
+        for one, other in zip(alone, beside, strict=True):
+            assert one["prompt_token_ids"] == other["prompt_token_ids"]
+        same = sum(one["choices"] == other["choices"] for one, other in zip(alone, beside, strict=True))
+        assert same >= 20  # the rounding of batched products may turn a near tie
+
+
+def test_errors_tell_nothing_of_the_machine(client):
+    """No path, no trace, no key."""
+    answers = [
+        client.http.post(CHAT, content=b"{"),
+        client.http.get("/x"),
+        client.http.post(CHAT, json={"tools": 1}),
+    ]
+    for answer in answers:
+        assert (
+            "/work" not in answer.text and "Traceback" not in answer.text and "server" not in answer.headers
+        )

@@ -1,0 +1,177 @@
+"""A server in a thread, its engine in another one, and what clients say to it."""
+
+import itertools
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx2
+
+import grpo_fn as g
+from runners.engines.engine import Row, Ticket, Token, Traits
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
+from runners.serve.app import Server
+from runners.serve.chat import ServedModel
+from runners.serve.service import Service
+
+CPU = Platform(backend="cpu")
+
+
+def served(loaded, **changes):
+    """A loaded model for the wire."""
+    fields = {
+        "name": "tiny",
+        "tokenizer": loaded.tokenizer,
+        "decoder": loaded.decoder,
+        "eos_ids": frozenset(loaded.eos_ids),
+        "vocabulary": loaded.policy.vocabulary,
+        "length": 512,
+        "sampling": g.Sampling(max_new_tokens=512),
+    }
+    return ServedModel(**fields | changes)
+
+
+def conversation(*messages):
+    """Messages; texts are turns of user and assistant."""
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[n % 2], "content": each} if isinstance(each, str) else each
+        for n, each in enumerate(messages)
+    ]
+
+
+class Recorded:
+    """An engine whose requests are seen, and how many prompt tokens the last one computed."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.requests = []
+        self.computed = 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def submit(self, request, sampling):
+        """See `Engine`."""
+        self.requests.append(request)
+        return self._engine.submit(request, sampling)
+
+    def peek(self, ticket, start=0):
+        """See `Engine`."""
+        found = self._engine.peek(ticket, start)
+        self.computed = found[0].prompt_tokens if found else self.computed
+        return found
+
+
+class Client:
+    """A client of a server."""
+
+    def __init__(self, server, key="none"):
+        self.server = server
+        self.service = server.service
+        self.http = httpx2.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=120
+        )
+
+    def post(self, path, body, **options):
+        """The answer's status and JSON."""
+        answer = self.http.post(path, content=json.dumps(body).encode(), **options)
+        return answer.status_code, answer.json()
+
+    def chat(self, *messages, **more):
+        """The answer to a chat of these messages."""
+        status, answer = self.post("/v1/chat/completions", {"messages": conversation(*messages), **more})
+        assert status == 200, answer
+        return answer
+
+    def stream(self, path, body):
+        """The events of a stream, read to its end."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextmanager
+def serving(engine, model, *, limits=None, key="", public=True, **options):
+    """A client of a server over this engine, which another thread owns meanwhile."""
+    service = Service(engine, model, limits)
+    session = service.open(key, records=False)
+    stopped = threading.Event()
+    faults = []
+
+    def run():
+        try:
+            service.run(stopped.is_set)
+        except Exception as error:
+            faults.append(error)
+
+    pump = threading.Thread(target=run)
+    with Server(service, public=session if public and not key else None, **options) as server:
+        pump.start()
+        try:
+            client = Client(server, key or "none")
+            client.session = session
+            yield client
+        finally:
+            stopped.set()
+            pump.join()
+    assert not faults, faults
+
+
+def embedded():
+    """The model in the package."""
+    return load_inference("embedded", CPU)
+
+
+class ScriptedEngine:
+    """An engine that says given texts, a token at each `collect`; its log-probs are −1."""
+
+    traits = Traits(drawn_logp=True, entropy=False, images=False)
+    rows = version = 0
+
+    def __init__(self, tokenizer, texts):
+        self._texts = [
+            (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id) for text in texts
+        ]
+        self._tickets = itertools.count()
+        self.jobs = {}
+        self.requests = []
+        self.freed = []
+
+    def load(self, weights):
+        """See `Engine`."""
+
+    def submit(self, request, sampling):
+        """See `Engine`."""
+        ticket = Ticket(next(self._tickets))
+        self.requests.append(request)
+        self.jobs[ticket] = [self._texts.pop(0)[: sampling.max_new_tokens], 0, None]
+        return ticket
+
+    def collect(self, least=1, *, should_stop=lambda: False):
+        """See `Engine`."""
+        time.sleep(0.001)
+        done = {}
+        for ticket, job in list(self.jobs.items()):
+            job[1] += 1
+            tokens = job[0][: job[1]]
+            if job[2] or len(tokens) == len(job[0]):
+                del self.jobs[ticket]
+                row = Row(tokens, (-1.0,) * len(tokens), job[2] or "stop", ((0, len(tokens)),))
+                done[ticket] = (row,)
+        return done
+
+    def peek(self, ticket, start=0):
+        """See `Engine`."""
+        tokens = self.jobs[ticket][0][: self.jobs[ticket][1]]
+        return [Token(token, -1.0, 1) for token in tokens[start:]]
+
+    def cancel(self, ticket):
+        """See `Engine`."""
+        self.freed.append(ticket)
+        if ticket in self.jobs:
+            self.jobs[ticket][2] = "cancelled"
