@@ -1,7 +1,7 @@
 """Real clients, each in an environment of its own, as their pins differ.
 
-This one has openai 3. GRPO_FN_CLIENTS names a folder with others (`python -m venv CLIENTS/openai3` and `pip install
-'openai>=3'`); without one that has the client, its test is skipped.
+This one has openai 3. GRPO_FN_CLIENTS names a folder with others (`python -m venv CLIENTS/openai2` and
+`pip install 'openai<3'`). A test is skipped if its client is in none.
 """
 
 import os
