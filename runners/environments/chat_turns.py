@@ -122,24 +122,31 @@ class ChatTurns:
                 whole = self._apply([_ASKED, assistant, *following], head=True)
                 probed = [{**each, "content": _PROBE} for each in following]
                 shows = _PROBE in self._apply([_ASKED, assistant, *probed], head=True)
+                if not whole.startswith(before):
+                    before, whole = self._by_words(assistant, following)
             except Exception as error:  # a template may raise anything
                 fault = f": {error_line(error)}"
                 continue
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
-            # Some templates write an assistant's last turn differently (Qwen3: with empty thoughts).
-            said = {**assistant, "content": _SAID}
-            whole = self._apply([_ASKED, said, *following], head=True)
-            behind = whole.rfind(_SAID) + 1
-            stops = [
-                whole.find(end, behind) + len(end) for end in self._ends() if end in whole[behind:]
-            ]
-            if shows and behind and stops:
-                return whole[: min(stops)], whole[min(stops) :]
         raise UserError(
             "the tokenizer's chat template cannot put a tool's message after an assistant's turn"
             + fault
         )
+
+    def _by_words(self, assistant: Message, following: Sequence[Message]) -> tuple[str, str]:
+        """A conversation up to the end of its assistant's turn, and all of it.
+
+        Some templates write the last turn differently (Qwen3: with empty thoughts), so this one's
+        end is found behind its words.
+        """
+        said = {**assistant, "content": _SAID}
+        whole = self._apply([_ASKED, said, *following], head=True)
+        before, words, behind = whole.rpartition(_SAID)
+        ends = [behind.find(end) + len(end) for end in self._ends() if end in behind]
+        if not (words and ends):
+            raise ValueError("an assistant's turn has no end token")
+        return before + words + behind[: min(ends)], whole
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:
         return apply_template(

@@ -1,11 +1,12 @@
 """Real clients, each in an environment of its own, as their pins differ.
 
-GRPO_FN_CLIENTS names a folder with such environments (`python -m venv CLIENTS/openai3` and `pip install
-'openai>=3'`); without one that has the client, its test is skipped.
+This one has openai 3. GRPO_FN_CLIENTS names a folder with others (`python -m venv CLIENTS/openai2` and
+`pip install 'openai<3'`). A test is skipped if its client is in none.
 """
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,11 @@ sys.exit(not all(not each or eval(f"{found}{each}") for each in rest))
 def python_with(client):
     """An interpreter whose environment has this client; skips the test if there is none."""
     folder = os.environ.get("GRPO_FN_CLIENTS", "")
-    for python in sorted(Path(folder).glob("*/bin/python")) if folder else ():
+    others = sorted(Path(folder).glob("*/bin/python")) if folder else ()
+    for python in (sys.executable, *others):
         if subprocess.run([python, "-c", FINDS, client], capture_output=True).returncode == 0:
             return python
-    pytest.skip(f"GRPO_FN_CLIENTS has no environment with {client}")
+    pytest.skip(f"neither this environment nor one of GRPO_FN_CLIENTS has {client}")
 
 
 @pytest.mark.parametrize(("script", "client"), CLIENTS)
