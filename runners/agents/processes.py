@@ -1,4 +1,4 @@
-"""An episode as a process of its own, with limits: it can be ended whatever it does."""
+"""An episode as a separate process with limits, which can be ended whatever it does."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class AnswerForm:
         whole: bool = False,
         report: Callable[[Verdict], None] = lambda verdict: None,
     ) -> list[float]:
-        """1 for each answer that agrees with its gold one, else 0; of a program the share of its
-        tests.
+        """1 for each answer that agrees with its reference answer, else 0; for programs, the share of
+        passed tests.
 
         Args:
             whole: only full marks count, so a program may stop at the first test that it fails.

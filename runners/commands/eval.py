@@ -195,7 +195,7 @@ def _measure_all(
         if environments is not None:
             environments.check_columns(columns)
         every = all_rewards(rewards, environments) if rewards or environments else ()
-        tools = environments.chat.schemas if environments else ()
+        tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
         result = measure(

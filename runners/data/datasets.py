@@ -271,7 +271,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 
 def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
     """The tasks of a taskset, in its order: question, answer if they have one, and number. It is
-    read in a process of its own. Raises UserError if it cannot be loaded."""
+    read in a separate process. Raises UserError if it cannot be loaded."""
     name = config.source.removeprefix(TASKSETS)
     with closing(Worker()) as worker:
         rows = worker.load(ROWS, name, tuple(map(str, folders)), config.max_samples)

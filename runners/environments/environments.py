@@ -58,7 +58,7 @@ class Player(Protocol):
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """A rollout of G conversations of each example, and what is known of them.
+        """A rollout of G conversations of each example, and the finished episodes.
 
         Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
         2, … Raises Cancelled if `should_stop` ended it.

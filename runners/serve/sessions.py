@@ -145,7 +145,7 @@ class Session:
 
         It continues the point's row unless that has gone on, or goes on now. `seed` is that of the
         call; if it is None, or the session has a distribution of its own, the row has one. Raises
-        Refused if the session is over, or has no room behind the prompt.
+        Refused if the session is over, or has no room after the prompt.
         """
         with self._lock:
             self._check()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import chain
+from typing import Any
 
 import attrs
 import mlx.core as mx
