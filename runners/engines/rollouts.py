@@ -1,4 +1,4 @@
-"""Rollouts from any engine: completions of prompts, and conversations with turns from outside."""
+"""Rollouts from any engine: completions of prompts, and conversations with external replies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts
-    of it."""
+    """`should_stop` has ended the sampling. Its results are discarded, except by callers that show
+    partial results."""
 
     def __init__(self, rollout: g.Rollout) -> None:
-        """`rollout`: what had been sampled; its rows may be empty."""
+        """`rollout`: the tokens sampled so far; its rows may be empty."""
         super().__init__("the sampling was interrupted")
         self.rollout = rollout
 
@@ -45,9 +45,9 @@ def requests_of(
     numbers: Sequence[int] | None = None,
     vision: VisionPart | None = None,
 ) -> list[Request]:
-    """G completions of each prompt; completion g of prompt n draws from (key, n, g).
+    """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
 
-    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part prompts may have images.
+    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part, prompts may have images.
     """
     images = vision.see(prompts) if vision else None
     seeds = seeds_of(key, range(len(prompts)) if numbers is None else numbers, sampling)
@@ -78,7 +78,7 @@ def generate(
 ) -> g.Rollout:
     """The completions of requests of G seeds each.
 
-    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
+    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
     """
     tickets: list[Ticket] = []
     rows: dict[Ticket, tuple[Row, ...]] = {}
@@ -183,20 +183,20 @@ def converse(
     together: bool = True,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """Conversations: each turn that ends may have a reply, whose tokens follow it, and then goes
-    on.
+    """Conversations: each finished turn may get a reply, whose tokens follow it, and then
+    continues.
 
     Args:
-        engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens
-            included.
-        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's
-            prompts have in common is put in front of its completion, as given tokens.
-        replies: answers turns. Rows are numbered as the requests.
-        together: begin turns when no row decodes any more and all replies are there: the same
-            numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
-            one delays no other row.
+        engine, sampling: as for `generate`; `max_new_tokens` limits a conversation, including given
+            tokens.
+        requests: with one seed each, in groups of G. The part of a prompt after the
+            group's common prefix becomes the start of its completion, as given tokens.
+        replies: answers turns. Rows are numbered like the requests.
+        together: start turns only when no row is decoding and all replies have arrived: the same
+            numbers bit for bit each time. False: start a turn as soon as its reply has arrived, so
+            that a slow reply delays no other row.
 
-    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
+    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
     """
     talks = [Talk(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
@@ -277,7 +277,7 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
     rows = set(found)
     if not rows <= waiting or len(rows) < least:
         raise ValueError(
-            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows "
+            f"replies arrived for rows {sorted(rows)}: expected at least {least} of the rows "
             f"{sorted(waiting)}"
         )
 
@@ -299,7 +299,5 @@ def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
     same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     count = sum(1 for _ in same)
     if not count:
-        raise UserError(
-            "the prompts of a group have no first token in common: a template begins with one"
-        )
+        raise UserError("the prompts of a group have no common first token")
     return count

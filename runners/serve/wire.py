@@ -22,7 +22,7 @@ from runners.serve.sessions import derived_seed
 SHORT = 16  # tokens of a completion that names no limit, as with OpenAI and vLLM
 _LONG = rules.INT_MAX
 _IDS = f"each: 0 <= x <= {_LONG}"
-_TEMPLATE = "what the template itself reads"
+_TEMPLATE = "arguments that the template itself reads"
 # The type and range of each parameter that is used.
 USED: dict[str, tuple[Any, str]] = {
     "model": (str, ""),

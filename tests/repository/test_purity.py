@@ -9,8 +9,8 @@ CORE = Path(__file__).parents[2] / "grpo_fn"
 FILES = sorted(CORE.rglob("*.py"))
 # Everything else is refused, so that a new import is a decision.
 ALLOWED = {
-    "__future__", "collections", "contextlib", "copy", "difflib", "fractions", "functools", "itertools",
-    "math", "operator", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
+    "__future__", "bisect", "collections", "contextlib", "copy", "difflib", "fractions", "functools",
+    "itertools", "math", "operator", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
 # Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone. CUDA
 # kernels call the compiler that MLX has loaded, and a process asks for its own number. Compiling without

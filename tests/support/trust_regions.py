@@ -175,11 +175,11 @@ def _tensors(torch, case):
 
 def _verl(torch):
     core = pytest.importorskip("verl.trainer.ppo.core_algos")
-    from verl.workers.config import ActorConfig
+    actor = pytest.importorskip("verl.workers.config").ActorConfig
 
     def loss(name, spec, case, logp):
         old, adv, mask = _tensors(torch, case)
-        config = ActorConfig(
+        config = actor(
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=spec.epsilon_low,
             clip_ratio_low=spec.epsilon_low, clip_ratio_high=spec.upper_epsilon, clip_ratio_c=spec.ratio_cap,
         )  # fmt: skip

@@ -207,7 +207,7 @@ ACTS = {  # whether the mechanism does something now
     "chunked_gated_delta": lambda patch: counts(patch, gated_delta, "chunked_gated_delta", delta),
 }
 # Those of the shell have their tests beside their code.
-OF_THE_SHELL = {"programs_ahead"}
+OF_THE_SHELL = {"programs_ahead", "checkpointed_mlps"}
 BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a CPU and CUDA do
 
 

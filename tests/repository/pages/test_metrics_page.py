@@ -33,6 +33,7 @@ RUNS = {
         'reward.functions=["correctness_reward_func"]',
         "optim.max_steps=1",
     ],
+    "rollouts ahead": ["rollout.max_staleness=1", "loss.correction=token_truncate"],
     "quantized rollouts that fall back": ["rollout.quantization=affine-8", "rollout.mismatch_limit=1e-9"],
 }
 
@@ -51,7 +52,7 @@ def logged(folder, name, overrides):
 
 
 def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
-    """Six runs and one whose gradient is NaN log exactly the names of the table."""
+    """These runs and one whose gradient is NaN log exactly the names of the table."""
     found = set()
     for number, overrides in enumerate(RUNS.values()):
         found |= logged(tmp_path, f"run{number}", overrides)
@@ -66,12 +67,13 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*METRICS} == set(), "logged, and not in the table"
-    # Conversations have theirs, models with experts, several ranks, prompts that come again, a teacher: see
-    # test_train.py, test_experts.py and test_teacher.py of tests/runners/training,
-    # tests/runners/ranks/test_rank_processes.py and tests/runners/data/test_curriculum.py.
+    # Conversations have theirs, models with experts, several ranks, prompts that come again, a teacher, runs
+    # that become worse: see test_train.py, test_experts.py and test_teacher.py of tests/runners/training,
+    # tests/runners/ranks/test_rank_processes.py, tests/runners/data/test_curriculum.py and
+    # tests/runners/checkpoints/test_best.py.
     played = ("experts/", "groups/pass_rate/", "ranks/", "teacher/", "tools/", "turns/")
     played += ("eval/success", "eval/reward", "eval/turns", "eval/tool_calls", "eval/failed")
-    rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb", "fault"}
+    rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb", "fault", "worse"}
     assert {*METRICS} - found - rare == set(), "in the table, and never logged"
 
 

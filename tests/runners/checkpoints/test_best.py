@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners.checkpoints.run_list import summarize
-from runners.commands.runs import runs_command
+from runners.commands.report import runs_command
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform

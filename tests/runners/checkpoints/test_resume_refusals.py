@@ -110,7 +110,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
         # No damage: going on from the checkpoint before would lose this one.
         (
             {"version": 5},
-            r"trainer_state\.json: expected version 6, found 5: it was saved by another version",
+            r"trainer_state\.json: expected version 7, found 5: it was saved by another version",
         ),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": {**whole["loop"], "update": "three"}}, 'loop: update: expected an integer, found "three"'),

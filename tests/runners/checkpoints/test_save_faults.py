@@ -127,7 +127,7 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
     assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)
     assert [path.name for path in list_checkpoints(result.folder)] == ["checkpoint-3", "checkpoint-4"]
     told = [line for line in notes.lines if "No space left" in line]
-    assert len(told) == 2 and "checkpoint-1: cannot be written" in told[0] and "goes on" in told[0]
+    assert len(told) == 2 and "checkpoint-1: cannot be written" in told[0] and "the run continues" in told[0]
     config, left[0] = config_in(tmp_path / "c", *settings, "checkpoint.on_error=stop"), 100
     with pytest.raises(UserError, match="checkpoint-1: cannot be written: No space left on device"):
         run_training(config, report=Notes())
@@ -154,7 +154,7 @@ def test_a_run_whose_folder_is_renamed_saves_nothing_where_it_was(tmp_path, take
     notes, line = Renamer(), "expected the folder in which this run started, found"
     with pytest.raises(UserError, match=line):
         run_training(config, report=notes)
-    assert any(line in note and "goes on" in note for note in notes.lines)
+    assert any(line in note and "the run continues" in note for note in notes.lines)
     assert len(lines_of(moved / "training_log.jsonl")) == 6  # with two evaluations
     assert [path.name for path in list_checkpoints(moved)] == ["checkpoint-1"]
     left = {path.name for path in folder.iterdir()} if taken else folder.exists()

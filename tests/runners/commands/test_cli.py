@@ -89,11 +89,17 @@ def test_the_group_lists_every_command(invoke):
         assert short.endswith(".") and not short.endswith("..")
 
 
+CONVERT = "--calibrate --column --dequantize --step --text-only --hf-path --mlx-path --image"
 MLX_LM = "--model --prompt --adapter-path --save-path --system-prompt --prefill-response --max-lora-rank"
 GENERATE = "--prompts --column --num --batch --out --image --raw --tools --env --config --row"
+LIKE_GENERATE = (
+    "--system --nudge --stop --no-prompt-file --temperature --top-p --top-k --min-p --repetition-penalty "
+    "--seed --max-tokens --adapter --loader --trust-remote-code"
+)
 PAGES = [  # command, its page, what the page leaves out, what it names besides
     ("eval", "evaluation", "--batch --trust-remote-code", ""),
-    ("export", "export", "", MLX_LM),
+    ("export", "conversion", "", f"{CONVERT} {MLX_LM}"),
+    ("serve", "serve", LIKE_GENERATE, ""),
     ("generate", "generation", "", ""),
     ("chat", "generation", "", GENERATE),
 ]

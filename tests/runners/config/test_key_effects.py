@@ -101,6 +101,7 @@ SAVED = "checkpoint.every=1"
 FALLING = 'reward.functions=["{root}/rewards.py:falling"]'
 LONG = "rollout.max_new_tokens=16"
 SFT = ("sft.updates=1", LONG)
+VESPO = ('loss.surrogate="vespo"', "optim.num_iterations=2")
 # A key, the value that has to change something, and the settings that it needs beside it.
 EFFECTS: dict[str, tuple[str, ...]] = {
     "run.name": ('"other"',),
@@ -155,6 +156,12 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "reward.stop_if_all_fail": ("false", 'reward.functions=["{root}/rewards.py:none"]'),
     "loss.router_aux_coef": ("1.0", 'model.path="{root}/mixtral"'),
     "loss.ref_quantization": ('"affine-4"', BETA, "loss.ref_mixup=1.0"),
+    "loss.ratio_cap": ("1.0001", 'loss.surrogate="dppo_tv"', "optim.num_iterations=2"),
+    "loss.dro_beta": ("0.5", 'loss.surrogate="dro"', "optim.num_iterations=2"),
+    "loss.vespo_k_pos": ("1.0", *VESPO),
+    "loss.vespo_lambda_pos": ("1.0", *VESPO),
+    "loss.vespo_k_neg": ("1.0", *VESPO),
+    "loss.vespo_lambda_neg": ("1.0", *VESPO),
     "loss.level": ('"sequence"', "optim.num_iterations=2"),
     "optim.moments": ('"bfloat16"',),
     "optim.max_bad_updates": ("1", "optim.learning_rate=1e39"),

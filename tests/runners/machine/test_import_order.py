@@ -30,7 +30,8 @@ main(sys.argv[1:])
 """
 CALLS = [
     *(f"{name} quickstart" for name in ("run", "plan", "sft", "difficulty", "bench", "check")),
-    *("run quickstart --dry-run", "run quickstart --resume", "doctor", "chat embedded", "eval embedded"),
+    *("run quickstart --dry-run", "run quickstart --resume", "doctor"),
+    *("chat embedded", "eval embedded", "serve embedded"),
     *(f"generate embedded --prompts prompts.{kind}" for kind in ("txt", "jsonl", "parquet")),
     *("generate embedded hello", "generate embedded hello --image picture.png"),
     *("convert model --out out", "export model --out out", "init embedded prompts.jsonl"),

@@ -216,7 +216,7 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
 
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "keys", "tokens"),
-    [(576, 1536, 192, 16384), (896, 4864, 128, 8192), (2048, 11008, 256, 8192), (64, 256, 64, 65536)],
+    [(576, 1536, 192, 16384), (896, 4864, 128, 16384), (2048, 11008, 256, 16384), (64, 256, 64, 65536)],
 )
 def test_micro_batches_stop_growing_where_they_stop_paying(hidden, intermediate, keys, tokens):
     """SmolLM2-135M, Qwen2.5-0.5B, -3B and a toy: fewer parameters in a block, more tokens for its launch."""

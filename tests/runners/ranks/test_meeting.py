@@ -31,8 +31,8 @@ from tests.support.resuming import config_in
         ({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}, RankPlace(2, 4, "nccl")),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, RankPlace(0, 2, "mpi")),
         ({"MLX_RANK": "1", "MLX_IBV_DEVICES": "[[null, 1], [1, null]]"}, RankPlace(1, 2, "jaccl")),
-        ({"MLX_RANK": "0", "MLX_HOSTFILE": "{"}, "the launcher's variables contain no rank: JSONDecodeError"),
-        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, "the launcher's variables contain no rank: .*'x'"),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "{"}, "the launcher's variables give no rank: JSONDecodeError"),
+        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, "the launcher's variables give no rank: .*'x'"),
     ],
 )
 def test_the_launchers_variables_say_who_this_is(tmp_path, environ, found):

@@ -46,7 +46,7 @@ def test_arguments_by_name() -> None:
     assert scores.problems == []
     wrapped = [[{"role": "assistant", "content": text}] for text in TEXTS]
     assert seen["two"] == (wrapped, [1, 2, 3])
-    everything = {*REWARD_ARGUMENTS, "level", "answer"} - {"environments"}  # there are none
+    everything = {*REWARD_ARGUMENTS, "level", "answer"} - {"environments", "printed"}  # there are none
     assert set(seen["all"]) == everything
     assert seen["all"]["prompts"] == ["p", "q", "r"]
     assert seen["ids"] == ([[1], [2], [3]], 1)

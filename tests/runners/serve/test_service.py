@@ -1,6 +1,7 @@
 """The service: weights that change while it serves, turns begun together, room, faults, the end."""
 
 import threading
+import time
 
 import attrs
 import numpy as np
@@ -114,8 +115,9 @@ def test_a_service_that_ends_refuses_new_turns_and_finishes_the_others(loaded):
         found = []
         caller = threading.Thread(target=lambda: found.append(client.post(CHAT, {"messages": MESSAGES})))
         caller.start()
-        while not engine.jobs:
-            pass
+        until = time.monotonic() + 60
+        while not engine.jobs and time.monotonic() < until:
+            time.sleep(0.001)
         client.service.draining = True
         other = Client(client.server)
         assert other.post(CHAT, {"messages": MESSAGES})[0] == 503

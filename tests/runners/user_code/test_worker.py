@@ -125,7 +125,7 @@ def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
     assert fault in " ".join(scores.problems) and bool(scores.failed) == bool(fault)
     values, scores = score(worker, folder, "ones", "later")
     assert values == [[1.0, 1.0], [2.0, 2.0]]
-    assert all("new process" in line for line in scores.problems)
+    assert all("process was restarted" in line for line in scores.problems)
 
 
 @pytest.mark.parametrize(("name", "values"), [("pools", [1.0, 2.0]), ("alarms", [1.0, 1.0])])

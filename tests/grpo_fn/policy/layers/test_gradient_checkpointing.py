@@ -113,10 +113,11 @@ def with_checkpointed_mlps(policy):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_checkpointed_mlps_give_the_same_gradient(name, compile):
-    """To the bit, as the same operations run again; every leaf of an MLP has one."""
+    """To the bit on a CPU, as the same operations run again; every leaf of an MLP has one."""
     want = gradient(tiny_policy(name), compile=compile)
     got = gradient(with_checkpointed_mlps(tiny_policy(name)), compile=compile)
-    assert worst_difference(got, want) == 0
+    # A GPU adds up an embedding's gradient in any order.
+    assert worst_difference(got, want) <= (1e-6 if mx.cuda.is_available() else 0)
     inside = [leaf for path, leaf in named_leaves(got).items() if ".mlp." in path]
     assert inside and all(leaf.any().item() for leaf in inside)
 
