@@ -29,7 +29,7 @@ def greedy(completions, **_):
         held = b"x" * 4_000_000_000
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
-RESTARTED = "new process, which has imported their files again"
+RESTARTED = "process was restarted and reloaded its files"
 TEMPLATE = "its tokenizer or chat template takes more than"
 GROWING = (
     "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
