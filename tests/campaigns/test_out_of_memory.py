@@ -30,7 +30,7 @@ def greedy(completions, **_):
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
 RESTARTED = "process was restarted and reloaded its files"
-TEMPLATE = "its tokenizer or chat template takes more than"
+TEMPLATE = "its tokenizer or chat template needs more than"
 GROWING = (
     "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 )

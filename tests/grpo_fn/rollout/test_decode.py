@@ -53,6 +53,15 @@ def test_completions_depend_on_their_own_prompt_and_number():
     assert rollout.num_generations == 3 and rollout.prompts == tuple(map(tuple, RAGGED))
 
 
+def test_a_later_part_of_a_group_is_that_part_of_the_whole():
+    """`first_generation` numbers the completions, as in groups that are sampled in stages."""
+    policy = tiny_policy()
+    whole = roll(policy, EQUAL, generations=3)
+    part = roll(policy, EQUAL, generations=2, first_generation=1)
+    wanted = [row for n, row in enumerate(whole.completions()) if n % 3]
+    assert part.completions() == wanted
+
+
 def test_it_samples_from_the_parameters_and_the_key_given():
     """Not from those that the policy was made with, whose leaves are left alone; nothing is random but the
     key."""
