@@ -39,7 +39,7 @@ STAGES = {
     "the learner": ("runners.training.gradients:MicroBatches.gradients", 1, LONG, 2),
     "the writing of a checkpoint": ("runners.training.session:write_checkpoint", 1, SHORT, 2),
     "the evaluation at the end": (EVALUATION, 3, LONG, 3),
-    "the final model": ("runners.training.session:save_model", 1, LONG, 3),
+    "the final model": ("runners.training.session:save_model", 2, LONG, 3),  # after the best one
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CASES = [(name, SIGNALS[number % 3]) for number, name in enumerate(STAGES)]
