@@ -53,7 +53,7 @@ def solutions(tests: Sequence[str]) -> tuple[str, str] | None:
 
 
 def processor_seconds(programs: int) -> float:
-    """Of a process that runs so many programs, from its start to its end."""
+    """Wall and processor time of a process that runs these programs, from start to end."""
     sandbox.end_programs()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     for _ in range(programs):

@@ -46,7 +46,7 @@ class TaskRun:
 
 
 def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dict[str, Any]]:
-    """The rows of a taskset, at most so many (0: all): question, answer if the tasks have one, and
+    """The rows of a taskset, at most `most` if it is not 0: question, answer if the tasks have one, and
     the number of the task. Raises UserError if it cannot be loaded, or does not end."""
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     try:
