@@ -141,7 +141,8 @@ def block_width(columns: int, group: int) -> int:
 def carries_of(moments: Moments) -> Carries:
     """The carries for layers with these moments. Layers that share their inputs share theirs.
 
-    Blocks of one width are factored side by side, at most `PART` numbers of them at a time.
+    Blocks of one width are factored side by side, an eighth of them and `PART` numbers at a time:
+    several arrays of that size are alive then.
     """
     alike: dict[int, list[mx.array]] = {}
     places: dict[int, tuple[int, int]] = {}
@@ -151,13 +152,15 @@ def carries_of(moments: Moments) -> Carries:
             parts = alike.setdefault(width, [])
             places[id(found)] = width, sum(part.shape[0] for part in parts)
             parts.append(found)
-    stacks = {width: _stacked(parts, max(1, PART // width**2)) for width, parts in alike.items()}
+    stacks = {width: _stacked(parts) for width, parts in alike.items()}
     return {name: (stacks[places[id(m)][0]], places[id(m)][1]) for name, m in moments.items()}
 
 
-def _stacked(moments: Sequence[mx.array], step: int) -> Carry:
-    """The carry of the blocks of several layers, `step` blocks at a time."""
+def _stacked(moments: Sequence[mx.array]) -> Carry:
+    """The carry of the blocks of several layers."""
     moments_nww = mx.concatenate(list(moments)) if len(moments) > 1 else moments[0]
+    blocks, width, _ = moments_nww.shape
+    step = max(1, min(blocks // 8, PART // width**2))
     carries = [_carry_of(moments_nww[at : at + step]) for at in range(0, len(moments_nww), step)]
     fields = zip(*(attrs.astuple(carry, recurse=False) for carry in carries), strict=True)
     stack = Carry(*(mx.concatenate(list(arrays)) for arrays in fields))
