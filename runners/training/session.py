@@ -229,9 +229,9 @@ class Session:
         self.shown.status("saving")
         self.save("the last good state: ", strict=True)
         raise NumbersError(
-            f"{in_a_row} consecutive updates had values that are not finite "
+            f"{in_a_row} consecutive updates contained NaN or infinite values "
             "(optim.max_bad_updates = "
-            f"{limit}); the last good state has been saved; lower optim.learning_rate, or look at "
+            f"{limit}); the last good state was saved; lower optim.learning_rate, or look at "
             "these updates' completions"
         )
 
