@@ -159,7 +159,7 @@ def test_unusable_adapters_are_errors(base, adapter):
     """As a model to train, two at once, a base that is not named, missing files."""
     with pytest.raises(UserError, match=r"these are adapters, not a model; .* set model\.adapters"):
         resolve_model(str(adapter))
-    with pytest.raises(UserError, match=r"contains adapters, and .* is given too"):
+    with pytest.raises(UserError, match=r"contains adapters, and .* is also given"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
     edit(adapter, model=None)
     with pytest.raises(UserError, match=r"does not name the base model; expected .* --adapter"):

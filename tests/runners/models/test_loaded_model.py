@@ -259,9 +259,7 @@ def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
 
     with pytest.raises(UserError, match="token id 315, but the model's embedding has only 312 rows"):
         load(of(312))
-    assert load(of(316)).notices == (
-        "4 added tokens are outside the model's embedding and cannot be used",
-    )
+    assert load(of(316)).notices == ("4 added tokens are outside the model's embedding and cannot be used",)
     assert load(of(384)).notices == ()
 
 
