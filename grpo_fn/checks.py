@@ -55,10 +55,7 @@ def check_positions(what: str, needed: int, positions: int | None) -> None:
     would silently read past the end of a table.
     """
     if positions is not None and needed > positions:
-        raise TooLong(
-            f"{what}: expected at most {positions} positions (the number that the model has "
-            f"learned), found {needed}"
-        )
+        raise TooLong(f"{what}: expected at most {positions} learned positions, found {needed}")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """The load of experts: the share of the tokens that each expert processes, and the loss that
 balances the shares.
 
-    loss = E · Σ_e f_e · P_e f_e = share of the choices of expert e (a constant)
+    loss = E · Σ_e f_e · P_e        f_e = share of the choices of expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
 
 Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices per token instead of one. The value is

@@ -2,7 +2,7 @@
 to launch.
 
 - Packed weights are unpacked if the model is small. A decoding step has tens of rows, which is too
-many for products with packed weights and too few to unpack every weight in each step.
+  many for products with packed weights and too few to unpack every weight in each step.
 - Adapters are merged into the weights that they adapt:
 
       y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
