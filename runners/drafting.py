@@ -96,7 +96,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
     words = (
-        f"{packed.get('bits', '?')} bits a weight"
+        f"{packed.get('bits', '?')} bits per weight"
         if packed
         else f"{count / 1e6:,.3g} million parameters"
     )
@@ -146,7 +146,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     compared = _named(having(lambda value: not isinstance(value, list | dict), others), known)
     if answer and not (coded or compared):
         raise UserError(
-            f"--answer {answer}: expected an answer in each row, found others in {source}"
+            f"--answer {answer}: expected an answer in each row, found rows without one in {source}"
         )
     answer = coded or compared
     found = columns[answer] if answer else []

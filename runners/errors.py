@@ -65,7 +65,7 @@ class ConfigError(UserError):
 
 
 class RewardError(UserError):
-    """A reward failed, and reward.on_error or reward.stop_if_all_fail makes that end the run."""
+    """A reward failed, and reward.on_error or reward.stop_if_all_fail requires the run to end."""
 
     on_all_ranks = False  # whether all ranks of the run raise it at the same place
 

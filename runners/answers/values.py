@@ -110,8 +110,8 @@ def answers_agree(
     texts character by character.
 
     A unit in only one of the two is ignored; two units must be equal. ``50%``
-    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or the reference
-    answer's.
+    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit must be a known unit or the
+    reference answer's.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)

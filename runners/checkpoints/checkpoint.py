@@ -148,8 +148,8 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
         tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
         name: the prefix of the tree, such as "opt_state".
         arrays: flat name -> array, extended in place.
-        known: id -> name of the arrays seen so far, extended in place. A known array is referred to
-            instead of added again.
+        known: id -> name of the arrays seen so far, extended in place. A known array is stored as a
+            reference.
 
     Raises TypeError for other values, and ValueError if two leaves have the same name.
     """

@@ -30,7 +30,9 @@ LENGTH = 4096  # of a model that does not say how long its texts may be
 @command(
     "serve",
     click.argument("model"),
-    option("--port", "Port; 0: any free one.", click.IntRange(0, 65535), 8000, show_default=True),
+    option(
+        "--port", "Port; 0 selects a free port.", click.IntRange(0, 65535), 8000, show_default=True
+    ),
     option("--host", "Address to listen on.", default="127.0.0.1", show_default=True),
     option(
         "--api-key=KEY", "Key that clients must send; required unless the host is this machine."

@@ -324,7 +324,7 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
 
     The file is untrusted, like the folder: only the config's own keys with possible values are
     used, and only as values. Anything else is ignored. Raises UserError if it cannot be read as a
-    JSON object, and for a link or anything else but a file.
+    JSON object, and for anything but a regular file.
     """
     found = Settings(label=str(file), folder=Path())
     tables = parse(file, str(file), open_file)

@@ -1,4 +1,4 @@
-"""Names that a config can use instead of files and functions: of models, data and rewards."""
+"""Names of models, data and rewards that a config can use instead of files and functions."""
 
 import re
 
@@ -53,7 +53,7 @@ REWARD_ARGUMENTS = (
     "environments",
     "printed",
 )
-"""The arguments that every reward may take besides the dataset's columns."""
+"""The arguments that every reward may accept in addition to the data's columns."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 

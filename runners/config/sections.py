@@ -66,7 +66,7 @@ class LoraConfig:
 
     rank: int = key(8, "rank of the adapters", ">= 1")
     scale: float = key(20.0, "factor applied to the adapters' output (mlx-lm's `scale`)", "> 0")
-    layers: int = key(-1, "number of blocks that get adapters, counted from the last; -1: all", "-1 or >= 1")
+    layers: int = key(-1, "number of blocks with adapters, counted from the last; -1: all", "-1 or >= 1")
     keys: tuple[str, ...] = key((), 'names of the layers to adapt, such as `"self_attn.q_proj"`; empty: mlx-lm\'s default', "no empty string")
 
 
@@ -122,7 +122,7 @@ class DataConfig:
 class AnswerConfig:
     """[answer]: how the answer is read from a completion, and when it is right: see [your task](your-task.md)."""
 
-    form: str = key("xml", "where the answer is in a completion: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (after `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program; the answer column contains its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (takes a text and returns its answer or None); `none`: there is no answer. If not set, it is `none` if all rewards are your own or the data has no answers", "one line, not empty")
+    form: str = key("xml", "where the answer is in a completion: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (after `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program; the answer column contains its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (a function from a text to its answer or None); `none`: there is no answer. If not set, it is `none` if all rewards are your own or the data has no answers", "one line, not empty")
     ignore_case: bool = key(False, "ignore upper and lower case; with `exact`, also ignore a final full stop")
     ignore_spaces: bool = key(False, "ignore spaces and line breaks")
     program_seconds: int = key(2, "limit on the processor time of a program of `form = \"code\"`, for all of its tests, in seconds; from start to end, it may take 5 times as long", ">= 1")
@@ -146,7 +146,7 @@ class RolloutConfig:
     group_size: int = key(0, "number of weights that share a scale in affine modes, for sampler and reference model; 0: 64", "0 or 32 or 64 or 128")
     quantize_head: bool = key(False, "also quantize the embeddings and the output head, for sampler and reference model")
     calibration: Literal["none", "activations"] = key("activations", "`activations`: affine formats of at most 6 bits, for sampler and reference model, are rounded using the moments of each layer's inputs in the first rollout, which runs in full precision; `none`: round to nearest")
-    bits_budget: float = key(0.0, "with `calibration`: average bits per weight of the sampler, including scales. Layers get affine formats of 3 to 8 bits, more bits where the first rollout shows that rounding changes log-probabilities most; 0: all layers use `quantization`", "0 or 3.5 <= x <= 9")
+    bits_budget: float = key(0.0, "with `calibration`: average bits per weight of the sampler, including scales. Each layer has an affine format of 3 to 8 bits, with more bits if rounding it changes the log-probabilities of the first rollout more; 0: all layers use `quantization`", "0 or 3.5 <= x <= 9")
     mismatch_limit: float = key(0.2, "a quantized sampler switches to a finer format, and finally to full precision, if its KL divergence from the learner is above this (nats per token) or the effective sample size is below one half; 0: never", ">= 0")
     launch: Literal["auto", "eval", "async"] = key("auto", "`eval`: wait for each decoding step; `async`: prepare the next step meanwhile, which copies the KV cache; auto: `eval` on a CPU, `async` on a GPU")
     check_every: int = key(8, "number of decoding steps between checks for finished completions", ">= 1")
@@ -255,7 +255,7 @@ class EnvConfig:
     """[env]: the tools, environment or program that replies to the model's turns. Without any of them, completions have one turn."""
 
     factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are the tools; empty: none")
-    tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; a file name alone: all of its public functions", "no empty string")
+    tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; only a file name: all of its public functions", "no empty string")
     program: tuple[str, ...] = key((), 'a command that runs one episode, such as `["python", "agent.py"]`: it calls the model at `OPENAI_BASE_URL`, and prints its reward; see [agents](agents.md)', "no empty string")
     taskset: str = key("", 'a taskset of the library verifiers, `"verifiers:ID"`: its tasks are the data, its harness runs the episodes, and its rewards score them; see [agents](agents.md)')
     max_turns: int = key(8, "maximum number of model turns in a conversation; tool calls in the last one are not executed. For a program: maximum number of its calls", ">= 1")

@@ -48,7 +48,7 @@ def convert(
     Args:
         source: a folder or Hub name that mlx-lm can load, a GGUF file, or a folder of nanochat's
             checkpoints.
-        target: the new folder; an existing one needs `force`.
+        target: the new folder; an existing one requires `force`.
         quantization: how mlx-lm packs the weights.
         dequantize: unpack a quantized model, before any packing.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's dtype.

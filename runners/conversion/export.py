@@ -119,7 +119,7 @@ def export_folder(
     """Writes a model folder with a card, atomically.
 
     Args:
-        target: the new folder; an existing one needs `force`.
+        target: the new folder; an existing one requires `force`.
         quantization: how mlx-lm packs the weights; packed weights are unpacked first.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's title; "" uses the target's name.

@@ -177,7 +177,7 @@ def _local(config: DataConfig) -> Path | None:
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
-    """The rows with a question and an answer; others raise an error or are counted."""
+    """The rows with a question and an answer; other rows raise an error or are counted."""
     rows = Rows()
     kept = found
     if transform is not None:

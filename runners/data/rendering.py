@@ -40,8 +40,8 @@ def render(
     `raw`: the text of the last message is the prompt, which the model continues. `tools` are
         schemas; if the template does not show them, they are added to the system prompt.
         `template_kwargs` are additional arguments of the template, and `chat_template` replaces it.
-        `images` come before the last user message's text; a `processor` has its own template, and
-        determines the number of tokens of each image.
+        `images` are placed before the last user message's text; a `processor` has its own template,
+        and determines the number of tokens of each image.
 
     If a template refuses or drops the system role, the system prompt becomes the start of the first
     user message.

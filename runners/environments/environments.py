@@ -262,7 +262,7 @@ def build_environments(
 ) -> Environments | None:
     """The environments of [env]; None if it names none. Their code runs in the `worker`.
 
-    One instance is made to inspect its tools.
+    One instance is created to inspect its tools.
 
     Raises UserError for a factory or tool that cannot be found, created or described to a model.
     """

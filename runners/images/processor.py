@@ -31,8 +31,8 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model accepts images; raises UserError, with a list,
-    for others.
+    """The model_type of a config.json whose model accepts images; raises UserError, with a list of
+    supported types, for any other.
     """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
@@ -110,7 +110,7 @@ class ImageProcessor:
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """Number of tokens of an image in a prompt, from its size alone.
+        """The number of tokens of an image in a prompt, which depends only on its size.
 
         Raises UserError if the file is not an image.
         """

@@ -264,8 +264,8 @@ def forecast(
 ) -> Forecast:
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if
-    it is not known. `total` is the memory that the run may use. If the config does not set the
+    `prompt` is the longest prompt's length; `held_out` is the number of problems to evaluate on, 0
+    if unknown. `total` is the memory that the run may use. If the config does not set the
     micro-batch, the largest useful one that fits is used.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)

@@ -132,10 +132,10 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Adds a folder's adapters to the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; None: it is computed if the adapters contain one,
-    which mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the
-    adapters are missing, incomplete, not finite, of another kind than `tune` (if given), or made
-    for another model.
+    `digest` is the `base_digest` of the module; If it is None, it is computed if the adapters
+    contain a digest (mlx-lm's do not). Returns mlx-lm's num_layers and lora_parameters. Raises
+    UserError if the adapters are missing, incomplete, not finite, of another kind than `tune` (if
+    given), or made for another model.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -180,7 +180,7 @@ def read_adapters(
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
-            f"{folder}: the adapters were made for weights other than those of {path}; their "
+            f"{folder}: the adapters were made for weights that differ from those of {path}; their "
             f"base model is {stated.get('model')} (if {BASE_DIGEST} is removed from "
             f"{ADAPTER_CONFIG}, any model with these shapes accepts them)"
         )

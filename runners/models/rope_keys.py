@@ -187,7 +187,7 @@ def _type(table: Mapping[str, Any]) -> Any:
 def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The keys of sliding layers, and the remaining table for all others."""
+    """The keys of sliding layers, and the remaining table for all other layers."""
     others = sorted(stated.keys() - {_FULL, _SLIDING})
     if others:
         raise reader.refuse(f"layers of type {others[0]}")

@@ -4,8 +4,8 @@
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions``
 contains one conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a
 column contains one entry per completion. ``None`` in the result means that the reward does not
-apply to that completion. Names, values and the call convention are those of the MLX-GRPO project
-(and of TRL's reward functions).
+apply to that completion. Names, values and the call convention are the same as in the MLX-GRPO
+project (and in TRL's reward functions).
 
 Everything takes linear time, because a policy writes these texts and would find inputs on which a
 backtracking pattern takes exponential time.
@@ -69,8 +69,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         """2.0 if the completion's answer equals the reference ``answer``, else 0.0; None without a
         reference answer.
 
-        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
-        The metric ``programs/ended`` counts programs that reached a time limit.
+        For a program (`answer.form = "code"`), the reward is 2.0 times the share of its tests that
+        it passes. The metric ``programs/ended`` counts programs that reached a time limit.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]

@@ -2,7 +2,7 @@
 errors.
 
 `load` and `score` are operations of the process of user code (`runners.user_code`). Results are
-plain values. `trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that
+plain values. `trainer_state`, `log_extra` and `log_metric` are the same as in TRL's GRPOTrainer, so
 functions written for it run unchanged.
 """
 
@@ -46,7 +46,7 @@ class TrainerState:
 
 
 NO_RUN = TrainerState()
-"""The state that rewards get outside a run."""
+"""The state that rewards receive outside a run."""
 
 
 @attrs.frozen(eq=False)
@@ -64,7 +64,8 @@ class RewardLog:
         """
         if len(values) != self.size:
             raise ValueError(
-                f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions"
+                f"log_extra({column!r}, …) received {len(values)} values for {self.size} "
+                f"completions"
             )
         self.extras[column] = [_plain(value) for value in values]
 

@@ -52,7 +52,7 @@ DEFAULT = Limits()
 
 @attrs.frozen
 class Outcome:
-    """How a program ended, and its output."""
+    """The outcome of a program, and its output."""
 
     output: bytes  # its standard output, up to the limit
     code: int  # exit code
@@ -96,7 +96,7 @@ class _Server:
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(60.0, filters)
-        self.missing: list[str] = ["a Python that starts alone"]
+        self.missing: list[str] = ["a Python that starts in isolation"]
         if greeting is not None:
             self.missing = json.loads(greeting)
 

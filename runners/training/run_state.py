@@ -89,7 +89,7 @@ class RunState:
     """The state of a run between two steps: a value, replaced as a whole after each step."""
 
     train: g.TrainState = _unsaved(
-        attrs.NOTHING, "a checkpoint has it in files of its own, as a model"
+        attrs.NOTHING, "a checkpoint stores it in separate files, as a model"
     )
     batch_step: int = rules.key(0, "rollouts made", _COUNT)
     update: int = rules.key(0, "optimizer updates taken", _COUNT)

@@ -34,7 +34,7 @@ FULL = "none"
 class Sampler:
     """The current sampler of a run."""
 
-    version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
+    version: int = rules.key(0, "the update that produced its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
     # of the weights that have another one, by rollout.bits_budget
     formats: Mapping[str, str] | None = None
@@ -45,7 +45,7 @@ class Sampler:
     )
     # How its weights are rounded; None: they are not, for good or until there are `moments`.
     role: QuantizedRole | None = attrs.field(
-        default=None, metadata={"unsaved": "it is made again from format, formats and moments"}
+        default=None, metadata={"unsaved": "it is created again from format, formats and moments"}
     )
 
     @property

@@ -1,9 +1,9 @@
 """The steps of a run as functions of values: propose → experience → learn → gradients → update →
 sync.
 
-Each takes a `RunState` and returns the next one; the given state does not change. The gradients of
-an update are not part of `learn`, because a checkpoint must not depend on the number of ranks: it
-contains the waiting micro-batches, but no rank's sums.
+Each function accepts a `RunState` and returns the next one; the given state does not change. The
+gradients of an update are not part of `learn`, because a checkpoint must not depend on the number
+of ranks: it contains the waiting micro-batches, but no rank's sums.
 """
 
 from __future__ import annotations

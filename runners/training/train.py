@@ -62,8 +62,8 @@ def run_training(
     Args:
         config: see `load_config`.
         report: the display; by default the terminal.
-        resume: resume from the last complete checkpoint of the run's folder (True), or from the one
-            in this folder. A run without a checkpoint starts over.
+        resume: resume from the last complete checkpoint of the run's folder (True), or from the
+            checkpoint in this folder. A run without a checkpoint starts over.
         allow_config_change: continue even if keys that affect the weights differ.
         overwrite: start over even if the folder contains an interrupted run, and remove its
             checkpoints. run.overwrite replaces only a finished run.

@@ -2,7 +2,7 @@
 each one.
 
 Its main thread imports the user's files and calls plain rewards, for code that requires the main
-thread. It computes nothing for the run, and imports no MLX unless the user's code does.
+thread. It computes nothing for the run, and imports MLX only if the user's code does.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @attrs.frozen
 class Family:
-    """How GGUF represents a family's models."""
+    """GGUF's representation of a family of models."""
 
     arch: str  # GGUF's name
     model_type: str  # config.json's, of a folder made from GGUF

@@ -26,7 +26,7 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
     If most numbers are packed in one of `_PACKED`, these weights stay packed with the same numbers,
-    unless `dequantize` is set. The `gguf` package unpacks all others. Raises UserError for a
+    unless `dequantize` is set. The `gguf` package unpacks all other weights. Raises UserError for a
     damaged or unsupported file.
     """
     # a shape, or a type that gguf only names

@@ -128,7 +128,7 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     save_arrays(tmp_path / "moved" / "model.safetensors", wide, metadata)
     assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
     other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
-    line = f"{adapter}: the adapters were made for weights other than those of {other}; their base model is"
+    line = f"{adapter}: the adapters were made for weights that differ from those of {other}; their base model is"
     with pytest.raises(UserError, match=line):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
@@ -198,7 +198,7 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
         ({"adapters": "base"}, "adapter_config.json is missing; expected a folder of adapters"),
         ({"adapters": "."}, r"from mlx-lm or PEFT; did you mean final\?"),
         ({"path": "."}, r"expected an mlx-lm model folder; did you mean .*final\?"),
-        ({"path": "other"}, "the adapters were made for weights other than those of .*other"),
+        ({"path": "other"}, "the adapters were made for weights that differ from those of .*other"),
         ({"adapters": "wide"}, r'wide: the adapters do not fit .*base: ".*lora_[ab]": expected the shape'),
         ({"path": "deep"}, r"expected the shape \[\d+, \d+\], found nothing"),
     ],
