@@ -1,4 +1,4 @@
-"""Batch: the learner's input, made from a rollout.
+"""Batch: the learner's input, created from a rollout.
 
 A row is prompt + completion + padding. Therefore, positions are correct and causal attention never
 sees the padding, in every architecture and without a mask.

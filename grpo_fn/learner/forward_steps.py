@@ -100,7 +100,7 @@ def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
     the learner can use the same ones (R3, arXiv 2510.11370).
 
     Raises:
-        ValueError: as `routing_stats`.
+        ValueError: see `routing_stats`.
     """
     if batch.prompt_index_b is not None:
         raise ValueError(

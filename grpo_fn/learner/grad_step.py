@@ -39,7 +39,7 @@ nats."""
 
 @attrs.frozen(eq=False)
 class GradStep:
-    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step` or `make_sft_step`."""
+    """`grad_step(state, batch) -> (state, stats)`; created by `make_grad_step` or `make_sft_step`."""
 
     micro_step: Compiled
     stats_step: Compiled
@@ -160,7 +160,7 @@ def make_grad_step(
 
     Raises:
         ValueError: max_completion_length is missing, or router_aux_coef > 0 and the model's routers
-            are not known (`Policy.hidden_and_routing`).
+            are unknown (`Policy.hidden_and_routing`).
     """
     reference = policy if ref_policy is None else ref_policy
     check_max_length(spec.aggregation, max_completion_length)

@@ -69,7 +69,7 @@ def completion_hidden_and_routing(
     """
     if batch.prompt_index_b is not None:
         raise ValueError(
-            "routers are recorded over whole rows: make micro-batches without shared prompts"
+            "routers are recorded over whole rows: expected micro-batches without shared prompts"
         )
     if batch.images is not None:
         raise ValueError("routers are only recorded for text: expected a batch without images")

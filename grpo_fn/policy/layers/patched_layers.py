@@ -166,7 +166,7 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
     """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's
     experts.
 
-    `dtype` is that of an embedding's rows.
+    `dtype` is the dtype of an embedding's rows.
     """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
