@@ -128,7 +128,7 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     save_arrays(tmp_path / "moved" / "model.safetensors", wide, metadata)
     assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
     other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
-    line = f"{adapter}: the adapters were made for weights that differ from those of {other}; their base model is"
+    line = f"{adapter}: the adapters were made for weights that differ from those of {other}; their base "
     with pytest.raises(UserError, match=line):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
