@@ -132,10 +132,10 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     with pytest.raises(UserError, match=line):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
-    with pytest.raises(UserError, match="made for weights other"):
+    with pytest.raises(UserError, match="made for weights that differ"):
         open_source(str(adapter), tmp_path / "out")
     edit(adapter, base_digest=7)
-    with pytest.raises(UserError, match="made for weights other"):
+    with pytest.raises(UserError, match="made for weights that differ"):
         load_inference(str(base), CPU, adapter=str(adapter))
 
 
