@@ -1,7 +1,7 @@
 """GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one.
 
-Importing it has one effect: on a Linux CPU it loads the machine's BLAS, which must be loaded before
-MLX.
+The import has one side effect: on a Linux CPU, it loads the machine's BLAS, which must be loaded
+before MLX.
 
 `X as X` makes a name public for type checkers.
 """

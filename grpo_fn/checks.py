@@ -45,20 +45,17 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) ->
 
 
 class TooLong(ValueError):
-    """A sequence needs more positions than the model has learned."""
+    """Raised if a sequence needs more positions than the model has learned."""
 
 
 def check_positions(what: str, needed: int, positions: int | None) -> None:
     """Raises TooLong if `what` needs more positions than the model has learned (None: no limit).
 
-    A row's last token needs no position if nothing is predicted from it. MLX silently reads past
-    the end of a table.
+    A row's last token needs no position if nothing is predicted from it. Without this check, MLX
+    would silently read past the end of a table.
     """
     if positions is not None and needed > positions:
-        raise TooLong(
-            f"{what}: expected at most {positions} positions, which the model has learned, found "
-            f"{needed}"
-        )
+        raise TooLong(f"{what}: expected at most {positions} learned positions, found {needed}")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
@@ -71,5 +68,5 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def clamp_log(log_ratio: mx.array) -> mx.array:
-    """Clamp a log-ratio to ±20 before it is exponentiated (gradient zero outside)."""
+    """Clamps a log-ratio to ±20 before it is exponentiated; the gradient is zero outside."""
     return mx.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,10 +1,10 @@
 """`compiled`: mx.compile for functions of trees. All functions of this library are compiled with
 it.
 
-`mx.compile` does not accept attrs values, and its cache ignores how trees nest: `f([a], b)` and
-`f([a, b])` share an entry, and the second call silently gets the first one's program. Here the key
-is the structure, shapes and dtypes of the arguments, and each key has its own function object, and
-so its own cache.
+`mx.compile` does not accept attrs values, and its cache ignores the nesting of trees: `f([a], b)`
+and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here the
+key is the structure, shapes and dtypes of the arguments, and each key has its own function object
+and thus its own cache.
 """
 
 import ctypes
@@ -24,8 +24,9 @@ _UNFUSED, _FUSED = 2, 3  # of MLX's modes
 
 
 def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
-    """The function that gives the tree with other arrays in place of its own, which are not
-    kept."""
+    """A function that returns the tree with its arrays replaced by given ones; it does not keep the
+    tree's own arrays.
+    """
     hole = type("Hole", (), {})  # marks the place of an array
     empty = map_arrays(lambda _: hole(), tree)
 
@@ -54,8 +55,8 @@ class Compiled:
         `fuse=False` traces it once and keeps its operations unfused, so that no kernel is compiled.
         If this MLX has no such mode, the function is called without compiling.
 
-        A number, a string or None in the arguments is part of the structure: each new value is
-        traced again. Pass a number that changes from call to call as a 0-d array.
+        A number, a string or None in the arguments is part of the structure, so each new value
+        causes a new trace. Pass a number that changes between calls as a 0-d array.
         """
         self.traces = 0
         self._function = function
@@ -71,10 +72,11 @@ class Compiled:
         return program(leaves)
 
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
-        """The compiled program for arguments like these, and the arguments' arrays in its order.
+        """The compiled program for arguments of this structure, and the arguments' arrays in its
+        order.
 
-        For loops, because inspecting large trees takes longer than launching a small program. If
-        compiling is disabled, the program calls the function itself.
+        This is for loops, because inspecting large trees takes longer than launching a small
+        program. If compiling is disabled, the program calls the function directly.
         """
         check_process()
         leaves: list[mx.array] = []
@@ -122,23 +124,23 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
     """The same arrays, marked for recomputation in a backward pass, which then needs less memory.
 
-    `mx.compile` would merge two computations from the same array and keep the result of the forward
-    pass. These arrays depend on the cotangent, so that nothing is merged.
+    Otherwise, `mx.compile` would merge two computations from the same array and keep the result of
+    the forward pass. These arrays depend on the cotangent, so nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
 
 
 def round_up(size: int) -> int:
-    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; every size
-    up to 16."""
+    """Rounds a size up to one of 8 steps per octave (16, 18, 20, …), so that few shapes occur;
+    sizes up to 16 are unchanged.
+    """
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """Traces inside the block keep their operations as they are. Disabled compiling stays
-    disabled."""
+    """Inside the block, traced operations are not fused. Disabled compiling stays disabled."""
     setter = _mode_setter()
     if setter is None or not _compiles():
         yield
@@ -152,7 +154,7 @@ def _unfused() -> Iterator[None]:
 
 @functools.cache
 def _mode_setter() -> Callable[[int], Any] | None:
-    """MLX's C++ function, which has no Python binding; None if the library does not have it."""
+    """MLX's C++ function, which has no Python binding; None if the library does not contain it."""
     folder = mx.__file__.rpartition("/")[0]
     for name in ("libmlx.so", "libmlx.dylib"):
         try:
@@ -163,7 +165,7 @@ def _mode_setter() -> Callable[[int], Any] | None:
 
 
 def _compiles() -> bool:
-    """Whether mx.compile compiles: `mx.disable_compile` may have been called."""
+    """Whether mx.compile is enabled; `mx.disable_compile` may have been called."""
     calls = []
     probe = mx.compile(lambda x: calls.append(1) or x + 1)
     for _ in range(2):

@@ -29,7 +29,7 @@ class Rollout:
     """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
 
     A completion may be a conversation: turns that the model sampled, separated by tokens from an
-        environment. It is one row of tokens, so that each turn's context is an exact prefix of the
+        environment. It is a single row of tokens, so each turn's context is an exact prefix of the
         next one's.
     """
 
@@ -52,7 +52,7 @@ class Rollout:
         return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
-        """For each of these tokens, whether the model sampled it, on the host."""
+        """Whether the model sampled each of these tokens, on the host."""
         return self._cut(_sampled(self))
 
     def _cut(self, values_bt: mx.array) -> list[list[Any]]:
@@ -60,16 +60,18 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The turn number of each token, int32 [B,T], counted from 0; given tokens belong to the
-        turn before them, or to -1 before the first turn."""
+        """The turn number of each token, int32 [B,T], counted from 0. Given tokens belong to the
+        preceding turn, and those before the first turn to -1.
+        """
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
         return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
 
     def turn_states(self) -> mx.array:
-        """The state in which each turn starts, int32 [P,G,S]: turns of a group that follow the same
-        given tokens (the first turns: only the prompt) have the same number; -1 if there is no such
-        turn."""
+        """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
+        given tokens have the same number (for first turns, only the prompt counts); -1 if there is
+        no such turn.
+        """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(
             zip(self.completions(), self.sampled(), strict=True)
@@ -94,7 +96,7 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
     first turn.
 
     Raises:
-        ValueError: the shape lacks a column for each turn.
+        ValueError: the shape does not have a column for each turn.
     """
     turn_bt = rollout.turn_numbers()
     check_rank("values_pgs", values_pgs, 3)
@@ -108,7 +110,7 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
 def given_rollout(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> Rollout:
-    """Given completions, one per prompt, for `make_sft_step`.
+    """A rollout of given completions, one per prompt, for `make_sft_step`.
 
     Args:
         prompts: token ids of each prompt, at least one.
@@ -140,14 +142,14 @@ def rollout_of(
     sampled: Sequence[Sequence[bool]] | None = None,
     version_b: mx.array | None = None,
 ) -> Rollout:
-    """The rollout of these rows, as wide as its longest row, at least 1.
+    """The rollout of these rows; its width is the longest row's length, at least 1.
 
     Args:
         prompts: token ids of each prompt.
-        num_generations: rows of each prompt.
-        rows: one for each completion, grouped by prompt.
+        num_generations: number of rows per prompt.
+        rows: one row per completion, grouped by prompt.
         vocabulary, images, version_b: as in `Rollout`.
-        sampled: for each row, whether the model sampled each token; None if it sampled all of them.
+        sampled: for each row, whether the model sampled each token; None if it sampled all tokens.
     """
     width = max((len(row.tokens) for row in rows), default=0) or 1
 
@@ -197,7 +199,8 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     kinds = {(part.num_generations, part.entropy_bt is None) for part in parts}
     if len(kinds) != 1:
         raise ValueError(
-            f"expected rollouts of one (num_generations, without entropies), found {sorted(kinds)}"
+            f"expected rollouts with the same (num_generations, without entropies), found "
+            f"{sorted(kinds)}"
         )
     if len(parts) == 1:
         return parts[0]
@@ -229,7 +232,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _sampled(rollout: Rollout) -> mx.array:
-    """`sampled_bt`, also if all tokens are sampled."""
+    """`sampled_bt`, filled in if all tokens are sampled."""
     if rollout.sampled_bt is not None:
         return rollout.sampled_bt
     return mx.arange(rollout.tokens_bt.shape[1])[None] < rollout.lengths_b[:, None]

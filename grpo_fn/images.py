@@ -1,8 +1,9 @@
 """Prompts with images: the features that replace their image tokens, and the positions of all
 tokens.
 
-A vision tower makes features of an image, one row for each of its tokens in the prompt. The rotary
-embedding of such a model uses three positions per token: time, row and column. In text, all three
+A vision tower computes features of an image, one row for each of its tokens in the prompt. The
+rotary embedding of such a model uses three positions per token: time, row and column. In text, all
+three
     are equal.
 """
 
@@ -34,14 +35,15 @@ class PromptImages:
             )
         if len(self.positions) != 3 or len(set(map(len, self.positions))) != 1:
             raise ValueError(
-                f"positions has rows of {[len(row) for row in self.positions]}: expected three of "
-                "one length"
+                f"positions has rows of {[len(row) for row in self.positions]}: expected three "
+                f"of the same length"
             )
 
     @property
     def shift(self) -> int:
-        """The number added to positions after the prompt: an image takes fewer positions than
-        tokens."""
+        """The offset of positions after the prompt, because an image uses fewer positions than
+        tokens.
+        """
         return 1 + max(map(max, self.positions)) - len(self.positions[0])
 
 
@@ -55,7 +57,7 @@ class ImageRows:
     shift_r: mx.array  # int32 [R]: see `PromptImages.shift`
 
     def columns(self, start: int, stop: int) -> "ImageRows":
-        """The tokens from `start` to before `stop` of each row."""
+        """The tokens of each row from `start` (included) to `stop` (excluded)."""
         feature_rl, positions_r3l = (
             self.feature_rl[:, start:stop],
             self.positions_r3l[:, :, start:stop],
@@ -69,13 +71,13 @@ def image_rows(
     """Rows of `length` tokens that start with these prompts, each repeated `repeat` times.
 
     Tokens after a prompt are text. The number of features is rounded up by at most an eighth, so
-    that a compiled step sees few shapes.
+    that compiled steps have few shapes.
 
     Args:
-        images: those of each prompt; None if it has none.
-        lengths: tokens of each prompt.
-        length: tokens of a row, at least those of the longest prompt.
-        repeat: rows of each prompt.
+        images: the images of each prompt; None for a prompt without images.
+        lengths: number of tokens of each prompt.
+        length: number of tokens of a row, at least the longest prompt's.
+        repeat: number of rows per prompt.
 
     Raises:
         ValueError: no prompt has an image, or positions or places do not fit a prompt's length.
@@ -119,14 +121,14 @@ def multimodal_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
 
-    In text all three increase together. The tokens of an image have the time, row and column of
-    their cell, counted from the end of the text before them; the text after them continues after
-    the largest of these.
+    In text, all three increase together. The tokens of an image have the time, row and column of
+    their cell, counted from the end of the preceding text; the following text continues after the
+    largest of these.
 
     Args:
         tokens: the prompt.
-        image_token: the id that stands for a cell of an image.
-        grids: cells of each image: time, rows, columns. Their product is the image's number of
+        image_token: the id that represents a cell of an image.
+        grids: the grid of each image: time, rows, columns. Their product is the image's number of
             tokens.
 
     Raises:
@@ -144,7 +146,9 @@ def multimodal_positions(
         times, rows, columns = grid
         end = start + times * rows * columns
         if list(tokens[start:end]) != [image_token] * (end - start):
-            raise ValueError(f"an image of {grid} cells wants {end - start} image tokens in a row")
+            raise ValueError(
+                f"an image of {grid} cells requires {end - start} consecutive image tokens"
+            )
         for positions in found:
             positions.extend(range(following, following + start - place))
         following += start - place

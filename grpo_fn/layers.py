@@ -1,4 +1,4 @@
-"""The kind of a model's layer, and models with other layers, leaves or functions."""
+"""Identifies kinds of layers, and replaces a model's layers, leaves or functions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def computes_as(layer: Any) -> type:
-    """The layer's class, or mlx's class whose product it computes.
+    """The layer's class, or the mlx class whose product it computes.
 
-    A subclass may compute something else. If it computes the same, its body sets `computes_as`,
-    which its subclasses do not inherit.
+    A subclass may compute something different. If it computes the same product, its body sets
+    `computes_as`, which its own subclasses do not inherit.
     """
     kind = type(layer)
     return vars(kind).get("computes_as", kind)
@@ -42,8 +42,9 @@ def is_packed(layer: Any) -> bool:
 
 @contextmanager
 def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
-    """The module with the new layers at their paths inside the `with` block, and the old ones
-    afterwards."""
+    """Inside the `with` block, the module has the new layers at these paths; afterwards, the old
+    ones.
+    """
     try:
         module.update_modules(tree_unflatten(new))
         yield module
@@ -53,7 +54,7 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 
 @contextmanager
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
-    """The module with the leaves of these trees instead of its own inside the `with` block.
+    """Inside the `with` block, the module has the leaves of these trees instead of its own.
 
     If two trees have the same leaf, the later one is used. The module's own leaves are always
     restored; otherwise a traced call would leave dead tracers in it.
@@ -68,7 +69,7 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
 
 
 class CallReplaced:
-    """Stands in for a part of a module: calls go to the function, and attributes to the part."""
+    """Replaces a part of a module: calls are forwarded to the function, and attributes to the part."""
 
     def __init__(self, part: Any, function: Callable[..., Any]) -> None:
         self._part, self._function = part, function
@@ -82,7 +83,7 @@ class CallReplaced:
 
 @contextmanager
 def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside the `with` block, calls of the owners' parts with these names go to the functions."""
+    """Inside the `with` block, calls of the owners' parts with these names call the functions."""
     saved = [(owner, name, owner[name], function) for owner, name, function in parts]
     try:
         for owner, name, part, function in saved:

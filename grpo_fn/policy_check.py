@@ -1,11 +1,12 @@
-"""Whether a policy computes the same log-probs for sampling and learning: compared on a few tokens
-before training.
+"""Checks, on a few tokens before training, whether a policy computes the same log-probs for
+sampling and learning.
 
     rollout of a few tokens,                       forward pass of each row alone;
     later the learner's batches
            log-probs  ──── the same, or a slower path ────  log-probs
 
-The structure of a model determines which fast paths are offered. Here its numbers decide.
+A model's structure determines which fast paths are possible. Here, its numbers determine which of
+them are used.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -47,7 +48,7 @@ PATHS = (*DECODING_PATHS, "share_prompts", "compile")
 
 @attrs.frozen(eq=False)
 class CheckedPolicy:
-    """A policy whose sampler and learner agree, and the paths that were given up."""
+    """A policy whose sampler and learner agree, and the paths that were dropped."""
 
     policy: Policy  # without the paths that were given up
     given_up: tuple[str, ...] = ()  # of PATHS
@@ -72,14 +73,15 @@ def check_policy(
         policy: the model.
         params: its parameters.
         prompts: token ids, at least one prompt.
-        learns: whether it trains, so that the learner's log-probs and gradient are checked too,
-            with checkpointed blocks against plain ones; False for a sampler with its own weights.
+        learns: whether the policy is trained. Then the learner's log-probs and gradient are checked
+            too, and checkpointed blocks are compared with plain ones. False for a sampler with its
+            own weights.
         share_prompts: whether `split_batch` will share prompts.
         compile: whether the learner's steps will be compiled.
 
     Raises:
         ValueError: log-probs differ even on the slowest path, they or the gradient are not finite,
-            or the model ends with an error.
+            or the model raises an error.
     """
     limit = EXACT if _is_exact(policy, params) else ROUNDED
     found, rollout = _check_decoding(policy, params, few_prompts(prompts, policy.positions), limit)
@@ -120,9 +122,9 @@ def offers_path(policy: Policy, path: str) -> bool:
 
 
 def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) -> list[list[int]]:
-    """The beginnings of the longest and the shortest prompt, with different lengths if possible.
+    """The starts of the longest and the shortest prompt, with different lengths if possible.
 
-    `positions`: the most that the model's prompts and completions can have; None for no limit.
+    `positions`: the maximum number of positions of a prompt and its completion; None for no limit.
     """
     longest, shortest = max(prompts, key=len), min(prompts, key=len)
     most = LONG if positions is None else max(min(LONG, positions - SAMPLING.max_new_tokens), 1)
@@ -133,8 +135,9 @@ def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) 
 def completion_logprobs(
     policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]
 ) -> mx.array:
-    """log π [T] float32 of a completion's tokens at temperature 1, by the plainest forward pass:
-    unpadded."""
+    """log π [T], float32, of a completion's tokens at temperature 1, computed by the simplest
+    forward pass, without padding.
+    """
     logits = policy.logits(params, mx.array([[*prompt, *completion[:-1]]], mx.int32))
     z_tv = logits[0, len(prompt) - 1 :].astype(mx.float32)
     logp_tv = z_tv - mx.logsumexp(z_tv, axis=-1, keepdims=True)
@@ -144,14 +147,14 @@ def completion_logprobs(
 def _check_decoding(
     policy: Policy, params: Tree, prompts: list[list[int]], limit: float
 ) -> tuple[CheckedPolicy, Rollout]:
-    """The policy with the first path on which it decodes right, and a rollout with it."""
+    """The policy with the first path on which it decodes correctly, and a rollout with this policy."""
 
     def attempt(given_up: Sequence[str]) -> tuple[str, Rollout | None]:
         drawn: list[Rollout] = []
         plainer = without_paths(policy, given_up)
 
         def difference() -> str:
-            """How far a rollout is from the forward pass of its rows."""
+            """The difference between a rollout and the forward pass of its rows, as a message."""
             drawn.append(generate(plainer, params, prompts, SAMPLING, key=mx.random.key(0)))
             for row, completion in enumerate(drawn[0].completions()):
                 prompt = prompts[row // SAMPLING.num_generations]
@@ -210,7 +213,7 @@ def _learner_fault(
         ).sum()
         if not (apart <= (2 * limit) ** 2 * size).item():  # both may be 0
             off = float(mx.sqrt(apart / size))
-            return f"checkpointed blocks give a different gradient, off by {off:.2g} of its norm"
+            return f"checkpointed blocks compute a different gradient, off by {off:.2g} of its norm"
     return ""
 
 
@@ -232,7 +235,7 @@ def _gradient(
 
 
 def _fault_of(compare: Callable[[], object]) -> str:
-    """The fault that a comparison names, or the error with which a model ends; "": none."""
+    """The fault that a comparison finds, or the error that the model raises; "" if there is none."""
     try:
         found = compare()
         return found if isinstance(found, str) else ""
@@ -247,7 +250,7 @@ def _fault_of(compare: Callable[[], object]) -> str:
 
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
-    """The difference of a row's log-probs; "" if rounding can explain it."""
+    """A message about the difference of a row's log-probs; "" if rounding can explain it."""
     apart = float(mx.abs(got_t - want_t).mean())
     if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
         return "log-probs are not finite"

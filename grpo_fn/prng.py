@@ -1,11 +1,11 @@
 """Random keys: one independent stream for each (seed, purpose, step, prompt, index).
 
 A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring
-seeds differ in a few bits, and so do numbers that are folded into them. Therefore each key is
-hashed before a number is folded in, and again afterwards: names that differ in any part give
-independent streams.
+seeds differ in only a few bits, as do the numbers that are folded into them. Therefore, each key is
+hashed before a number is folded in, and again afterwards, so that names that differ in any part
+have independent streams.
 
-Use a key either to make further keys or to draw numbers, not for both.
+Use a key either to derive further keys or to generate numbers, but not for both.
 """
 
 import mlx.core as mx
@@ -24,13 +24,13 @@ CURRICULUM = 2**31 + 7  # prompts drawn by their pass rates; then how many were 
 def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
     """A new PRNG key [2] from a key [2] and numbers, folded in one after another.
 
-    Any two different keys or lists of numbers give independent keys, including `mx.random.key` of
-    small seeds and small numbers. In `mx.random.split`, by contrast, the i-th key depends on the
+    Different keys or lists of numbers always result in independent keys, including `mx.random.key`
+    of small seeds and small numbers. In `mx.random.split`, by contrast, the i-th key depends on the
     number of keys.
 
     Args:
         key: uint32 [2].
-        numbers: from 0 to 2^32 − 1: integers or 0-d arrays.
+        numbers: integers or 0-d arrays, from 0 to 2^32 − 1.
     """
     for number in numbers:
         key = fold_in_rows(key[None], mx.array(number, mx.uint32).reshape(1))[0]
@@ -38,7 +38,7 @@ def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
 
 
 def fold_in_rows(keys_n2: mx.array, data_n: mx.array) -> mx.array:
-    """`fold_in` of one number for each of N keys: [N,2] uint32 from [N,2] and integers [N]."""
+    """Applies `fold_in` to N keys with one number each: [N,2] uint32 from [N,2] and integers [N]."""
     return _combined(_hashed(keys_n2), data_n)
 
 
@@ -49,8 +49,8 @@ def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array)
 
 
 def random_bits(keys_b2: mx.array, first: int | mx.array, count: int, words: int) -> mx.array:
-    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these
-    keys.
+    """Random bits, uint32 [N,B,`words`], for the samples number `first`, `first` + 1, … of rows
+    with these keys.
 
     `first`: one number for all rows, or int32 [B].
     """
@@ -67,5 +67,5 @@ def _combined(hashed_n2: mx.array, data_n: mx.array, keys: int = 1) -> mx.array:
 
 
 def _hashed(keys_n2: mx.array, keys: int = 1) -> mx.array:
-    """Threefry of each key at fixed counters; gives `keys` keys side by side."""
+    """Threefry of each key at fixed counters; returns `keys` keys next to each other."""
     return mx.vmap(lambda key: mx.random.split(key, keys).reshape(-1))(keys_n2)

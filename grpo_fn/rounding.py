@@ -1,9 +1,9 @@
-"""Stochastic rounding: 16-bit weights that preserve small updates on average.
+"""Stochastic rounding, with which 16-bit weights preserve small updates on average.
 
-bfloat16 has 8 bits of precision, float16 has 11. Rounded to nearest, a weight of 1 never changes by
-steps of 1e-6. Rounded up with a probability equal to the sum's position between its two neighbours,
-it changes by 1e-6 on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16 weights Zamirai et
-al. 2020, arXiv 2010.06192).
+bfloat16 has 8 bits of precision, float16 has 11. If rounded to nearest, a weight of 1 never changes
+under updates of 1e-6. If it is rounded up with a probability equal to the sum's position between
+its two neighbours, it changes by 1e-6 on average (Gupta et al. 2015, arXiv 1502.02551; for bfloat16
+weights Zamirai et al. 2020, arXiv 2010.06192).
 """
 
 import math
@@ -21,13 +21,13 @@ _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in 
 
 
 def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
-    """Rounds each number at random to one of its two 16-bit neighbours, so that its expectation is
-    the number itself.
+    """Rounds each number at random to one of its two 16-bit neighbours, so that its expected value
+    is the number itself.
 
     bfloat16 is float32 without the lower half of its bits: 16 random bits are added to that half,
     and a carry rounds away from zero. Numbers that the dtype can represent do not change, including
-    infinities and NaN. Finite numbers beyond its largest have no second neighbour: they become the
-    largest number, never infinite.
+    infinities and NaN. Finite numbers beyond the dtype's largest number have no second neighbour;
+    they become that number and never infinity.
 
     Args:
         x: float32 of any shape.
@@ -35,7 +35,7 @@ def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) 
         dtype: bfloat16 or float16.
 
     Returns:
-        The same shape in that dtype.
+        An array of the same shape in that dtype.
 
     Raises:
         ValueError: x is not float32, or the dtype is not supported.
@@ -63,7 +63,7 @@ def _as_float16(x: mx.array, key: mx.array) -> mx.array:
 
 
 def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Random uint16 numbers: halves of split keys, which are MLX's raw random bits."""
+    """Random uint16 numbers: the halves of split keys, which are MLX's raw random bits."""
     size = math.prod(shape)
     words_n2 = mx.random.split(key, -(-size // 4))
     return words_n2.view(mx.uint16).reshape(-1)[:size].reshape(shape)

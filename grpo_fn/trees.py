@@ -1,6 +1,6 @@
 """Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
 
-mlx's own tree functions stop at attrs objects, and `mx.eval` silently ignores them.
+mlx's own tree functions do not descend into attrs objects, and `mx.eval` silently ignores them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ def named_leaves(tree: Tree) -> dict[str, mx.array]:
 
 
 def from_names(leaves: Mapping[str, mx.array]) -> Tree:
-    """The inverse of `named_leaves`; {} for no leaves."""
+    """The inverse of `named_leaves`; {} without leaves."""
     return tree_unflatten(list(leaves.items())) if leaves else {}
 
 
@@ -68,7 +68,7 @@ def flat(lists: Iterable[Iterable[T]]) -> list[T]:
 
 
 def group_numbers(sizes: Iterable[int]) -> list[int]:
-    """The group number of each member: groups of sizes 2 and 3 give 0, 0, 1, 1, 1."""
+    """The group number of each member: 0, 0, 1, 1, 1 for groups of sizes 2 and 3."""
     return flat([number] * size for number, size in enumerate(sizes))
 
 
@@ -78,8 +78,8 @@ def on_host(array: mx.array) -> list[Any]:
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree, different for any two structures; its arrays are appended
-    to `found`.
+    """A hashable description of the tree that is unique to its structure; the tree's arrays are
+    appended to `found`.
 
     Values that are not arrays are part of the structure.
     """
@@ -100,17 +100,19 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 
 
 def materialize(*trees: Tree) -> None:
-    """Computes every array in the trees now.
+    """Evaluates every array in the trees.
 
-    `mx.eval` for values of this library: `mx.eval(state)` would silently do nothing.
+    Use it instead of `mx.eval` for values of this library, because `mx.eval(state)` silently does
+    nothing.
     """
     check_process()
     mx.eval(list(arrays_of(trees)))
 
 
 def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
-    """Like `materialize`, with at most this many bytes at a time, because Metal's watchdog ends
-    long computations."""
+    """Like `materialize`, but evaluates at most this many bytes at a time, because Metal's watchdog
+    ends long computations.
+    """
     part: list[mx.array] = []
     for array in arrays_of(trees):
         if part and sum(each.nbytes for each in part) + array.nbytes > most:

@@ -31,7 +31,7 @@ from runners.quickstart import DATA, MODELS
 from runners.sandbox.code_tests import read_tests
 
 LOOKED = 500
-"""Rows that are looked at, from the first."""
+"""Number of rows that are inspected, from the first."""
 REWARD = (
     '''\
 """An example reward from `grpo init`; higher is better. Replace it with your own."""
@@ -83,9 +83,9 @@ class DataSurvey:
 
 
 def survey_model(name: str) -> tuple[str, int, bool]:
-    """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the
-    bytes that training all weights needs (0 if they are packed); and whether it has a chat
-    template, which a base model lacks.
+    """Inspects a model, named by its folder, its Hub name or its shipped name. Returns its size and
+    kind in words, the bytes needed to train all weights (0 if they are packed), and whether it has
+    a chat template (a base model has none).
 
     Only the shapes of the weights are read. Raises UserError for a model that a run cannot use.
     """
@@ -96,7 +96,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
     words = (
-        f"{packed.get('bits', '?')} bits a weight"
+        f"{packed.get('bits', '?')} bits per weight"
         if packed
         else f"{count / 1e6:,.3g} million parameters"
     )
@@ -146,7 +146,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     compared = _named(having(lambda value: not isinstance(value, list | dict), others), known)
     if answer and not (coded or compared):
         raise UserError(
-            f"--answer {answer}: expected an answer in each row, found others in {source}"
+            f"--answer {answer}: expected an answer in each row, found rows without one in {source}"
         )
     answer = coded or compared
     found = columns[answer] if answer else []
@@ -162,7 +162,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
 
 
 def _is_talk(value: Any) -> bool:
-    """Whether these are messages: a prompt, or one with the assistant's turn behind it."""
+    """Whether these are messages: a prompt, with or without the assistant's turn after it."""
     before = value[:-1] if gold_turn(value) is not None else value
     return isinstance(value, list) and not prompt_fault(before)
 
@@ -187,7 +187,7 @@ def _rows(source: str) -> tuple[str, Sequence[Row]]:
 
 
 def _has_tests(value: Any) -> bool:
-    """Whether these are tests of a program: statements with `assert`, or inputs and outputs."""
+    """Whether these are tests for a program: statements with `assert`, or inputs and outputs."""
     try:
         return any(isinstance(test, dict) or "assert" in test for test in read_tests(value))
     except ValueError:
@@ -195,27 +195,25 @@ def _has_tests(value: Any) -> bool:
 
 
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
-    """The column whose name comes first among known ones, whatever its capital letters; empty:
-    none.
-    """
+    """The column with the earliest of the known names, regardless of case; empty if there is none."""
     spelled = {column.lower(): column for column in columns}
     return next((spelled[name.lower()] for name in known if name.lower() in spelled), "")
 
 
 def _form(answers: Sequence[str]) -> tuple[str, str]:
-    """The form that nearly all answers have, as `answer.form`, and what was found."""
+    """The `answer.form` that matches nearly all answers, and a description of them."""
     texts = [answer.strip() for answer in answers]
 
     def most(has: Callable[[str], Any]) -> bool:
         return sum(bool(has(text)) for text in texts) >= _ENOUGH * len(texts)
 
     if not texts:
-        return "none", "no column of answers"
+        return "none", "no answer column"
     # Also those behind ####, which a model that does not write #### has, too.
     if most(lambda text: parse_number(text.rpartition("####")[2].strip()) is not None):
         return "last_number", "numbers"
     if most(lambda text: "####" in text):
-        return "gsm8k", "answers behind ####"
+        return "gsm8k", "answers after ####"
     if most(lambda text: "\\boxed{" in text):
         return "boxed", "answers in \\boxed{}"
     if most(re.compile(r"\(?[A-Ja-j]\)?[.:]?").fullmatch):
@@ -294,7 +292,7 @@ def draft(
         ),
         ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
         ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
-        ("data", "nudge", nudge, "so the prompt ends"),
+        ("data", "nudge", nudge, "the end of the prompt"),
         ("answer", "form", None if form == "none" else form, why),
         ("answer", "ignore_case", True if found.labels else None, ""),
         (

@@ -36,7 +36,7 @@ OBEYED = (
     *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
 )  # fmt: skip
 ESCAPED = {code: f"\\u{code:04x}" for code in OBEYED}
-"""How JSON and TOML escape them: the text means the same."""
+"""Their escapes in JSON and TOML, which parse to the same text."""
 _LINE = 2000  # characters
 _LISTED = 40  # names of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with
@@ -65,7 +65,7 @@ class ConfigError(UserError):
 
 
 class RewardError(UserError):
-    """A reward failed, and reward.on_error or reward.stop_if_all_fail makes that end the run."""
+    """A reward failed, and reward.on_error or reward.stop_if_all_fail requires the run to end."""
 
     on_all_ranks = False  # whether all ranks of the run raise it at the same place
 
@@ -82,8 +82,7 @@ class Failure:
 
 
 class NumbersError(UserError):
-    """Too many consecutive updates had values that were not finite; the last good state has been
-    saved."""
+    """Too many consecutive updates contained NaN or infinite values; the last good state was saved."""
 
     exit_code = 3
 
@@ -95,7 +94,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_fault(error: BaseException) -> str | None:
-    """What the system refused, such as a file, space or a thread; None for other exceptions."""
+    """The system's message about a refused file, thread or disk space; None for other exceptions."""
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
@@ -131,7 +130,7 @@ def show(value: object) -> str:
 
 
 def spell(value: object, depth: int = 20) -> str:
-    """A value in TOML's spelling, inline; parts nested deeper than `depth` become an ellipsis."""
+    """A value as inline TOML; parts nested deeper than `depth` become an ellipsis."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -179,7 +178,7 @@ def text_of(value: object) -> str:
     try:
         return str(value)
     except (Exception, SystemExit) as fault:
-        return f"a {type(value).__name__}, whose text fails with {type(fault).__name__}"
+        return f"a {type(value).__name__}, whose __str__ raises {type(fault).__name__}"
 
 
 def first_line(error: BaseException) -> str:
@@ -188,7 +187,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_lines(message: object) -> str:
-    """The first three lines of a foreign error, or of its message, as one."""
+    """The first three lines of a foreign error or of its message, joined into one."""
     lines = [line.strip() for line in text_of(message).splitlines() if line.strip()]
     return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
 
@@ -217,7 +216,7 @@ def user_errors(
 
 
 def gigabytes(size: float) -> str:
-    """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
+    """A number of bytes in decimal units: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
     if size < 1e6:
         return f"{size / 1e3:.0f} kB"
     if size < 1e8:

@@ -1,7 +1,7 @@
 """Every metric that a run logs: the table for docs/metrics.md, `stop.when` and the report.
 
-To add a metric, add a line here and the line of code that puts it into an update's dict. The columns are the
-name in training_log.jsonl, the unit, the meaning, normal values, and what to do about others. Headings start
+To add a metric, add a line here and the code that puts it into an update's dict. The columns are the name in
+training_log.jsonl, the unit, the meaning, normal values, and what to do about other values. Headings start
 with "#".
 """
 
@@ -20,11 +20,11 @@ num_tokens | tokens | completion tokens sampled so far, including unused ones, a
 em | share, 0 to 1 | exact match: held-out problems whose greedy completion has the right answer | rises over many updates. With 200 problems, an uncertainty of ±0.07 is normal (95 %, at 0.5) | compare runs with `grpo eval`, which reports intervals. If `reward` rises and `em` does not, a reward can be earned without a right answer: read `completions.jsonl`
 eval/reward | your rewards' | weighted sum of the run's rewards, mean over the greedy completions of the held-out problems | rises | see `em`; without reference answers, evaluations are compared by this value
 eval/reward_std | your rewards' | standard deviation of that reward over the problems | – | –
-eval/rewards/{name} | your reward's | mean of one reward function over the held-out problems | rises for what you care about | see `rewards/{name}/mean`
+eval/rewards/{name} | your reward's | mean of one reward function over the held-out problems | rises for the rewards you care about | see `rewards/{name}/mean`
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | number of problems that `em` and `eval/reward` were measured on | `eval.samples`, or all held-out problems | –
 
-worse | text | what is below its best by more than chance, and the likeliest cause | absent | [troubleshooting](troubleshooting.md#a-run-that-becomes-worse)
+worse | text | the measurement that is below its best value by more than chance, and the likeliest cause | absent | [troubleshooting](troubleshooting.md#a-run-that-becomes-worse)
 eval/loss | nats per token | with [supervised updates](cold-start.md#supervised-updates): cross-entropy of the tokens of the held-out reference completions | falls; rises again when the model overfits | a lower `sft.learning_rate`, fewer `sft.epochs`
 eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 
@@ -32,9 +32,9 @@ eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 reward | your rewards' | mean over completions of the value that advantages are computed from: the weighted sum of rewards, including the length penalty | rises, with noise from update to update | flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, easier prompts. Falling: a lower learning rate
 reward_std | your rewards' | standard deviation of `reward` within a group, mean over groups | above 0; falls slowly as the model improves | 0: there is no gradient; see the next row
 frac_reward_zero_std | share | groups whose completions all have the same reward, and which therefore have no gradient | below 0.5 at the start; near 1 at the end of the quickstart, whose problems become easy | near 1 early: easier or harder prompts, a higher `rollout.temperature`, more `rollout.num_generations`, `loss.dynamic_sampling = true`
-rewards/{name}/mean | your reward's | mean of one reward function, before its weight is applied | rises for what you care about | one rises while the others fall: change `reward.weights`, or look for reward hacking in `completions.jsonl`
+rewards/{name}/mean | your reward's | mean of one reward function, before its weight is applied | rises for the rewards you care about | one rises while the others fall: change `reward.weights`, or look for reward hacking in `completions.jsonl`
 rewards/{name}/std | your reward's | standard deviation of that reward over all completions of the update | above 0 | 0: the function returns the same value for everything; `grpo check` shows why
-programs/ended | share | with `answer.form = "code"`: programs that ran into a limit of time (`answer.program_seconds`), and were ended | below 0.05; each costs a core two seconds of `time/reward` | rises: read these completions; most have a loop without an end
+programs/ended | share | with `answer.form = "code"`: programs that reached the time limit (`answer.program_seconds`) and were stopped | below 0.05; each occupies a core for two seconds of `time/reward` | rises: read these completions; most contain an infinite loop
 length_penalty | your rewards' | mean penalty on long completions (`loss.overlong`), included in `reward` | 0, or a small negative number | strongly negative: completions reach the limit; raise `rollout.max_new_tokens`
 
 # Completions
@@ -60,16 +60,16 @@ tools/call_frequency | calls | mean number of tool calls per completion | above 
 tools/failure_frequency | share | calls that raised an error, timed out or named an unknown tool | falls | read the observations in `completions.jsonl`, which the model sees too
 tools/timeouts | count | calls that took longer than `env.timeout` | 0 | a slow service, or a timeout that is too short
 tools/cut_observations | count | observations longer than `env.max_observation_tokens` | 0, or few | return less text, or raise the limit
-turns/mean | turns | mean number of turns per completion | below `env.max_turns` | conversations never end: check what should end them
+turns/mean | turns | mean number of turns per completion | below `env.max_turns` | at the limit: conversations do not end by themselves; check their end condition
 turns/max | turns | number of turns in the longest conversation | at most `env.max_turns` | –
-eval/success | share, 0 to 1 | with [env]: held-out episodes that succeed. The environment's own reward is 1 or more; without `get_reward`, the answer equals the reference answer | rises over many updates | compare runs with `grpo eval`, which reports intervals
+eval/success | share, 0 to 1 | with [env]: held-out episodes that succeed: the environment's own reward is at least 1 or, without `get_reward`, the answer equals the reference answer | rises over many updates | compare runs with `grpo eval`, which reports intervals
 eval/turns | turns | mean number of turns per held-out episode | as in training | –
 eval/tool_calls | calls | mean number of tool calls per held-out episode | as in training | –
 eval/failed_calls | calls | mean number of calls per held-out episode that raised an error or named an unknown tool | falls | read the conversations in the [report](report.md)
 
 # The learner
 loss | – | the value whose gradient is computed | near 0, positive or negative: with one update per rollout, positive and negative advantages cancel. It does not show progress. In [supervised updates](cold-start.md#supervised-updates) it is the cross-entropy in nats per token, and falls | `null`: see `update_skipped`
-grad_norm | – | norm of the gradient before it is clipped to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group has a gradient | grows tenfold and does not come back: a lower `optim.learning_rate`
+grad_norm | – | norm of the gradient before it is clipped to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group has a gradient | grows tenfold and stays there: a lower `optim.learning_rate`
 learning_rate | – | learning rate of this update | follows `optim.schedule` | –
 entropy | nats per token | mean entropy of the model's next-token distribution over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become identical; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: training diverges; a lower learning rate
 kl | nats per token | estimate of the KL from the policy to the starting model; only with `loss.beta` above 0 | rises slowly from 0 | above 1: a lower `optim.learning_rate` or a higher `loss.beta`
@@ -101,38 +101,38 @@ sampling/kl | nats per token | estimate of the KL from the sampler to the learne
 sampling/effective_sample_size | share | effective sample size, as a share of all tokens, if each token is weighted by its ratio | above 0.95 | see `sampling/kl`
 sampling/masked_fraction | share | tokens that `loss.correction` excluded | 0 without a correction, otherwise below 0.05 | a wider `loss.correction_range` or `loss.sequence_range`, or more bits
 rollout/quantization | text | format of the sampler's weights; only with `rollout.quantization` | the format in the config | –
-rollout/fallback | text | why the run returned to full precision | absent | [quantization](quantization.md)
+rollout/fallback | text | the reason why the run returned to full precision | absent | [quantization](quantization.md)
 
 # Rollouts ahead
-staleness/mean | updates | with `rollout.max_staleness`: updates from the weights that sampled a completion to those that learn from it, mean over completions | `rollout.max_staleness`, less at the start | –
-staleness/max | updates | the same, of the oldest completion | at most `rollout.max_staleness` | –
-staleness/tokens | updates | the age of a token: the same, mean over tokens | about `staleness/mean` | far from it: long completions are older or younger than short ones
-time/ahead | seconds | time for sampling and scoring, with waits for the batch before, that training did not wait for | close to the sum of both | small: the learner is the shorter part; a larger `rollout.max_staleness`, if `time/rollout` is large
+staleness/mean | updates | with `rollout.max_staleness`: number of updates between sampling a completion and learning from it, mean over completions | `rollout.max_staleness`, less at the start | –
+staleness/max | updates | the same for the oldest completion | at most `rollout.max_staleness` | –
+staleness/tokens | updates | the same, mean over tokens | about `staleness/mean` | differs much from `staleness/mean`: long completions are older or younger than short ones
+time/ahead | seconds | time for sampling and scoring, including waits for the previous batch, that training did not wait for | close to the total time for sampling and scoring | small: the learner is faster than sampling; a larger `rollout.max_staleness`, if `time/rollout` is large
 
 # Ranks
 ranks/number | count | number of ranks, if there are several | constant | –
-ranks/rollout_seconds/{name} | seconds | time that the rank with this number spent sampling | similar for all ranks | one is always longer: its machine is slower, or runs other programs
-ranks/slowest | rank | the rank that sampled longest | changes | always the same: its machine is slower, or runs other programs
-ranks/rollout_skew | seconds | time between the ends of sampling on the fastest and the slowest rank | small compared with `time/rollout` | large: completions of very different lengths, or different machines
+ranks/rollout_seconds/{name} | seconds | time that the rank with this number spent sampling | similar for all ranks | one rank always takes longer: its machine is slower, or runs other programs
+ranks/slowest | rank | the rank that sampled longest | varies | always the same rank: its machine is slower, or runs other programs
+ranks/rollout_skew | seconds | time from the end of sampling on the fastest rank to its end on the slowest rank | small compared with `time/rollout` | large: completions of very different lengths, or different machines
 ranks/waiting_seconds | seconds | time that rank 0 waited for slower ranks | about `ranks/rollout_skew` | see `ranks/rollout_skew`
 ranks/reducing_seconds | seconds | time to sum gradients over ranks | small compared with `time/learner` | a faster network, or more completions per rank
-fault | text | why a rank failed, which ended the run | absent | [many devices](many-devices.md)
+fault | text | the reason why a rank failed and ended the run | absent | [many devices](many-devices.md)
 
 # Time and memory
 step_time | seconds | time from one update to the next, without evaluations; the sum of the parts below except `time/eval` | steady; the first is longer because it compiles | check which part grew
 tokens_per_second | tokens/s | sampled tokens divided by `time/rollout` | steady; falls as completions get longer | falls by half at equal lengths: check `memory/swap_gb`, and look for other programs
 tokens_per_second/step | tokens/s | sampled tokens divided by `step_time`: overall throughput | below `tokens_per_second` | far below it: the largest of the parts below is the cause
-time/rollout | seconds | time for sampling, for all batch steps of the update | the largest part for long completions | more completions in parallel (`optim.batch_size`, `rollout.max_batch`), shorter ones (`rollout.max_new_tokens`), `rollout.quantization`
+time/rollout | seconds | time for sampling, summed over all batch steps of the update | the largest part for long completions | more completions in parallel (`optim.batch_size`, `rollout.max_batch`), shorter ones (`rollout.max_new_tokens`), `rollout.quantization`
 time/reward | seconds | time in the reward functions | below a tenth of `step_time` | faster or `async` rewards, fewer calls to a judge
 time/learner | seconds | time for log-probabilities and gradients | grows with tokens and parameters | no `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens`; adapters only (`model.tune`)
 time/update | seconds | time for the optimizer's step | small compared with the rollout | adapters only (`model.tune`), more batch steps per update (`optim.gradient_accumulation_steps`)
 time/sync | seconds | time to copy the learner's weights to the sampler, including quantization | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`, a sampler without quantization
 time/checkpoint | seconds | time spent writing checkpoints, while training waits | 0, except in updates after one was written | a larger `checkpoint.every`, a faster disk
 time/elapsed | seconds | time since the run began, including time before it was resumed | rises | –
-time/rest | seconds | time in no other part: logs, batches, the display | near 0 | fewer other programs on this machine; a faster disk, if completions are logged
+time/rest | seconds | time that no other part includes: logs, batches, the display | near 0 | fewer other programs on this machine; a faster disk, if completions are logged
 time/eval | seconds | time for one evaluation | – | fewer `eval.samples`, a larger `eval.every`
-memory/active_gb | 10⁹ bytes | memory that MLX uses now | steady | rises from update to update: a reward function keeps arrays
-memory/peak_gb | 10⁹ bytes | peak memory that MLX has used since the run's start | below 90 % of the memory | [memory](memory.md) names the keys that lower it
+memory/active_gb | 10⁹ bytes | memory currently used by MLX | steady | rises from update to update: a reward function keeps arrays
+memory/peak_gb | 10⁹ bytes | peak memory used by MLX since the start of the run | below 90 % of the memory | [memory](memory.md) names the keys that lower it
 memory/swap_gb | 10⁹ bytes | memory that the whole system has swapped out to disk | near 0 | everything becomes slow: a smaller batch; see [memory](memory.md)
 nonfinite | names | metrics of this log entry that are NaN or infinite, which JSON cannot represent | absent | a reward that returned no value at all has a mean of NaN; otherwise see `update_skipped`
 """
@@ -165,7 +165,7 @@ METRICS = _read_table()
 """name -> Metric, in the order of the page."""
 
 ENDED_PROGRAMS = "programs/ended"
-"""The one of them that rewards log."""
+"""The only metric that the rewards log."""
 
 COMPARABLE = tuple(
     m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name

@@ -41,7 +41,7 @@ PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 
 
 class Stepping:
-    """A run that takes its steps without writing anything."""
+    """A run that trains without writing any file."""
 
     def __init__(self, run: Run, shown: Diary) -> None:
         self.state = first_state(run)
@@ -153,7 +153,7 @@ def bench_table(found: Mapping[str, Any]) -> str:
     names = ("run_seconds", "loading_seconds", "training_seconds", "evaluating_seconds")
     whole, loading, training, evaluating = (duration_text(found[name]) for name in names)
     lines = {
-        "measured": f"the median of {found['steps']} steps; the first one took "
+        "measured": f"the median of {found['steps']} steps; the first step took "
         f"{found['first_step_seconds']:.1f} s",
         "sampled": f"{found['tokens_per_step']:,.0f} tokens per step: "
         f"{found['tokens_per_second']:,.0f} per second in the rollout, "

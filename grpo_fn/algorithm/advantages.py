@@ -1,5 +1,6 @@
-"""From rewards to advantages: reward functions combined, baselines, scaling, credit for steps
-(turns)."""
+"""Computes advantages from rewards: combined reward functions, baselines, scaling, credit for steps
+(turns).
+"""
 
 import mlx.core as mx
 
@@ -17,23 +18,23 @@ def combine_rewards(
     aggregate: str = "sum_then_normalize",
     group_size: int | None = None,
 ) -> mx.array:
-    """R_i = Σ_k w_k r_k(i) over the reward functions that gave completion i a number.
+    """R_i = Σ_k w_k r_k(i) over the reward functions that returned a number for completion i.
 
     Args:
-        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15 means that the
-            function gave no reward.
+        rewards_kb: [K,B], one row per reward function; NaN, an infinite value or a value beyond
+            ±1e15 means no reward.
         weights_k: [K].
         aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv
             2601.05242): each function is first normalised within its group, z = (r − mean)/(std +
             1e-4), Bessel-corrected.
-        group_size: G, completions per prompt (B = P·G, row p·G + g); needed by
+        group_size: G, completions per prompt (B = P·G, row p·G + g); required by
             `normalize_then_sum`.
 
     Returns:
-        rewards_b float32; NaN where no function gave a reward.
+        rewards_b float32; NaN where no function returned a reward.
 
     Raises:
-        ValueError: a shape, the name or the group size is wrong.
+        ValueError: a shape, the name or the group size is invalid.
     """
     check_rank("rewards_kb", rewards_kb, 2)
     check_shape("weights_k", weights_k, rewards_kb.shape[:1])
@@ -70,20 +71,20 @@ def group_advantages(
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean`
             (GDPO's second normalisation), or `turn`, which is `group_mean` here: see
             `turn_advantages`.
-        scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr.
-            GRPO); Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the
-            deviation of a group without variance is 0.
+        scale: `group` divides by the group's standard deviation + 1e-4, `batch` by the batch's, and
+            `none` does not divide (Dr. GRPO). Bessel-corrected, as in TRL. With `batch_mean` use
+            `batch` or `none`: the deviation of a group without variance is 0.
         valid_pg: False for completions (or steps) to exclude; those without a reward are always
-            left out.
+            excluded.
 
     Returns:
-        adv_pg float32, of the rewards' shape. An excluded completion has 0 and does not
-        count in its group's statistics. With a group baseline, a group has exactly 0 if its rewards
-        are all equal or fewer than two. With `batch_mean` such a group has R − mean of the batch;
-        only a batch of equal rewards has exactly 0.
+        adv_pg float32, of the rewards' shape. An excluded completion has the advantage 0 and does
+        not affect its group's statistics. With a group baseline, all advantages of a group are
+        exactly 0 if its rewards are equal or fewer than two. With `batch_mean`, such a group has R
+        − mean of the batch; advantages are exactly 0 only if all rewards of the batch are equal.
 
     Raises:
-        ValueError: a name or shape is wrong, or G < 2 with a group baseline.
+        ValueError: a name or shape is invalid, or G < 2 with a group baseline.
     """
     check_rank("rewards_pg", rewards_pg, 3 if rewards_pg.ndim == 3 else 2)
     check_choice("baseline", baseline, BASELINES)
@@ -92,7 +93,7 @@ def group_advantages(
     of_batch = BASELINES[baseline].of_batch
     if size < 2 and not of_batch:
         raise ValueError(
-            f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}"
+            f"baseline = {baseline!r} requires at least 2 completions per prompt, found {size}"
         )
     rewards_pg = rewards_pg.astype(mx.float32)
     given_pg = _given(rewards_pg)
@@ -134,7 +135,7 @@ def turn_advantages(
         rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such
             step. A completion without any reward is excluded.
         baseline: see `group_advantages`.
-        scale: the same; with `turn`: `group` (of the state's steps), or `none`.
+        scale: see `group_advantages`; with `turn`, `group` (of the state's steps) or `none`.
         discount: γ, 0 to 1.
         states_pgs: for `turn`: the number of the state in which each step starts, integers [P,G,S],
             compared within the group; -1: no such step.
@@ -143,7 +144,7 @@ def turn_advantages(
         adv_pgs float32; with `turn`, 0 where there is no step.
 
     Raises:
-        ValueError: a name, shape or number is wrong, or states are missing.
+        ValueError: a name, shape or number is invalid, or states are missing.
     """
     check_rank("rewards_pgs", rewards_pgs, 3)
     check_choice("baseline", baseline, BASELINES)
@@ -205,8 +206,8 @@ def overlong_penalty(
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32
     [B].
 
-    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times
-    `factor`. Beyond that it stays constant.
+    It is 0 up to `max_length − buffer` tokens, then falls linearly to −1 at `max_length`, and is
+    constant beyond; all of this is multiplied by `factor`.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -219,7 +220,7 @@ def overlong_penalty(
 
 
 def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
-    """Whether a group's rewards differ, bool [P]: with a group's baseline, only these groups have a
+    """Whether a group's rewards differ, bool [P]; with a group baseline, only such groups have a
     gradient.
 
     Args:
@@ -231,13 +232,14 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
 
 
 def _given(rewards: mx.array) -> mx.array:
-    """Whether each is a reward: not NaN, not infinite, and small enough to be squared."""
+    """Whether each value is a reward: not NaN, not infinite, and small enough to be squared."""
     return mx.abs(rewards) <= LARGEST_REWARD
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact; a variance would have
-    rounding errors."""
+    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact, whereas a variance
+    would have rounding errors.
+    """
     axes = tuple(range(1, values_pg.ndim))
     if not values_pg.size:
         return mx.zeros((values_pg.shape[0], *(1 for _ in axes)), mx.bool_)

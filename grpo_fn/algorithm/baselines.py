@@ -1,8 +1,8 @@
 """Baselines and scales of the advantages: A = (R − baseline) / scale.
 
-Each function takes rewards [P,G] (0 where there is none) and `given` [P,G] (True where there is
-one), and returns an array that broadcasts to [P,G]; or both are [P,G,S], for S steps of each
-completion. To add one, write the function and add a line to BASELINES or SCALES.
+Each function accepts rewards [P,G] (0 if missing) and `given` [P,G] (True if present), and returns
+an array that broadcasts to [P,G]. With S steps per completion, both arguments are [P,G,S]. To add
+one, write the function and add a line to BASELINES or SCALES.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """The mean of the batch (GDPO's second normalisation), rounded to exactly 0 within the error of
     its sum.
 
-    GDPO's normalised rewards have the mean 0: a group without variance must have A = 0, not ±1e-8.
+    GDPO's normalised rewards have a mean of 0, so a group without variance must have A = 0, not
+    ±1e-8.
     """
     rewards_1b, given_1b = as_one_group(rewards_pg, given_pg)
     mean_11 = mean(rewards_1b, given_1b)
@@ -45,7 +46,7 @@ def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """1: advantages in the unit of the rewards (Dr. GRPO, arXiv 2503.20783)."""
+    """Returns 1: advantages have the rewards' unit (Dr. GRPO, arXiv 2503.20783)."""
     return mx.array(1.0)
 
 
@@ -57,14 +58,15 @@ def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that rewards at a
-    single step give the same bits as rewards without steps."""
+    """Sum of each group, [P,1] or [P,1,1]. It sums over a completion's steps first, so that rewards
+    at a single step have bit-identical results to rewards without steps.
+    """
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)
 
 
 def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Mean of each group's given values, [P,1] or [P,1,1]; 0 for none."""
+    """Mean of each group's given values, [P,1] or [P,1,1]; 0 without any."""
     return total(values_pg) / mx.maximum(total(given_pg), 1)
 
 

@@ -1,4 +1,6 @@
-"""LossStats: the diagnostics of a loss, and how to combine those of a batch's parts."""
+"""LossStats: the diagnostics of a loss, and a function that combines the diagnostics of a batch's
+parts.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +15,7 @@ _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
-    """Diagnostics of one loss: 0-d float32 each; 0 if no token counts."""
+    """Diagnostics of one loss: 0-d float32 each; 0 if all tokens are masked."""
 
     loss: mx.array  # the loss: Σ / denominator
     # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
@@ -51,7 +53,7 @@ class LossStats(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """The arrays of a loss, defaults filled in: float32, 0 at masked positions.
+    """The arrays of a loss with defaults filled in: float32, 0 at masked positions.
 
     Only log π_θ, the entropy and the teacher's KL carry a gradient.
     """
@@ -80,9 +82,10 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
-    correction, the correction's weights and the tokens inside the surrogate's trust region, if it
-    has one; no gradient flows."""
+    """The diagnostics of the loss `total / denominator`, computed from the ratios r, the KL before
+    any bias correction, the correction's weights and the tokens inside the surrogate's trust
+    region, if any; no gradient flows.
+    """
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0
@@ -144,13 +147,15 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch without rows for the learner: its denominator, and 0 for the rest."""
+    """The stats of a batch without rows for the learner: its denominator, and 0 for everything
+    else.
+    """
     zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
     return zeros._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """Combine the stats of a batch's parts into those of the whole."""
+    """Combines the stats of a batch's parts into the stats of the whole batch."""
     if len(parts) == 1:
         return parts[0]
     columns = {

@@ -1,11 +1,11 @@
-"""Experts' load: the share of the tokens that each expert processes, and the loss that balances the
-shares.
+"""The load of experts: the share of the tokens that each expert processes, and the loss that
+balances the shares.
 
-    loss = E · Σ_e f_e · P_e f_e = share of the choices of expert e (a constant)
+    loss = E · Σ_e f_e · P_e        f_e = share of the choices of expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
 
-Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices per token instead of one. Even shares
-give 1; if all tokens use the same k experts, the value is up to E/k.
+Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices per token instead of one. The value is
+1 for even shares, and up to E/k if all tokens use the same k experts.
 """
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
 
     Args:
         logits_ne: a router's logits [N,E]; the largest are the chosen ones.
-        mask_n: True on tokens that count, [N].
+        mask_n: True for tokens that count, [N].
         experts_per_token: k.
 
     Raises:
@@ -41,7 +41,8 @@ def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token
     """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted
     tokens.
 
-    Differentiable in the logits only through P. Arguments and errors as in `expert_shares`.
+    It is differentiable in the logits only through P. For arguments and errors, see
+    `expert_shares`.
     """
     share_e = expert_shares(logits_ne, mask_n, experts_per_token)
     counted_n1 = mask_n.astype(mx.bool_)[:, None]

@@ -4,9 +4,9 @@ Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref �
     sampled from π_θ, all three have KL as their mean (k2 to second order); they differ in variance
     and sign.
 
-Far from equality k2 and k3 continue as straight lines. A bound would have no gradient where the KL
-is largest; without any limit, one token could dominate a batch. To add an estimator, write a
-function of y and add a line to ESTIMATORS.
+Far from equality, k2 and k3 continue as straight lines. A bound would remove the gradient where the
+KL is largest, but without any limit a single token could dominate a batch. To add an estimator,
+write a function of y and add a line to ESTIMATORS.
 """
 
 import math
@@ -21,12 +21,13 @@ LIMIT = 1e6  # nats: a log-probability of −inf counts as this, so that the est
 
 
 def k1(y: mx.array) -> mx.array:
-    """−y: unbiased, either sign."""
+    """−y: unbiased, positive or negative."""
     return -y
 
 
 def k2(y: mx.array) -> mx.array:
-    """y²/2: never negative, biased in the third order; its gradient is that of KL(π_θ ‖ π_ref).
+    """y²/2: never negative, biased in the third order; its gradient is the gradient of KL(π_θ ‖
+    π_ref).
 
     Beyond |y| = 20 it continues as its tangent, 20·|y| − 200.
     """
@@ -47,7 +48,7 @@ ESTIMATORS: dict[str, Callable[[mx.array], mx.array]] = {"k1": k1, "k2": k2, "k3
 
 
 def kl_estimate(kind: str, logp: mx.array, ref_logp: mx.array) -> mx.array:
-    """Estimate KL(π_θ ‖ π_ref) at each token.
+    """Estimates KL(π_θ ‖ π_ref) at each token.
 
     Args:
         kind: `k1`, `k2` or `k3`.

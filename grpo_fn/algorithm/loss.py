@@ -2,10 +2,9 @@
 
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
-Everything is float32, and every input is replaced by zero at masked positions before any
-arithmetic, so that values there (including NaN and inf) do not affect the value or the gradient. A
-counted log-prob of −∞ becomes −10,000, without a gradient: the difference of two of them is 0, not
-NaN.
+Everything is float32. At masked positions, every input is replaced by zero before any arithmetic,
+so values there (including NaN and inf) do not affect the loss or the gradient. A counted log-prob
+of −∞ becomes −10,000, without a gradient: the difference of two of them is 0, not NaN.
 """
 
 from typing import NamedTuple
@@ -23,7 +22,9 @@ LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two numbers for a batch without some of its rows."""
+    """The arrays of `policy_loss`, and two numbers that include rows which are omitted from the
+    batch.
+    """
 
     logp_bt: mx.array
     adv_b: mx.array  # [B] or [B,T]
@@ -61,14 +62,15 @@ def policy_loss(
         adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and
             [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the
             sequence's ratio, with the gradient of the token's.
-        mask_bt: 1 (or True) on tokens that count, [B,T].
+        mask_bt: 1 (or True) for tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; if it is None, π_old is π_θ itself and `sg(logp_bt)` is used.
-        rollout_logp_bt: log μ from the sampler, [B,T]; needed by a correction, otherwise only
+        rollout_logp_bt: log μ from the sampler, [B,T]; required by a correction, otherwise only
             logged.
-        ref_logp_bt: log π_ref, [B,T]; needed if `spec.beta` > 0.
-        max_completion_length: L_max, tokens; needed by the aggregation `constant`.
-        entropy_bt: entropy of π_θ at each position, [B,T], nats; needed if `spec.entropy_coef` > 0.
+        ref_logp_bt: log π_ref, [B,T]; required if `spec.beta` > 0.
+        max_completion_length: L_max, tokens; required by the aggregation `constant`.
+        entropy_bt: entropy of π_θ at each position, [B,T], nats; required if `spec.entropy_coef` >
+            0.
         keep_bt: 0/1, [B,T]: tokens whose policy term counts (top-entropy masking); KL and
             denominators use all tokens.
         teacher_kl_bt: KL(π_θ ‖ teacher) at each position, [B,T], nats: `reverse_kl`,
@@ -79,7 +81,7 @@ def policy_loss(
         (loss, stats), float32; if no token counts, the loss and its gradient are 0.
 
     Raises:
-        ValueError: a shape is wrong, or an array that the spec needs is missing.
+        ValueError: a shape is wrong, or an array that the spec requires is missing.
     """
     arrays = LossArrays(
         logp_bt,
@@ -104,7 +106,7 @@ def loss_sum(
 ) -> tuple[mx.array, LossStats]:
     """`policy_loss` before the division: the sum, with the denominator in the stats.
 
-    The learner accumulates both and divides once, so that any split of a batch gives the same step.
+    The learner accumulates both and divides once, so any split of a batch results in the same step.
     """
     _check(arrays, spec, max_completion_length, teacher_coef)
     x = _cleaned(arrays)
@@ -212,12 +214,12 @@ def _check(
             check_shape(name, array, shape)
     if spec.correction != "none" and arrays.rollout_logp_bt is None:
         raise ValueError(
-            f"correction = {spec.correction!r} needs rollout_logp_bt, the sampler's log-probs"
+            f"correction = {spec.correction!r} requires rollout_logp_bt, the sampler's log-probs"
         )
     if spec.beta > 0 and arrays.ref_logp_bt is None:
-        raise ValueError(f"beta = {spec.beta} needs ref_logp_bt, the reference's log-probs")
+        raise ValueError(f"beta = {spec.beta} requires ref_logp_bt, the reference's log-probs")
     if spec.entropy_coef > 0 and arrays.entropy_bt is None:
-        raise ValueError(f"entropy_coef = {spec.entropy_coef} needs entropy_bt")
+        raise ValueError(f"entropy_coef = {spec.entropy_coef} requires entropy_bt")
     if teacher_coef > 0 and arrays.teacher_kl_bt is None:
-        raise ValueError(f"teacher_coef = {teacher_coef} needs teacher_kl_bt")
+        raise ValueError(f"teacher_coef = {teacher_coef} requires teacher_kl_bt")
     check_max_length(spec.aggregation, max_completion_length)

@@ -61,8 +61,8 @@ def preset(name: str, **changes: Any) -> LossSpec:
     """The LossSpec of a named algorithm, with fields replaced by `changes`.
 
     Raises:
-        ValueError: the name or a field is unknown (with the nearest spelling), or the result has no
-            meaning.
+        ValueError: the name or a field is unknown (with the nearest spelling), or the combination
+            is invalid.
     """
     check_choice("preset", name, PRESETS)
     for field in changes:

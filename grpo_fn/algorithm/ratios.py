@@ -1,9 +1,9 @@
-"""Importance ratios: π_θ/π_old of the learner, and π_old/μ of the learner against its sampler.
+"""Importance ratios: π_θ/π_old of the learner, and π_old/μ between learner and sampler.
 
-A correction for a sampler μ that is not π_old is a weight for each token's policy term. It takes
-π_old/μ of the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields that it needs as
-keywords, and returns the weight [B,T]. To add one, write the function and add a line to
-CORRECTIONS.
+A correction for a sampler μ that differs from π_old is a weight for each token's policy term. Its
+function accepts π_old/μ of the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields
+that it needs as keywords. It returns the weight [B,T]. To add one, write the function and add a
+line to CORRECTIONS.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def policy_ratio(
     """r = π_θ/π_old at each token, float32 [B,T].
 
     `token`: r_t. `sequence`: s = exp(mean_t log r_t), the same at every token of a row (GSPO, arXiv
-    2507.18071, eq. 7). The product over a row, without the mean, is not offered: it exceeds float32
-    after a few dozen tokens.
+    2507.18071, eq. 7). The product over a row, without the mean, is not supported, because it
+    exceeds float32 after a few dozen tokens.
 
-    All three arrays are [B,T]; masked positions must hold finite numbers.
+    All three arrays are [B,T]; masked positions must contain finite numbers.
     """
     log_ratio = logp_bt - old_logp_bt
     if level == "sequence":
@@ -40,7 +40,7 @@ def sequence_sum(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
 
 
 def sequence_mean(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
-    """Mean over each row's counted tokens, [B,1]; 0 for a row without any."""
+    """Mean over each row's counted tokens, [B,1]; 0 for a row without counted tokens."""
     length = mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)
     return sequence_sum(values_bt, mask_bt) / length
 

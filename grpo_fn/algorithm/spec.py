@@ -1,7 +1,7 @@
 """LossSpec, the frozen value that selects an algorithm, and the aggregations of token losses.
 
-The learner accumulates sum and denominator of an aggregation separately and divides once, at the
-update. So any split of a batch gives the same gradient. To add an aggregation, add a line to
+The learner accumulates an aggregation's sum and denominator separately and divides once, at the
+update, so any split of a batch results in the same gradient. To add an aggregation, add a line to
 AGGREGATIONS.
 """
 
@@ -39,13 +39,14 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def divided(total: mx.array, denominator: mx.array) -> mx.array:
-    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: either no
-    token counts, or the aggregation is `sum`."""
+    """A loss or gradient from its sum and denominator. A denominator of 0 is replaced by 1: either
+    all tokens are masked, or the aggregation is `sum`.
+    """
     return total / divisor(denominator)
 
 
 def divisor(denominator: mx.array) -> mx.array:
-    """The number by which `divided` divides."""
+    """The divisor that `divided` uses."""
     return mx.where(denominator == 0, 1.0, denominator)
 
 
@@ -53,7 +54,7 @@ def check_max_length(aggregation: str, max_completion_length: int | None) -> Non
     """Raises ValueError if the aggregation divides by L_max and L_max is missing."""
     if AGGREGATIONS[aggregation].needs_max_length and (max_completion_length or 0) < 1:
         raise ValueError(
-            f"aggregation = {aggregation!r} needs max_completion_length >= 1; found "
+            f"aggregation = {aggregation!r} requires max_completion_length >= 1; found "
             f"{max_completion_length}"
         )
 
@@ -66,7 +67,7 @@ CHOICES: dict[str, Collection[str]] = {
     "kl": ESTIMATORS,
     "aggregation": AGGREGATIONS,
 }
-"""The fields of LossSpec that hold a name, with the table in which the names are registered."""
+"""The fields of LossSpec that contain a name, with the table in which the names are registered."""
 
 _RANGES: dict[str, Callable[[Any], bool]] = {
     ">= 0": lambda x: 0 <= x < math.inf,
@@ -111,8 +112,7 @@ def _pair(value: Sequence[float]) -> tuple[float, float]:
 class LossSpec:
     """loss = level × surrogate × correction × KL × aggregation; `policy_loss` evaluates it.
 
-    Raises ValueError, with the reason, when a value is out of range or a combination has no
-    meaning.
+    Raises ValueError, with the reason, if a value is out of range or a combination is invalid.
     """
 
     level: str = _key("token", "one ratio per `token`, or one per completion, `sequence` (GSPO)")
@@ -198,7 +198,7 @@ class LossSpec:
         return self.beta > 0 or self.entropy_coef > 0
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
-        """These fields by name; `epsilon_high` is always a number."""
+        """The values of these fields by name; `epsilon_high` is always a number."""
         found = {name: getattr(self, name) for name in names}
         return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
 
@@ -206,12 +206,12 @@ class LossSpec:
         if self.aggregation == "sequence_sum_norm" and self.level != "sequence":
             raise ValueError(
                 "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length "
-                f"(LUSPO) and needs level = 'sequence'; found level = {self.level!r}"
+                f"(LUSPO) and requires level = 'sequence'; found level = {self.level!r}"
             )
         if self.level not in SURROGATES[self.surrogate].levels:
             raise ValueError(
-                f"surrogate = {self.surrogate!r} takes no ratio of a whole completion, so level = "
-                "'sequence' has no meaning; use level = 'token'"
+                f"surrogate = {self.surrogate!r} does not use a ratio of a whole completion, so "
+                f"level = 'sequence' is invalid; use level = 'token'"
             )
         if self.delta is not None:
             if "delta" not in SURROGATES[self.surrogate].fields:
@@ -224,7 +224,7 @@ class LossSpec:
         if (self.surrogate == "dual_clip") != (self.dual_clip is not None):
             raise ValueError(
                 f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant "
-                "belongs to surrogate 'dual_clip', which needs it (3.0 in the paper)"
+                f"belongs to surrogate 'dual_clip', which requires it (3.0 in the paper)"
             )
 
     def _check_correction(self) -> None:
@@ -232,7 +232,9 @@ class LossSpec:
             self.correction in ("sequence_mask", "sequence_mask_weighted")
             and self.sequence_range is None
         ):
-            raise ValueError(f"correction = {self.correction!r} needs sequence_range = (low, high)")
+            raise ValueError(
+                f"correction = {self.correction!r} requires sequence_range = (low, high)"
+            )
         if self.correction == "none" and self.sequence_range is not None:
             raise ValueError(
                 f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "

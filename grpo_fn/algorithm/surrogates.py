@@ -1,9 +1,9 @@
 """Surrogate objectives ℓ of one token, which are minimised instead of −E[A].
 
-Each takes the ratio r of the spec's level, the advantage A and log π_θ of the token, broadcast to
-one shape, and the LossSpec's fields and the arrays that it needs as keywords. It returns ℓ; r and
-log π_θ carry the gradient. A trust region may set ℓ to 0. To add one: write the function, and give
-it a line in SURROGATES.
+Each function accepts the ratio r at the spec's level, the advantage A and log π_θ of the token,
+broadcast to one shape; the required LossSpec fields and arrays are keywords. It returns
+ℓ; gradients flow through r and log π_θ. A trust region may set ℓ to 0. To add a surrogate, write
+the function and add a line to SURROGATES.
 """
 
 import math
@@ -166,7 +166,9 @@ def inside_tv(
 def inside_kl(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """DPPO's binary KL: at most `high` where A > 0, else at most `low`, or π moved the other way."""
+    """DPPO's binary KL: at most `high` where A > 0, else at most `low`; or π moved in the opposite
+    direction.
+    """
     p_bt = mx.exp(logp_bt)
     old_bt = mx.exp(old_logp_bt)
     others_bt = mx.log((1 - old_bt + 1e-8) / (1 - p_bt + 1e-8))
@@ -179,8 +181,7 @@ def inside_kl(
 def inside_band(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """−low ≤ π − μ ≤ high, whatever the sign of A: IPO, prime-rl's default with 0.3 on both
-    sides."""
+    """−low ≤ π − μ ≤ high for either sign of A: IPO, prime-rl's default with 0.3 on both sides."""
     apart_bt = mx.exp(logp_bt) - mx.exp(old_logp_bt)
     return (apart_bt <= high) & (apart_bt >= -low)
 

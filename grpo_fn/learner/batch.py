@@ -1,7 +1,7 @@
-"""Batch: the learner's input, made from a rollout.
+"""Batch: the learner's input, created from a rollout.
 
-A row is prompt + completion + padding. So in every architecture, without a mask, positions are
-right and causal attention never sees the padding.
+A row is prompt + completion + padding. Therefore, positions are correct and causal attention never
+sees the padding, in every architecture and without a mask.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ from grpo_fn.trees import on_host
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Rows for the learner. B rows, L tokens in all, T completion tokens; a tree of arrays.
+    """Rows for the learner, as a tree of arrays: B rows, L tokens per row, T completion tokens.
 
     In a batch with shared prompts (`prompt_index_b`) each prompt occurs once: `tokens_bl` is [P,L]
-    and has only prompts, `prompt_lengths_b` is [P], and row i continues prompt `prompt_index_b[i]`.
+    and contains only prompts, `prompt_lengths_b` is [P], and row i continues prompt
+    `prompt_index_b[i]`.
     """
 
     tokens_bl: mx.array  # prompt + completion + padding, int32
@@ -58,16 +59,16 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens that an environment gave are context: they are
-    masked.
+    """All rows of a rollout as one batch. Tokens from an environment are context and masked.
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G], or of each token [P,G,T]; of each turn: see `spread_over_turns`.
-        mask_truncated: completions that hit the length limit count no token (they stay in the
-            number of sequences).
+        adv_pg: advantages [P,G], or of each token [P,G,T]; for those of turns, see
+            `spread_over_turns`.
+        mask_truncated: completions that reach the length limit are masked (but count in the number
+            of sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy
-            term (arXiv 2506.01939). Needs the rollout's entropies. 1.0: all.
+            term (arXiv 2506.01939). It requires the rollout's entropies. 1.0 keeps all tokens.
 
     Raises:
         ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is
@@ -129,20 +130,20 @@ def batch_of(
     *,
     logp: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """A batch of any rows, with an advantage and a weight for each token of a completion.
+    """A batch of arbitrary rows, with an advantage and a weight for each token of a completion.
 
-    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 is
-    masked.
+    A token's loss is multiplied by its weight, as a factor of its advantage; a token with weight 0
+    is masked.
 
     Args:
-        rows: (prompt, completion): token ids, none of them empty.
-        advantages: of each completion's tokens; for `SFT` 1.
-        weights: of the same tokens, at least 0; None: 1 each.
-        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of
-            the ratio; None: π_old is π_θ.
+        rows: (prompt, completion) pairs of token ids, none of them empty.
+        advantages: the advantages of each completion's tokens; 1 for `SFT`.
+        weights: the weights of the same tokens, at least 0; None means 1 each.
+        logp: log-probs of the same tokens under the policy that sampled them, in nats: μ, and π_old
+            of the ratio. If it is None, π_old is π_θ.
 
     Raises:
-        ValueError: a prompt, completion or number is missing, or as `given_rollout` and
+        ValueError: a prompt, completion or number is missing; and the errors of `given_rollout` and
             `make_batch`.
     """
     rollout = given_rollout([prompt for prompt, _ in rows], [completion for _, completion in rows])
@@ -171,10 +172,12 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch with the rows that the teacher reads: its own prompts, if they have hints.
+    """The batch with the rows for the teacher, with the teacher's own prompts if they contain
+    hints.
 
-    `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows
-    of padding: one of their ids, which only an untrained model draws, is the teacher's last one.
+    `vocabulary` is the number of rows of the teacher's embedding; None if unknown. The student's
+    embedding may have more padding rows; their ids, which only an untrained model samples, are
+    mapped to the teacher's last id.
     """
     tokens_bl = batch.tokens_bl if batch.hinted_tokens_bm is None else batch.hinted_tokens_bm
     rows = {"tokens_bl": tokens_bl, "targets_bt": batch.targets_bt}
@@ -193,8 +196,9 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:
-    """Raise ValueError if a batch has token ids outside of the policy's embedding, or rows that
-    need more positions than it has learned. Only with learned positions it waits for the device."""
+    """Raises ValueError if a batch contains token ids outside the policy's embedding, or rows that
+    need more positions than it has learned. Waits for the device only if positions are learned.
+    """
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
@@ -211,8 +215,9 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """A number that all token ids of a rollout are below. Waits for the device unless `generate`
-    set it."""
+    """An exclusive upper bound of a rollout's token ids. Waits for the device unless `generate` set
+    it.
+    """
     check_token_ids(rollout.prompts, rollout.vocabulary)
     if rollout.vocabulary is not None:  # the completions were drawn from it
         return rollout.vocabulary
@@ -226,13 +231,15 @@ def _token_bound(rollout: Rollout) -> int:
 def _most_uncertain(
     entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float
 ) -> mx.array | None:
-    """True on the tokens whose entropy is among the `quantile` largest of the counted ones."""
+    """True for tokens whose entropy is in the top `quantile` of the counted tokens."""
     if not 0 < quantile <= 1:
         raise ValueError(f"top_entropy_quantile = {quantile}: expected 0 < quantile <= 1")
     if quantile == 1:
         return None
     if entropy_bt is None:
-        raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
+        raise ValueError(
+            "top_entropy_quantile < 1 requires the rollout's entropies: sample with them"
+        )
     number = max(1, round(quantile * sum(map(sum, on_host(mask_bt)))))
     ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
     return mask_bt & (entropy_bt >= ranked[-number])

@@ -1,4 +1,4 @@
-"""Rows of a batch: left out, cut into minibatches and parts, and padded."""
+"""Selects, splits and pads the rows of a batch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -36,11 +36,11 @@ _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Leave out the rows without a gradient; they still count in the denominators.
+    """Removes the rows without a gradient; they still count in the denominators.
 
-    These are the rows with no counted token and, without a KL term and an entropy bonus, the rows
-    with A = 0 (all of a group whose rewards are equal). It reads the advantages, and so waits for
-    the device.
+    These are the rows without counted tokens and, if there is no KL term or entropy bonus, the rows
+    with A = 0 (all rows of a group whose rewards are equal). It reads the advantages and therefore
+    waits for the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -53,8 +53,8 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def minibatches(batch: Batch, number: int) -> list[Batch]:
-    """Cut a batch into `number` parts of consecutive rows, each with its own counts, for one update
-    each.
+    """Splits a batch into `number` parts of consecutive rows, each with its own counts, for one
+    update each.
 
     Raises:
         ValueError: there are fewer rows than parts.
@@ -69,7 +69,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with the counts of its own rows and tokens alone."""
+    """The batch with the counts of only its own rows and tokens."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -78,9 +78,10 @@ def counted_alone(batch: Batch) -> Batch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the denominators' counts stay those of the whole.
+    """The given rows, in that order; the counts for the denominators remain the whole batch's.
 
-    Only for batches in which each row has its own prompt, that is before `split_batch` shares them.
+    This is only for batches in which each row has its own prompt, that is, before `split_batch`
+    shares them.
     """
     return take_part(batch, rows, rows)
 
@@ -91,17 +92,17 @@ def take_part(
     prompts: Sequence[int] | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
-    """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
-    whole's.
+    """The only function that cuts and pads a batch, each field according to its `AXES`; the counts
+    remain the whole batch's.
 
     Args:
-        rows: of `targets_bt`.
-        prompts: of `tokens_bl`; None: all.
-        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
-            mask and prompt length 1.
+        rows: the rows of `targets_bt`.
+        prompts: the rows of `tokens_bl`; None means all.
+        sizes: new sizes of the axes b, t, p and l; None changes no size. A row of padding has an
+            empty mask and prompt length 1.
 
     Raises:
-        ValueError: `AXES` does not have a field of the batch.
+        ValueError: `AXES` lacks a field of the batch.
     """
     index = {"b": mx.array(list(rows), mx.int32)}
     if prompts is not None:
@@ -110,7 +111,7 @@ def take_part(
 
 
 def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
-    """Each field: its rows at the index of their axis, then cut and padded to the sizes."""
+    """Selects each field's entries by the index of its axis, then cuts and pads them to the sizes."""
     found: dict[str, Any] = {}
     for name in attrs.fields_dict(type(value)):
         if name not in AXES:

@@ -1,5 +1,4 @@
-"""The learner's forward passes: its own log-probs of a batch, its routers' experts and their
-load."""
+"""The learner's forward passes: its log-probs of a batch, its routers' experts and their load."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +21,9 @@ from grpo_fn.trees import Tree
 
 @attrs.frozen(eq=False)
 class Teacher:
-    """A model that the student's distribution approaches at the tokens that the student sampled."""
+    """A model whose distribution the student is trained to match at the tokens that the student
+    sampled.
+    """
 
     policy: Policy
     params: Tree  # {} for a policy made for inference
@@ -32,10 +33,10 @@ class Teacher:
 def make_logprob_step(
     policy: Policy, *, temperature: float = 1.0, compile: bool = True
 ) -> Callable[[Tree, Batch], mx.array]:
-    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without
+    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without a
     gradient.
 
-    Used for π_old if a rollout serves several updates, and for π_ref if it is kept. Pure,
+    Used for π_old if a rollout is used for several updates, and for π_ref if there is one. Pure,
     compiled once per shape.
     """
     step = compiled_step(
@@ -53,7 +54,7 @@ def make_logprob_step(
 def batch_logprobs(
     policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float
 ) -> mx.array:
-    """log π of the batch's tokens, [B,T], float32, without gradient."""
+    """log π of the batch's tokens, [B,T], float32, without a gradient."""
     hidden_btd = completion_hidden(policy, params, frozen, batch)
     return mx.stop_gradient(
         token_logprobs(
@@ -72,11 +73,11 @@ class RoutingStats(NamedTuple):
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
-    """The load of a model's routers over the counted tokens of a batch. Eager: shapes change from
-    call to call.
+    """The load of a model's routers over the counted tokens of a batch. Eager, because shapes
+    change between calls.
 
     Raises:
-        ValueError: the batch shares prompts, or the errors of `Policy.hidden_and_routing`.
+        ValueError: the batch shares prompts; and the errors of `Policy.hidden_and_routing`.
     """
     check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
@@ -95,15 +96,15 @@ def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
     """`Batch.experts_blnk` as this policy's routers choose them: uint16 [B,L,N,k]. Eager, like
     `routing_stats`.
 
-    With a sampler's policy and parameters, these are the experts that were used for sampling, so
-    that the learner can use the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters, these are the experts that were used for sampling, and
+    the learner can use the same ones (R3, arXiv 2510.11370).
 
     Raises:
-        ValueError: as `routing_stats`.
+        ValueError: see `routing_stats`.
     """
     if batch.prompt_index_b is not None:
         raise ValueError(
-            "routers are recorded over whole rows: make micro-batches without shared prompts"
+            "routers are recorded over whole rows: expected micro-batches without shared prompts"
         )
     check_fits(batch, policy)
     chosen = experts_per_token(policy.module)

@@ -39,7 +39,7 @@ nats."""
 
 @attrs.frozen(eq=False)
 class GradStep:
-    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step` or `make_sft_step`."""
+    """`grad_step(state, batch) -> (state, stats)`; created by `make_grad_step` or `make_sft_step`."""
 
     micro_step: Compiled
     stats_step: Compiled
@@ -51,7 +51,7 @@ class GradStep:
 
     @property
     def traces(self) -> int:
-        """Number of times that the step was traced: once per shape of a (micro-)batch."""
+        """Number of traces of the step: one per shape of a (micro-)batch."""
         return self.micro_step.traces
 
     def __call__(
@@ -64,7 +64,7 @@ class GradStep:
     ) -> tuple[TrainState, LossStats]:
         """Adds a batch's gradient and denominator to the state's; one batch step.
 
-        A loss that is NaN or infinite makes the denominator NaN, so that its update is skipped.
+        If a loss is NaN or infinite, the denominator becomes NaN, so the update is skipped.
 
         Args:
             state: the gradient is computed at its params; its ref_params are used if the spec has a
@@ -78,8 +78,8 @@ class GradStep:
                 loss was computed, as in `logprob_step`.
 
         Raises:
-            ValueError: there is no batch, a token id is outside of the model's embedding, or beta >
-                0 and neither state nor batch has a reference.
+            ValueError: there is no batch, a token id is outside the model's embedding, or beta > 0
+                and neither state nor batch has a reference.
         """
         parts = list(batch) if isinstance(batch, Iterable) else [batch]
         if not parts:
@@ -90,7 +90,8 @@ class GradStep:
             check_fits(part, self.policy)
             if self.spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
                 raise ValueError(
-                    f"beta = {self.spec.beta} needs a reference: init_state(..., ref_params=params)"
+                    f"beta = {self.spec.beta} requires a reference: init_state(..., "
+                    f"ref_params=params)"
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
                 denominator = AGGREGATIONS[self.spec.aggregation].denominator(
@@ -147,19 +148,19 @@ def make_grad_step(
     Args:
         policy: the model as a function of its parameters.
         spec: the algorithm.
-        temperature: the sampler's; also divides the learner's logits.
-        max_completion_length: L_max, needed by the aggregation `constant`.
+        temperature: the sampler's temperature; it also divides the learner's logits.
+        max_completion_length: L_max, required by the aggregation `constant`.
         ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None:
             `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
-            counted tokens, a mean over its routers. Each micro-batch balances its own tokens, with
-            its weight in the loss. 0: none.
-        teacher: if its `kl_coef` > 0, the exact KL to it is part of each token's loss.
+            counted tokens, averaged over its routers. Each micro-batch balances its own tokens,
+            weighted by its share of the loss. 0 disables it.
+        teacher: if its `kl_coef` > 0, the exact KL to the teacher is part of each token's loss.
         compile: False runs the same Python eagerly.
 
     Raises:
         ValueError: max_completion_length is missing, or router_aux_coef > 0 and the model's routers
-            are not known (`Policy.hidden_and_routing`).
+            are unknown (`Policy.hidden_and_routing`).
     """
     reference = policy if ref_policy is None else ref_policy
     check_max_length(spec.aggregation, max_completion_length)
@@ -173,8 +174,9 @@ def make_grad_step(
         batch: Batch,
         trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """Exact and differentiable if it is in the loss; otherwise estimated from the sampled
-        tokens, or None."""
+        """The KL to the teacher: exact and differentiable if it is in the loss; otherwise estimated
+        from the sampled tokens, or None.
+        """
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
@@ -272,6 +274,7 @@ def make_sft_step(
     over the tokens of all completions, at temperature 1.
 
     A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of
-    the completions. It is `make_grad_step` with a loss without ratios, and has the same arguments.
+    the completions. It is `make_grad_step` with a loss without ratios, and accepts the same
+    arguments.
     """
     return make_grad_step(policy, SFT, router_aux_coef=router_aux_coef, compile=compile)

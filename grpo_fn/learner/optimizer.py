@@ -18,7 +18,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 class OptimizerNumbers(NamedTuple):
-    """The values that an update of every leaf uses: 0-d, float32 except for the step."""
+    """The values shared by all leaves' updates: 0-d, float32 except for the step."""
 
     rate: mx.array  # the learning rate, η
     decay: mx.array  # 1 − η λ
@@ -30,7 +30,7 @@ class OptimizerNumbers(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Values for one update that replace the optimizer's own settings: numbers or 0-d arrays."""
+    """Values that replace the optimizer's settings for one update: numbers or 0-d arrays."""
 
     learning_rate: float | mx.array
     betas: tuple[float, float] = (0.9, 0.999)
@@ -47,9 +47,9 @@ class Optimizer:
     numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32,
         counted from 0, and drives the schedule; `Rates` replace schedule and constants.
     apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)`
-        converts a new value (float32 if it is a number) into the one that replaces the old
-        value: every leaf passes through it once. `factor`, 0-d float32, is an optional factor of
-        all gradients.
+        converts a new value (float32 if it is a floating-point number) to the value that is stored;
+        every leaf passes through it once. `factor`, 0-d float32, is an optional factor for all
+        gradients.
     """
 
     init: Callable[[Tree], Tree]
@@ -68,13 +68,12 @@ def adamw(
     """AdamW (arXiv 1711.05101, algorithm 2).
 
     Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this
-    is Adam. It computes in float32 for all dtypes of parameters and moments, one leaf after
-    another.
+    is Adam. It computes in float32 for all dtypes of parameters and moments, one leaf at a time.
 
     Args:
-        learning_rate: a number, or a schedule of the update's number.
+        learning_rate: a number, or a schedule (a function of the update number).
         betas: the paper's β1 and β2.
-        eps: the paper's ε, added to the root of the second moment.
+        eps: the paper's ε, added to the square root of the second moment.
         weight_decay: the paper's λ; it is multiplied by the learning rate.
         moment_dtype: the dtype in which the two moments are stored, float32 or bfloat16.
 
@@ -159,7 +158,7 @@ def adamw(
 
 
 def constant(learning_rate: float) -> Schedule:
-    """The same learning rate at every update.
+    """A constant learning rate.
 
     Raises:
         ValueError: it is negative.
@@ -174,11 +173,11 @@ def warmup_schedule(
 ) -> Schedule:
     """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
 
-    Update u (from 0) of w warm-up updates has learning_rate·(u+1)/(w+1), so that the first update
-    already has an effect (in Hugging Face's schedule, its rate is 0).
+    Update u (from 0) of w warm-up updates has the rate learning_rate·(u+1)/(w+1), so the first
+    update already has an effect (its rate is 0 in Hugging Face's schedule).
 
     Raises:
-        ValueError: the kind is unknown or a number is out of range.
+        ValueError: the kind is unknown, or a number is out of range.
     """
     check_choice("schedule", kind, SCHEDULES)
     if total_updates < 1 or not 0 <= warmup_ratio <= 1:

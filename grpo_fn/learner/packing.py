@@ -1,8 +1,9 @@
-"""Micro-batches: splits a batch to fit the learner's memory, in few shapes and with little padding.
+"""Splits a batch into micro-batches that fit the learner's memory, in few shapes and with little
+padding.
 
-Rows are sorted by length. Dynamic programming finds the cheapest way to split that order into runs.
-A run costs its positions, including padding, plus a constant. A shape without a compiled step costs
-more, so a larger known shape may be used instead.
+Rows are sorted by length. Dynamic programming finds the cheapest split of that order into runs. The
+cost of a run is its number of positions, including padding, plus a constant. A shape without a
+compiled step costs more, so a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,12 +33,12 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Positions that pass through the model's blocks."""
+        """Number of positions that pass through the model's blocks."""
         shared = self.prompts * self.length + self.rows * self.width
         return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
-        """Whether a batch of the other shape fits into this one by padding."""
+        """Whether a batch of the other shape can be padded to this one."""
         longer = self.length >= other.length and self.width >= other.width
         more = self.rows >= other.rows and self.prompts >= other.prompts
         return longer and more and (self.prompts == 0) == (other.prompts == 0)
@@ -64,7 +65,7 @@ class PackedRun:
 
 @attrs.frozen(kw_only=True)
 class Packer:
-    """The settings of a packing; see `split_batch`."""
+    """The settings for packing; see `split_batch`."""
 
     max_tokens: int
     bucketed: bool
@@ -78,7 +79,9 @@ class Packer:
         return round_up(size) if self.bucketed else size
 
     def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
-        """All rows in runs; with `share_prompts`, groups stay together if that is cheaper."""
+        """Distributes all rows to runs; with `share_prompts`, groups stay together if that is
+        cheaper.
+        """
         cost, runs = self._pack_rows(rows)
         if share_prompts:
             shared_cost, shared_runs = self._pack_groups(rows)
@@ -113,7 +116,7 @@ class Packer:
         return self._cheapest(units, shape, _row_counts(len(units)))
 
     def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """A group, cut evenly if its rows have too many tokens for one run."""
+        """A group, split evenly if its rows have too many tokens for one run."""
         for count in range(1, len(group) + 1):
             bounds = [len(group) * i // count for i in range(count + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
@@ -135,7 +138,9 @@ class Packer:
         shape: Callable[[int, int], Shape],
         steps: Sequence[int],
     ) -> tuple[float, list[PackedRun]]:
-        """The cheapest runs of neighbouring units; a run has one of `steps` units."""
+        """The cheapest runs of neighbouring units; `steps` are the allowed numbers of units in a
+        run.
+        """
         # Of the first units: the cost, and where the last run starts and its shape.
         best: list[tuple[float, Any]] = [(0.0, None)]
         for stop in range(1, len(units) + 1):
@@ -158,7 +163,7 @@ class Packer:
         return best[-1][0], runs[::-1]
 
     def _choose(self, wanted: Shape) -> tuple[float, Shape]:
-        """The shape to pad to, and its cost."""
+        """The shape to which rows are padded, and its cost."""
         if wanted not in self.chosen:
             extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
@@ -179,7 +184,7 @@ def piece_tokens(parameters: int) -> int:
 
 
 def _row_counts(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, … up to `most`: any number of rows is a sum of a few of them."""
+    """1, 2, 3, 4, 6, 8, 12, … up to `most`; any number of rows is the sum of a few of them."""
     counts = {1 << k for k in range(most.bit_length())} | {3 << k for k in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
 
@@ -197,18 +202,18 @@ def split_batch(
     """Splits a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
     Rows of similar length are put into the same micro-batch. With `bucketed`, sizes are rounded up
-    by at most an eighth, so that the compiled step sees few shapes. Padding rows have an empty mask
-    and do not count. A single row longer than `max_tokens` gets a micro-batch of its own.
+    by at most an eighth, so that few shapes are compiled. Padding rows have an empty mask and do
+    not count. A single row longer than `max_tokens` forms its own micro-batch.
 
     With `share_prompts`, a group's rows may stay together and use one copy of their prompt, if that
     takes fewer tokens. The model must support this: see `can_share`. Rows with given experts are
     not shared.
 
-    Any split gives the same update, because the micro-batches' counts add up to the batch's.
+    Any split results in the same update, because the micro-batches' counts add up to the batch's.
 
     Args:
-        known: shapes for which the step has been compiled.
-        new_shape_tokens: tokens of padding that are accepted to avoid a new shape.
+        known: shapes for which the step has already been compiled.
+        new_shape_tokens: number of padding tokens that are accepted to avoid a new shape.
         piece_tokens: a micro-batch's fixed cost in tokens.
 
     Raises:
@@ -218,7 +223,7 @@ def split_batch(
         raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")
     if share_prompts and batch.group_b is None:
         raise ValueError(
-            "share_prompts needs group_b, the number of each row's prompt; make_batch gives it"
+            "share_prompts requires group_b, the number of each row's prompt, which make_batch sets"
         )
     if batch.mask_bt.shape[0] == 0:
         return [batch]
@@ -268,7 +273,7 @@ def halve_batch(piece: Batch) -> list[Batch]:
 
 
 def shape_of(piece: Batch) -> Shape:
-    """The shape of a micro-batch that `split_batch` made."""
+    """The shape of a micro-batch created by `split_batch`."""
     rows, width = piece.targets_bt.shape
     prompts = 0 if piece.prompt_index_b is None else piece.tokens_bl.shape[0]
     return Shape(prompts, piece.tokens_bl.shape[1], rows, width)
@@ -290,7 +295,7 @@ def _rows_of(batch: Batch) -> list[Row]:
 
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
-    """The run's rows in its shape; with shared prompts, each distinct prompt of them once."""
+    """The run's rows in its shape; with shared prompts, each of their distinct prompts occurs once."""
     numbers = [row.number for row in run.rows]
     shape = run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}

@@ -14,10 +14,11 @@ from grpo_fn.trees import Tree, map_arrays
 
 @attrs.frozen(eq=False)
 class TrainState:
-    """A run between two steps, as a tree of arrays. Functions return a new one.
+    """A run's state between two steps, as a tree of arrays. Functions return a new state.
 
     Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that
-    MLX can reuse the old state's buffers. `mx.eval` silently ignores it: use `materialize`.
+    MLX can reuse the old state's buffers. Use `materialize` to evaluate it, because `mx.eval`
+    silently ignores it.
     """
 
     params: Tree  # π_θ: trainable leaves, master precision
@@ -41,8 +42,8 @@ def init_state(
             `rounding`).
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
-        ref_params: the anchor of the KL term, usually `params` itself (shared until the first
-            update); left out, there is no reference and `beta` must be 0.
+        ref_params: the reference of the KL term, usually `params` itself (shared until the first
+            update). If it is omitted, there is no reference and `beta` must be 0.
     """
     return TrainState(
         params=params,
@@ -58,8 +59,9 @@ def init_state(
 
 
 def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
-    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without one, nothing is
-    copied."""
+    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without it, nothing is
+    copied.
+    """
     return attrs.evolve(
         state, old_params=state.params if transform is None else transform(state.params)
     )
@@ -70,7 +72,7 @@ def sync_ref(
 ) -> TrainState:
     """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
 
-    `transform` is the one that made `ref_params` (a quantizer), if any: α must then be 1.
+    `transform` is the function that created `ref_params` (a quantizer), if any; then α must be 1.
 
     Raises:
         ValueError: there is no reference, `mixup` is outside (0, 1], or it is below 1 with a
@@ -78,7 +80,8 @@ def sync_ref(
     """
     if state.ref_params is None:
         raise ValueError(
-            "the state has no ref_params to sync: it was made without a reference (beta = 0)"
+            "the state has no ref_params to sync, because it was created without a reference "
+            "(beta = 0)"
         )
     if not 0 < mixup <= 1:
         raise ValueError(f"mixup = {mixup}: expected 0 < mixup <= 1")

@@ -30,18 +30,18 @@ def make_update_step(
     """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
 
     It divides the accumulated gradient by its weight, clips it and applies the optimizer. `Rates`
-    replace the optimizer's own learning rate and constants, and the norm bound, for this update;
-    new values need no new trace.
+    replace the optimizer's learning rate and constants, and the norm bound, for this update; new
+    values do not cause a new trace.
 
     If a loss, a gradient or the learning rate is not finite, parameters and moments do not change.
-    Only the counters and the accumulated sums change, and the stats report this. A leaf also keeps
+    Only the counters and the accumulated sums change, and the stats report it. A leaf also keeps
     its values if its new values are not finite. This is decided per leaf, because waiting for all
     leaves would need memory for all of them. Leaves of 16 bits are rounded stochastically, with a
     key from the state's key and the update's number.
 
     Args:
         optimizer: see `adamw`.
-        max_grad_norm: bound on the global L2 norm; None: no clipping.
+        max_grad_norm: bound on the global L2 norm; None disables clipping.
         compile: False runs the same Python eagerly.
     """
     if max_grad_norm is not None and max_grad_norm <= 0:
@@ -111,5 +111,5 @@ def make_update_step(
 
 
 def sum_of(x: mx.array) -> mx.array:
-    """The sum of all numbers, computed by columns, because a CPU adds several columns at a time."""
+    """The sum of all numbers, computed by column, because a CPU adds several columns at a time."""
     return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()

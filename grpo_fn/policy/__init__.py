@@ -1,4 +1,4 @@
-"""A model as a pure function of a parameter tree: the policy, its head, quantized roles, and
+"""A model as a pure function of a parameter tree: the policy, its head, quantized roles and
 decoding.
 
 Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `grpo_fn.learner` or

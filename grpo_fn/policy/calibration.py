@@ -1,11 +1,12 @@
-"""Calibrated rounding: few-bit weights that preserve a layer's outputs on its own inputs.
+"""Calibrated rounding: rounds weights to few bits while preserving a layer's outputs on its own
+inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
 largest inputs first, and later columns compensate for each error according to the inputs' second
-moments. Here this happens within blocks of at most `WIDTH` columns: the moments of D inputs need
-D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's range is first
-shrunk to the least error. Formats and kernels are mlx's affine ones; only the stored numbers
-differ.
+moments. Here, this is done within blocks of at most `WIDTH` columns, so the moments of D inputs
+need D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's range is
+first shrunk to minimize the error. Formats and kernels are mlx's affine ones; only the stored
+numbers differ.
 """
 
 import functools
@@ -35,8 +36,9 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors, computed from the moments of blocks. Computed once,
-    and used by each rounding."""
+    """Factors that distribute rounding errors. They are computed once from the moments of blocks,
+    and used by each rounding.
+    """
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
     # row k: what later columns take over of column k's error; bfloat16, in this order
@@ -57,15 +59,14 @@ def input_moments(
     names: Sequence[str],
     group: int,
 ) -> dict[str, mx.array]:
-    """Second moments of the inputs of these weights' layers over rows of tokens; moments of several
-    batches can be added.
+    """Computes second moments of the inputs of these weights' layers over rows of tokens; moments
+    of several batches can be added.
 
     Args:
         policy, params: the model in full precision.
         tokens_bl: rows [B,L], padded on the right.
-        lengths_b: number of tokens of each row that count.
-        names: weights; those of experts, and of layers that are not called as a product, get no
-            moments.
+        lengths_b: number of counted tokens of each row.
+        names: the weights; experts, and layers that are not called as a product, have no moments.
         group: weights that share a scale; blocks are whole groups.
     """
     counts_bl1 = (mx.arange(tokens_bl.shape[1])[None] < lengths_b[:, None])[..., None]
@@ -94,7 +95,9 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """The sum of both moments; an empty one adds nothing. Layers that share moments still do."""
+    """The sum of both moments; empty moments add nothing. Layers that share moments continue to
+    share them.
+    """
     if not first:
         return dict(second)
     sums: dict[int, mx.array] = {}
@@ -106,16 +109,18 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
 
 
 def folded(moments: Moments) -> Moments:
-    """The moments to save: only upper triangles, [N,W/2,W+1]. Layers that share moments still
-    do."""
+    """The moments in the form for saving: only upper triangles, [N,W/2,W+1]. Layers that share
+    moments continue to share them.
+    """
     kept = {id(found): _folded(found) for found in moments.values()}
     materialize(kept)
     return {name: kept[id(found)] for name, found in moments.items()}
 
 
 def _folded(moments_nww: mx.array) -> mx.array:
-    """The lower half of an upper triangle fits, turned round, below the diagonal of the upper
-    half."""
+    """The lower half of an upper triangle is rotated and stored below the diagonal of the upper
+    half.
+    """
     half = moments_nww.shape[-1] // 2
     upper = mx.pad(moments_nww[:, :half], [(0, 0), (0, 0), (1, 0)])
     lower = mx.pad(moments_nww[:, ::-1, ::-1][:, :half], [(0, 0), (0, 0), (0, 1)])
@@ -131,18 +136,20 @@ def _whole(moments: mx.array) -> mx.array:
 
 
 def block_width(columns: int, group: int) -> int:
-    """The widest block of at most `WIDTH` columns, in whole groups, that divides this many
-    columns."""
+    """The width of the widest block that divides this number of columns: whole groups, at most
+    `WIDTH` columns.
+    """
     return max(
         w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0
     )
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries for layers with these moments. Layers that share their inputs share theirs.
+    """The carries for layers with these moments. Layers that share their inputs share their
+    carries.
 
-    Blocks of one width are factored side by side, an eighth of them and `PART` numbers at a time:
-    several arrays of that size are alive then.
+    Blocks of the same width are factored in parallel, at most an eighth of them and `PART` numbers
+    at a time, because several arrays of that size exist at once.
     """
     alike: dict[int, list[mx.array]] = {}
     places: dict[int, tuple[int, int]] = {}
@@ -169,8 +176,9 @@ def _stacked(moments: Sequence[mx.array]) -> Carry:
 
 
 def _carry_of(moments: mx.array) -> Carry:
-    """The carry for blocks with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its
-    diagonal."""
+    """The carry for blocks with these moments: R divided by its diagonal, where H⁻¹ = RᵀR and R is
+    upper triangular.
+    """
     moments_nww = _whole(moments)
     diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
     damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean(axis=-1, keepdims=True) + 1e-12
@@ -187,8 +195,9 @@ def _carry_of(moments: mx.array) -> Carry:
 
 
 def _inverse_root(h_nww: mx.array) -> mx.array:
-    """L⁻¹ of H = L Lᵀ, L lower triangular. By halves: mlx's own is a CPU's, and slow without a good
-    BLAS."""
+    """L⁻¹ of H = L Lᵀ, with L lower triangular. It is computed by halves, because mlx's own
+    function runs only on the CPU and is slow without a good BLAS.
+    """
     half = h_nww.shape[-1] // 2
     if half < FACTORED:
         with mx.stream(mx.cpu):
@@ -238,7 +247,7 @@ def round_calibrated(
 
 
 def _packed(w_loi: mx.array, carry: Carry, blocks_n: mx.array, mode: QuantMode) -> list[mx.array]:
-    """L matrices, of N blocks whose places in `carry` are `blocks_n`."""
+    """Rounds L matrices that consist of N blocks; `blocks_n` are the blocks' indices in `carry`."""
     layers, out, columns = w_loi.shape
     width = carry.order_nw.shape[-1]
     w_lonw = w_loi.reshape(layers, out, columns // width, width)
@@ -260,9 +269,11 @@ Columns = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 @functools.cache
 def _codes(bits: int, group: int) -> Callable[..., mx.array]:
-    """A function to codes [N,O,W], uint8, of w [N,O,W] and of scale and bias [N,O,G] of its groups.
+    """A function that returns codes [N,O,W], uint8, for w [N,O,W] and the scales and biases [N,O,G]
+    of its groups.
 
-    Its further arguments: the place of each block, [N], in the carry's `order_nw` and `share_nww`.
+    Its further arguments are the index of each block, [N], and the carry's `order_nw` and
+    `share_nww`.
     """
 
     def one(
@@ -300,8 +311,9 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
 def _rounded(
     w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left ones leave their error to the right. `columns` rounds
-    few."""
+    """Codes and errors of W columns; the left half passes its error to the right half. `columns`
+    rounds a few columns.
+    """
     half = max(w_now.shape[-1] // 2 // few, 1) * few
     if w_now.shape[-1] <= few:
         return columns(w_now, groups_nw, share_nww)
@@ -322,8 +334,8 @@ def _ranges(
 ) -> Callable[..., tuple[mx.array, mx.array]]:
     """A function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] of each group of columns.
 
-    They are those of the group's range, times the one of `shrinks` with the least weighted error,
-    rounded to this dtype.
+    They describe the group's range, multiplied by the factor in `shrinks` with the smallest
+    weighted error, and are rounded to this dtype.
     """
     most = 2**bits - 1
 
@@ -349,8 +361,9 @@ def _ranges(
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Codes [...,n] of 2, 3, 4, 6 or 8 bits as mlx packs them: a little-endian stream of bits,
-    uint32."""
+    """Packs codes [...,n] of 2, 3, 4, 6 or 8 bits like mlx: a little-endian stream of bits in
+    uint32.
+    """
     count = math.lcm(bits, 8) // bits  # of codes that fill whole bytes
     shifted = (codes[..., at::count].astype(mx.uint32) << bits * at for at in range(count))
     filled = functools.reduce(mx.bitwise_or, shifted)

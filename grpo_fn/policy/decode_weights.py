@@ -1,18 +1,18 @@
-"""A model's weights in the form used for decoding: the same function, with fewer products to
-launch.
+"""Converts a model's weights to the form used for decoding: the same function with fewer products
+to launch.
 
-- Packed weights are unpacked if the model is small. A decoding step has tens of rows: too many for
-  products with packed weights, too few to unpack every weight in each step.
+- Packed weights are unpacked if the model is small. A decoding step has tens of rows, which is too
+  many for products with packed weights and too few to unpack every weight in each step.
 - Adapters are merged into the weights that they adapt:
 
       y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
 
   In a small model, launching the three products is most of a decoding step. In a large model, most
-  of the time is spent reading weights, and merged weights would need additional memory, so nothing
-  is merged. 16-bit weights are rounded stochastically: rounding to nearest would remove a new
-  adapter, whose contribution is smaller than the rounding error. The random numbers are the same
-  each time.
-- On CUDA, whole blocks become one kernel each; nothing is kept twice.
+  of the time is spent on reading weights, and merged weights would need additional memory, so
+  nothing is merged. 16-bit weights are rounded stochastically: rounding to nearest would remove a
+  new adapter, whose contribution is smaller than the rounding error. The random numbers are the
+  same each time.
+- On CUDA, each block becomes a single kernel; no weight is stored twice.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones
 def unpacked_weights(
     module: nn.Module, compute: mx.Dtype | None = None
 ) -> Iterator[list[nn.Module]]:
-    """The module with plain layers instead of packed ones inside the `with` block.
+    """Inside the `with` block, the module has plain layers instead of packed ones.
 
     Nothing is replaced if the unpacked weights would be large, or if products with packed weights
     are fast for many rows (Metal). Nothing is computed yet. `compute` is the model's compute dtype;
@@ -88,7 +88,7 @@ def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
 
 @contextmanager
 def merged_adapters(module: nn.Module) -> Iterator[None]:
-    """The module with plain layers instead of LoRA and DoRA layers inside the `with` block.
+    """Inside the `with` block, the module has plain layers instead of LoRA and DoRA layers.
 
     Adapters on packed weights are not merged, because the result would have to be packed again.
     """
@@ -103,8 +103,7 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to
-    it."""
+    """The adapters that `merged_adapters` merges, by path, if the weights are cast to `compute`."""
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
@@ -122,7 +121,7 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers
 
 
 def _merged(layer: Any, key: mx.array) -> nn.Linear:
-    """A linear layer that computes what one with an adapter does."""
+    """A linear layer that computes the same as a layer with an adapter."""
     weight = layer.linear.weight
     delta = (layer.scale * layer.lora_b.T).astype(mx.float32) @ layer.lora_a.T.astype(mx.float32)
     whole = weight.astype(mx.float32) + delta
@@ -141,7 +140,7 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """The module with these weights for this many rows at a time, inside the `with` block."""
+    """Inside the `with` block, the module has these weights for decoding this many rows at a time."""
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
         stack.enter_context(merged_adapters(module))
@@ -160,7 +159,7 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
     """Additional bytes of these weights, for a model that computes in this dtype.
 
-    None: each weight's own dtype. Determined from shapes; nothing is computed.
+    None means each weight's own dtype. It is determined from shapes; nothing is computed.
     """
     with unpacked_weights(module, compute) as plain:
         layers = [layer.linear for _, layer in mergeable(module, compute)]
@@ -171,7 +170,7 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
 
 def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
     """Whether this machine's compiled decoding steps support a model that shares prefixes,
-    determined by trying.
+    determined by a trial.
 
     `compute` is its compute dtype; None means its weights' own.
     """

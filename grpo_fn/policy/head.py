@@ -1,9 +1,9 @@
-"""The head of a model, from hidden states to logits, and its place in an mlx-lm model, found by
-trial.
+"""The head of a model, which maps hidden states to logits, and its location in an mlx-lm model,
+found by trial.
 
 mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
-soft-capped. None of that is reimplemented here: the head is the model itself, called with its
-backbone replaced by an object that returns given hidden states.
+soft-capped. None of that is reimplemented here: the head is the model itself, with its backbone
+replaced by an object that returns the given hidden states.
 """
 
 import functools
@@ -30,8 +30,8 @@ class Head:
     """The function from hidden states to logits, with its trainable parameters.
 
     `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from
-    `params`. Where the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or
-    without a cap scale · x, `weight(params)` gives that matrix [V,D].
+    `params`. If the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or scale
+    · x without a cap, `weight(params)` returns that matrix [V,D].
     """
 
     params: Tree
@@ -41,7 +41,7 @@ class Head:
     cap: float | None = None
 
     def logit_gradient(self, product: mx.array) -> mx.array | float:
-        """∂ logit / ∂ product, from the product in float32."""
+        """∂ logit / ∂ product, computed from the product in float32."""
         if self.cap is None:
             return self.scale
         q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
@@ -55,7 +55,7 @@ def linear_head(weight_vd: mx.array) -> Head:
 
 @attrs.frozen
 class HeadSplit:
-    """The place of the head in an architecture.
+    """The location of the head in an architecture.
 
     path: attributes from the root to the backbone; None if the head is inside it (the whole model
         is then the backbone, and its logits are the hidden states). trainable: names of the
@@ -79,7 +79,7 @@ class HeadSplit:
         return module
 
     def hidden(self, module: nn.Module, tokens_bl: mx.array) -> mx.array:
-        """[B,L] token ids to hidden states [B,L,D]."""
+        """Maps token ids [B,L] to hidden states [B,L,D]."""
         # The second argument, the cache, has no default everywhere.
         return self.backbone(module)(tokens_bl, self.caches(module))
 
@@ -88,7 +88,7 @@ class HeadSplit:
         return plain_caches(module) if self.over_caches else None
 
     def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
-        """[N,D] hidden states to [N,V] logits, by the module with its current leaves."""
+        """Maps hidden states [N,D] to logits [N,V], using the module with its current leaves."""
         if self.path is None:
             return hidden_nd
         *outer, name = self.path
@@ -102,8 +102,8 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves; without any, `weight` is not searched, which takes
-            several products with the head's matrix and is only for the learner.
+        trainable: names of its trainable leaves; without any, `weight` is not determined, because
+            that requires several products with the head's matrix and only the learner uses it.
     """
     return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
 
@@ -158,8 +158,9 @@ def _depends_on(
 def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
-    """Scale and cap with which the product with this matrix gives the head; None if there are
-    none."""
+    """Scale and cap with which the product with this matrix equals the head's output; None if there
+    are none.
+    """
     unit = mx.maximum(mx.abs((probe @ weight_vd.T).astype(mx.float32)).mean(), 1e-6)
 
     def at(size: float) -> tuple[mx.array, mx.array]:

@@ -1,8 +1,8 @@
-"""Images in a model's forward pass: features for embeddings, and rotations by three positions per
-token.
+"""Images in a model's forward pass: features replace embeddings, and rotations use three positions
+per token.
 
-Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or
-    one per row) for text, and a `Positions` here.
+Positions are passed through the caches: a layer rotates by its cache's `offset`, which is a number
+(or one per row) for text, and a `Positions` here.
 """
 
 import functools
@@ -26,19 +26,19 @@ class Positions:
 
 
 def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
-    """Lets this model's layers rotate by `Positions` if a cache has them; text is rotated as
+    """Makes this model's layers rotate by `Positions` if a cache contains them; text is rotated as
     before.
 
     Call it before `Policy.from_module`.
 
     Args:
         module: a model whose layers have a plain `mlx.nn.RoPE` as `self_attn.rope`.
-        sections: how many frequencies follow the time, the row and the column, from the highest one
-            on.
+        sections: the numbers of frequencies that depend on the time, the row and the column,
+            starting with the highest frequency.
 
     Raises:
-        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another
-            way.
+        ValueError: the sections do not add up to a head's frequencies, or a layer rotates in a
+            different way.
     """
     for layer in cast("list[nn.Module]", module.layers):
         rope = getattr(getattr(layer, "self_attn", None), "rope", None)
@@ -55,7 +55,7 @@ def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
 
 
 def takes_images(module: nn.Module) -> bool:
-    """Whether `use_multimodal_rope` was called for it."""
+    """Whether `use_multimodal_rope` was called for this module."""
     return any(hasattr(type(part), "sections") for part in module.modules())
 
 
@@ -85,7 +85,7 @@ def forward_with_images(
 ) -> mx.array:
     """Hidden states [B,L,D] of rows whose image tokens are replaced by the images' features.
 
-    `caches` have the rows' positions as their offsets.
+    The offsets of `caches` are the rows' positions.
     """
     embedded_bld = backbone.embed_tokens(tokens_bl)
     feature_bl = rows.feature_rl
@@ -95,7 +95,7 @@ def forward_with_images(
 
 
 class WholeRows:
-    """Replaces a layer's cache when whole rows are computed at once."""
+    """Replaces a layer's cache if whole rows are computed at once."""
 
     keeps_nothing = True  # so that checkpointed blocks may call it again
 
@@ -107,7 +107,7 @@ class WholeRows:
         return keys, values
 
     def make_mask(self, length: int, **kwargs: Any) -> str | None:
-        """Each token sees itself and the tokens before it."""
+        """Each token attends to itself and the tokens before it."""
         return "causal" if length > 1 else None
 
 

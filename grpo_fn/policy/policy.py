@@ -34,7 +34,7 @@ from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leav
 
 @attrs.frozen(eq=False)
 class Policy:
-    """A model without its parameters; make one with `Policy.from_module`.
+    """A model without its parameters; create one with `Policy.from_module`.
 
     During a call, the module contains the given parameters: use it in one thread at a time.
     """
@@ -111,8 +111,8 @@ class Policy:
         """The same function without the initial parameters, over a module without trainable
         weights.
 
-        For long runs: otherwise, `params` and the module would keep the initial weights in memory.
-        The module is emptied in place; afterwards, use it through `bound`.
+        Use it for long runs; otherwise, `params` and the module would keep the initial weights in
+        memory. The module loses its weights in place; afterwards, use it through `bound`.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
@@ -120,8 +120,8 @@ class Policy:
     def twin(self) -> "Policy":
         """The same function over its own module, which shares all arrays with this one.
 
-        A call replaces the leaves of its policy's module. So two threads, or a learner and a
-        rollout that is suspended between two steps, need separate modules.
+        A call replaces the leaves of the policy's module. Therefore, two threads, or a learner and
+        a rollout that is suspended between two steps, need separate modules.
         """
         held = self.module.parameters()
         blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
@@ -143,8 +143,9 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """`bound` for decoding this many rows, with `decode_weights` if the policy
-        `joins_weights`."""
+        """Like `bound`, for decoding this many rows, with `decode_weights` if the policy
+        `joins_weights`.
+        """
         with self.bound(params) as module:
             if not self.joins_weights:
                 yield module
@@ -154,7 +155,7 @@ class Policy:
 
     @contextmanager
     def learning(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
-        """`bound` for a pass that has a gradient: see `learning_form`."""
+        """Like `bound`, for a pass that has a gradient; see `learning_form`."""
         with self.bound(params, frozen) as module, learning_form(module):
             yield module
 
@@ -170,7 +171,7 @@ class Policy:
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
         """Next-token logits [B,L,V] in the compute dtype; extends the cache, if given.
 
-        Raises ValueError for more tokens than there are learned positions, if there is no cache.
+        Raises ValueError if there is no cache and more tokens than learned positions.
         """
         if cache is None:
             check_positions("tokens_bl", tokens_bl.shape[1], self.positions)
@@ -188,9 +189,9 @@ class Policy:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments,
-        because a traced function keeps the arrays that it closes over. `images` are those of the
-        rows; None: there are none. With `experts_blnk`, each token uses these experts instead of
-        the routers' choice: see `replayed_routing`.
+        because a traced function keeps the arrays that it closes over. `images` are the rows'
+        images; None if there are none. With `experts_blnk`, each token uses these experts instead
+        of the routers' choice: see `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
             if images is not None:
@@ -206,11 +207,11 @@ class Policy:
         frozen: Tree | None = None,
         experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of
-        excluded experts.
+        """Like `hidden`, but also returns the router's logits [B,L,E] of each layer with experts,
+        including the logits of excluded experts.
 
         Raises:
-            ValueError: `routers` does not support the model's experts, or it has none.
+            ValueError: `routers` does not support the model's experts, or the model has none.
         """
         with (
             self.learning(params, frozen) as module,
@@ -221,7 +222,7 @@ class Policy:
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
-        """The function from those hidden states to logits, with its trainable parameters."""
+        """The function from hidden states to logits, with its trainable parameters."""
         frozen = self.frozen if frozen is None else frozen
         leaves = named_leaves(params)
         used = from_names({name: leaves[name] for name in self.split.trainable})
@@ -241,8 +242,9 @@ class Policy:
 
 
 def _embedding_rows(module: nn.Module) -> int | None:
-    """Rows of the token embedding; of several tables (positions may have one), that with a row per
-    logit."""
+    """Number of rows of the token embedding. If there are several tables (positions may have one),
+    it is the table with one row per logit.
+    """
     rows = {
         part["weight"].shape[0]
         for part in module.modules()

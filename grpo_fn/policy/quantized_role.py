@@ -1,12 +1,13 @@
-"""Quantized roles: the sampler or the reference can have few-bit weights; the learner's are never
-rounded.
+"""Quantized roles: the weights of the sampler or the reference can have few bits; the learner's are
+never rounded.
 
 The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
 head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
 with them at full speed; `packed` keeps them small (see `packed`). Both compute with the same
 rounded weights.
 
-Formats can be chosen per weight, by the effect of rounding on log-probs, within a budget of bits.
+Formats can be chosen per weight, according to the effect of rounding on log-probs, within a budget
+of bits.
 """
 
 import copy
@@ -44,8 +45,9 @@ GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed group
 
 @attrs.frozen(eq=False)
 class QuantizedRole:
-    """A policy with quantized weights, and the function that fills it from the learner's
-    parameters."""
+    """A policy with quantized weights, and the function that computes them from the learner's
+    parameters.
+    """
 
     policy: Policy
     # learner params -> this policy's params; for `sync_old`, `sync_ref`
@@ -61,8 +63,9 @@ class QuantizedRole:
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:
-        """Average bits of a quantized weight, including its share of scales; `params` determine the
-        sizes."""
+        """Average bits per quantized weight, including its share of scales; `params` determine the
+        sizes.
+        """
         sizes = {
             name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes
         }
@@ -84,14 +87,15 @@ def quantized_role(
     """A policy of the same model whose block weights are quantized.
 
     Args:
-        policy: with its `params` (before `without_weights()`).
+        policy: the policy with its `params` (before `without_weights()`).
         name: a key of MODES, such as `affine-4`.
         storage: `dequantized` or `packed`.
-        group_size: weights that share a scale; 0: the mode's own.
-        head: whether embeddings and head are quantized too; tied ones are one matrix.
+        group_size: number of weights that share a scale; 0 means the mode's own.
+        head: whether embeddings and head are also quantized; if they are tied, they are a single
+            matrix.
         moments: see `input_moments`; weights without moments, or all if it is None, are rounded to
             nearest.
-        formats: for weights with another format than `name`, with the same group size.
+        formats: the formats of weights that differ from `name`, with the same group size.
 
     Raises:
         ValueError: a name is unknown, the mode does not support the group or calibrated rounding,
@@ -100,8 +104,7 @@ def quantized_role(
     check_choice("storage", storage, STORAGES)
     if policy.params is None:
         raise ValueError(
-            "the policy has no weights left to quantize: make the role before "
-            "policy.without_weights()"
+            "the policy has no weights to quantize: create the role before policy.without_weights()"
         )
     if is_quantized(policy.module):
         raise ValueError(
@@ -133,7 +136,7 @@ def quantized_role(
         }
         if not modes:
             raise ValueError(
-                f"no weight can be quantized as {name}: no row's length is a multiple of "
+                f"no weight can be quantized as {name}, because no row's length is a multiple of "
                 f"{mode.group_size}"
             )
         carries = carries_of(
@@ -154,7 +157,7 @@ def quantized_role(
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
-    """The mode of that name, optionally with another group size (only affine modes).
+    """The mode of that name, optionally with a different group size (affine modes only).
 
     Raises:
         ValueError: the name is unknown, or the mode does not support the group.
@@ -165,8 +168,8 @@ def quant_mode(name: str, group_size: int = 0) -> QuantMode:
         return mode
     if mode.mode != "affine":
         raise ValueError(
-            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; "
-            "expected 0"
+            f"group_size = {group_size}: the group size of {name} is always {mode.group_size}; "
+            f"expected 0"
         )
     if group_size not in GROUP_SIZES:
         raise ValueError(
@@ -182,8 +185,9 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
-    """Whether a role rounds this layer's weights, if the length of its rows is a multiple of the
-    group."""
+    """Whether a role rounds this layer's weights, provided that its row length is a multiple of the
+    group size.
+    """
     from mlx_lm.models.switch_layers import SwitchLinear
 
     if head and isinstance(module, nn.Embedding):
@@ -195,8 +199,9 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
 def _packed_module(
     module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
-    """A copy of the module's structure, without weights, with packed layers in place of the named
-    ones."""
+    """A copy of the module's structure without weights, with packed layers instead of the named
+    ones.
+    """
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
@@ -209,8 +214,9 @@ def _packed_module(
 
 
 def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
-    """The split for packed weights: a packed head's matrix is several leaves and no plain
-    product."""
+    """The split for packed weights, where a head's matrix consists of several leaves and is not a
+    plain product.
+    """
     names = [
         packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable
     ]
@@ -257,18 +263,18 @@ def rounding_effects(
     lengths_b: mx.array,
     key: mx.array,
 ) -> dict[str, float]:
-    """The mean square of a token's change in log-prob if a single weight is rounded, to first
-    order.
+    """The mean square of a token's change in log-prob if a single weight matrix is rounded, to
+    first order.
 
-    With random signs r the gradient g of Σ r·log p gives E⟨g,δ⟩² = Σ (δ log p)² over the tokens,
-    for the change δ of a weight. The rows of a weight are treated as independent, which needs fewer
-    probes.
+    With random signs r, the gradient g of Σ r·log p satisfies E⟨g,δ⟩² = Σ (δ log p)² over the
+    tokens for a change δ of a weight. The rows of a weight are treated as independent, which
+    requires fewer probes.
 
     Args:
-        policy, params: in full precision.
-        role: its rounding, with dequantized storage.
+        policy, params: the model in full precision.
+        role: the rounding, with dequantized storage.
         tokens_bl, lengths_b: rows of the model's own tokens, padded on the right.
-        key: of the signs.
+        key: the random key for the signs.
     """
     leaves = {**named_leaves(policy.cast(policy.frozen)), **named_leaves(policy.cast(params))}
     rounded = {**named_leaves(role.policy.frozen), **named_leaves(role.transform(params))}
@@ -313,16 +319,17 @@ def formats_within(
     group_size: int,
     budget: float,
 ) -> dict[str, str]:
-    """The format of each weight that minimizes the sum of the effects within an average of `budget`
-    bits.
+    """The format of each weight, chosen to minimize the sum of the effects within an average of
+    `budget` bits.
 
-    An effect is assumed to shrink fourfold with each bit. Bits are assigned where they help most
-    for their size.
+    An effect is assumed to decrease fourfold with each bit. Bits are assigned where they help most
+    relative to their size.
 
     Args:
-        effects: of rounding each weight to `bits` bits; sizes: how many numbers each has.
-        group_size: weights that share a scale and a bias of 16 bits each.
-        budget: with these.
+        effects: the effect of rounding each weight to `bits` bits. sizes: the number of entries of
+            each weight.
+        group_size: number of weights that share a scale and a bias of 16 bits each.
+        budget: average bits per weight, including scales and biases.
 
     Raises ValueError if not even the coarsest format fits.
     """

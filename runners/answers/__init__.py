@@ -1,2 +1,1 @@
-"""What counts as a right answer: how it is read from a completion,
-and how two answers are compared."""
+"""Reads answers from completions, and compares them with reference answers."""

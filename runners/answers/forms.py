@@ -1,9 +1,9 @@
-"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the
+"""The forms of an answer, `answer.form`: how each is read from a completion and requested in the
 prompt.
 
-Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers only with
-this table. Built-in forms take linear time; the user's patterns and functions run in a process with
-limits.
+This table is the only way in which rewards, exact match, `grpo eval`, `grpo check`, the report and
+model cards read answers. Built-in forms take linear time; the user's patterns and functions run in
+a process with limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REASONING_END = "</reasoning>"
 ANSWER = "<answer>"
 ANSWER_END = "</answer>"
 PLACE = "{answer}"
-"""Where the answer stands in `AnswerForm.right`."""
+"""The placeholder for the answer in `AnswerForm.right`."""
 
 _MOST = 20_000  # characters at a completion's end that patterns and functions of the user get
 _OBJECTS = 64  # opening braces, from the last one back, at which JSON is tried
@@ -39,7 +39,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 @attrs.frozen
 class AnswerForm:
-    """A form of answers; `answer_form` makes it from one of `FORMS` and the config's options."""
+    """A form of answers, created by `answer_form` from one of `FORMS` and the config's options."""
 
     # gets the text and what stands behind the form's colon
     reader: Callable[[str, str], str | None]
@@ -68,7 +68,7 @@ class AnswerForm:
         return self.reader(said, self.argument) or None
 
     def agree(self, found: str | None, gold: str | None) -> bool:
-        """Whether two answers mean the same; None agrees with nothing."""
+        """Whether two answers are equivalent; None is not equivalent to anything."""
         if found is None or gold is None:
             return False
         if self.judge:
@@ -82,7 +82,7 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in the data's text: a solution may end with ``\\boxed{}``,
+        """The answer in a text of the data: a solution may end with ``\\boxed{}``,
         and a JSON object may contain the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
@@ -95,12 +95,13 @@ class AnswerForm:
         whole: bool = False,
         report: Callable[[Verdict], None] = lambda verdict: None,
     ) -> list[float]:
-        """1 for each answer that agrees with its reference answer, else 0; for programs, the share of
-        passed tests.
+        """1 for each answer that is equivalent to its reference answer, else 0; for programs, the
+        share of passed tests.
 
         Args:
-            whole: only full marks count, so a program may stop at the first test that it fails.
-            report: gets how each program did.
+            whole: whether only a full score matters, so that a program may stop at its first failed
+                test.
+            report: receives the outcome of each program.
         """
         if self.judge is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
@@ -111,7 +112,7 @@ class AnswerForm:
         return [verdict.share * (each is not None) for each, verdict in pairs]
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
-        """A message if programs may pass tests that they do not solve."""
+        """A message if programs may have passed tests without solving them."""
         if self.forges is None:
             return []
         forging = list(filter(None, map(self.forges, texts)))
@@ -124,7 +125,7 @@ class AnswerForm:
         ]
 
     def is_right(self, text: str, gold: str) -> bool:
-        """Whether a completion has the reference answer."""
+        """Whether a completion's answer is equivalent to the reference answer."""
         return self.agree(self.read(text), gold)
 
 
@@ -132,8 +133,8 @@ def extract_answer(text: str) -> str | None:
     """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
     A pair is an opening tag and the first closing tag after it, without another opening tag between
-        them: an unclosed ``<answer>`` is ignored, and of nested ones the innermost is used. An
-        empty pair is no answer.
+        them: an unclosed ``<answer>`` is ignored, and the innermost of nested pairs is used. An
+        empty pair is not an answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -145,7 +146,7 @@ def extract_answer(text: str) -> str | None:
 
 def _boxed(text: str, _: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``, with balanced braces;
-    of nested ones the outer."""
+    the outer one if they are nested."""
     content = None
     starts: list[int] = []  # of the braces that are open; -1: of no box
     for match in _BOX.finditer(text):
@@ -168,7 +169,7 @@ def _marked(text: str, _: str) -> str | None:
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a text that stand in no other one, in order."""
+    """The outermost JSON objects in a text, in order."""
     text = text[-_MOST:]
     starts = [match.start() for match in re.finditer(r"\{", text)][-_OBJECTS:]
     decoder = json.JSONDecoder()
@@ -196,7 +197,7 @@ def _field(text: str, name: str) -> str | None:
 
 
 def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
-    """Reads by a function of the child process; its faults raise UserError."""
+    """Reads answers with a function in the child process; its errors raise UserError."""
     call = BoundedFunction(function, seconds=seconds, memory=512_000_000)
 
     def read(text: str, argument: str) -> str | None:
@@ -212,7 +213,7 @@ def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
 
 
 def last_match(pattern: str, text: str) -> dict[str, str | None]:
-    """In the child process: the first group of a pattern's last match, or the whole match."""
+    """Runs in the child process: the first group of a pattern's last match, or the whole match."""
     found = None
     for match in re.finditer(pattern, text):
         found = match[1] if match.re.groups else match[0]
@@ -281,8 +282,8 @@ FORMS: dict[str, AnswerForm] = {
         "an answer that your function finds",
     ),
 }
-"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`,
-`regex` or `own`."""
+"""The registered forms. In `answer.form`, the argument of `json`, `regex` or `own` follows a
+colon."""
 
 SPELLINGS = (
     "xml",
@@ -296,7 +297,7 @@ SPELLINGS = (
     "regex:PATTERN",
 )
 NONE = "none"
-"""No answer is read: the rewards alone measure."""
+"""No answer is read; only the rewards score completions."""
 
 
 def answer_form(
@@ -309,14 +310,14 @@ def answer_form(
     program_seconds: int = 2,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". Raises ValueError, with what is expected, for
-    any other.
+    """The form for `answer.form`; None for "none". Raises ValueError, with the accepted values, for
+    any other text.
 
     Args:
-        given: the nudge, in front of each completion that is read.
+        given: the nudge, which is prepended to each completion.
         thoughts: the opening and the closing tag of thoughts; empty: there are none.
         program_seconds: processor time of a program for all of its tests.
-        partial_sandbox: programs run also where protections of the sandbox are missing.
+        partial_sandbox: programs also run where parts of the sandbox are unavailable.
     """
     if spec == NONE:
         return None
@@ -330,7 +331,7 @@ def answer_form(
             try:
                 re.compile(argument)
             except re.error as error:
-                raise ValueError(f"a regular expression after regex: ({error})") from error
+                raise ValueError(f"a valid regular expression after regex: ({error})") from error
         registered = FORMS[name]
         form = attrs.evolve(
             registered,
@@ -361,11 +362,11 @@ def answer_form(
 def fitting_form(
     texts: Sequence[str], golds: Sequence[str], thoughts: tuple[str, ...] = TAGS
 ) -> tuple[str, int, int] | None:
-    """The form that fits most completions, with the number of completions that it fits, and how
-    many are right.
+    """The form that fits most completions, the number of completions that it fits, and the number
+    of right answers.
 
-    None if no form fits half of them. Among equals, the form with the most right answers is used,
-    then the narrowest.
+    None if no form fits half of them. Ties are resolved in favour of the form with the most right
+    answers, then the narrowest form.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
     fields = Counter[str]()

@@ -1,7 +1,7 @@
 """Answers in running text: the last number, and the letter of a choice.
 
-Ambiguous text has no answer: a number inside an expression, a list or a range, or two letters. All
-    patterns are applied to a limited part of the text.
+Ambiguous text (a number inside an expression, a list or a range, or two letters) has no answer. All
+patterns are applied to a limited part of the text.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def last_number(text: str) -> str | None:
 
 
 def _number(before: str, run: str, behind: str) -> str | None:
-    """The number of a run between two texts, with its unit;
-    None if it is a part of something else."""
+    """The number in a sequence of digits and signs between two texts, with its unit; None if it is
+    part of something else.
+    """
     lead = run[: _LEAD.match(run).end()]  # pyright: ignore[reportOptionalMemberAccess]
     number = run[len(lead) :]
     spoken = before.rstrip()
@@ -118,8 +119,8 @@ def letter(text: str) -> str | None:
     """The letter of a choice; None if there is none, or more than one.
 
     It is the whole text, or the last letter that the text calls its answer. Otherwise, it is the
-    only letter at the start of a line (``B) iron``), or the only capital that stands alone. A
-    letter that is denied (``not C``, ``C is wrong``) does not count.
+    only letter at the start of a line (``B) iron``), or the only isolated capital. A negated letter
+    (``not C``, ``C is wrong``) does not count.
     """
     alone = _ALONE.fullmatch(text) if len(text) <= 100 else None
     if alone:

@@ -1,4 +1,5 @@
-"""Answers compared by value: numbers with units, fractions, percentages, LaTeX; otherwise as texts.
+"""Compares answers by value (numbers with units, fractions, percentages, LaTeX), otherwise as
+texts.
 
 Everything takes linear time, because a policy writes these texts and would find inputs on which a
 backtracking pattern takes exponential time.
@@ -60,7 +61,7 @@ CHANGES = {
     *("millionths", "squared", "cubed", "factorial", "plus", "minus", "over", "divided"),
     *("multiplied", "or", "pi", "sqrt"),
 }
-"""Words behind a number that make it another one, or one of several."""
+"""Words after a number that change its value or make it one of several."""
 # Words behind the number of a reference answer that are no unit: it is a text then.
 _NO_UNITS = CHANGES | {
     *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more"),
@@ -105,12 +106,12 @@ class Quantity(NamedTuple):
 def answers_agree(
     found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False
 ) -> bool:
-    """Whether an answer means the same as the reference answer: numbers by value, other texts
-    character by character.
+    """Whether an answer is equivalent to the reference answer: numbers are compared by value, other
+    texts character by character.
 
-    A unit that only one of them has is ignored; if both have units, they must be the same. ``50%``
-    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or the reference
-    answer's.
+    A unit in only one of the two is ignored; two units must be equal. ``50%``
+    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit must be a known unit or the
+    reference answer's.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)
@@ -165,14 +166,15 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a reference answer that is a number, with any unit."""
+    """The value of a reference answer if it is a number, with any unit."""
     found = parse_quantity(text, None)
     return None if found is None else found.value
 
 
 def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, str] | None:
-    """The factor and the unit: of a currency sign before a number, and the words behind it.
-    None: no unit."""
+    """The factor and the unit given by a currency sign before a number and the words after it. None
+    if the words are not a unit.
+    """
     phrase = behind.strip()
     first, _, others = phrase.partition(" ")
     scale = _SCALES.get(first.lower(), 1)
@@ -187,8 +189,9 @@ def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, s
 
 
 def _unit(phrase: str) -> str | None:
-    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words;
-    None: unknown."""
+    """The canonical spelling of a unit, such as ``mile/hour`` or ``meter²``; empty for no words,
+    None for an unknown unit.
+    """
     if not phrase:
         return ""
     parts = []
@@ -202,7 +205,9 @@ def _unit(phrase: str) -> str | None:
 
 
 def _name(word: str) -> str | None:
-    """The first spelling of a unit, which alone has a plural; a single letter keeps its case."""
+    """The first spelling of a unit; only that spelling may be plural, and a single letter keeps its
+    case.
+    """
     if len(word) > 1:
         word = word.lower().replace("metre", "meter").replace("litre", "liter")
     singular = next((each for each in _singular(word) if _UNITS.get(each) == each), None)
@@ -210,7 +215,7 @@ def _name(word: str) -> str | None:
 
 
 def _singular(word: str) -> tuple[str, ...]:
-    """A word, and what it is the plural of."""
+    """A word, and the words whose plural it may be."""
     return (word, word.removesuffix("s"), word.removesuffix("es"))
 
 
@@ -273,5 +278,5 @@ def value_text(value: object) -> str:
 
 
 def without_exponent(text: str) -> str:
-    """A text that is a number with an exponent as a plain decimal; any other text unchanged."""
+    """Converts a number with an exponent to a plain decimal; any other text is unchanged."""
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text

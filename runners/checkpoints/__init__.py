@@ -1,4 +1,4 @@
-"""A run's folder on disk: locking, saving, pruning, and opening it again.
+"""Manages a run's folder on disk: locks it, saves and prunes checkpoints, and reads them back.
 
 It does not depend on the training loop.
 """

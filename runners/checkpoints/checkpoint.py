@@ -1,11 +1,11 @@
-"""Checkpoints: folders that mlx-lm can open, written atomically, and read back bit for bit.
+"""Writes checkpoints atomically as folders that mlx-lm can open, and restores them bit for bit.
 
-The weights are the master weights (float32, exact). The rest of a TrainState and its trees are flat
-named arrays: safetensors has names but no trees, so the structure of the trees (dict order, list or
-tuple, empty parts, None) is saved as JSON in the file's metadata. An array that several roles share
-is written once, and is shared again after loading. A broadcast zero, such as the accumulated
-gradients between updates, is not written. trainer_state.json contains the plain values, which are
-untrusted.
+The weights are the master weights (float32, exact). The rest of a TrainState is stored as flat
+named arrays. Because safetensors supports names but no trees, the structure of the trees (dict
+order, list or tuple, empty parts, None) is saved as JSON in the file's metadata. An array shared by
+several roles is written once, and is shared again after loading. A broadcast zero, such as the
+accumulated gradients between updates, is not written. trainer_state.json contains the plain values,
+which are untrusted.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def write_checkpoint(
 ) -> Path:
     """Writes `run_dir/checkpoint-{step}` and returns it. Replaces a folder of that name.
 
-    It holds the run's best weights so far, too, as links.
+    It also contains the run's best weights so far, as links.
 
     Args:
         run_dir: the run's folder.
         step: the batch step.
         state: the training state.
-        loaded: the model the state belongs to.
+        loaded: the model that the state belongs to.
         trainer_state: JSON values of the loop; `prune_checkpoints` ranks folders by "em" and
             "reward".
         loop: trees of arrays that belong to the state.
@@ -91,8 +91,9 @@ def write_checkpoint(
 def pack_state(
     state: TrainState, weights: Mapping[str, mx.array], loop: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Arrays and metadata of the state's file; arrays in the `weights` file are only referred
-    to."""
+    """Arrays and metadata of the state's file; arrays in the `weights` file are stored as
+    references.
+    """
     arrays: dict[str, mx.array] = {}
     known = {id(array): f"weights:{name}" for name, array in weights.items()}
     names = [field.name for field in attrs.fields(type(state))]
@@ -107,7 +108,7 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
 
     Shared arrays are shared again. Raises UserError if a file is missing, truncated or incomplete,
-    or has a weight or moment that is not finite.
+    or if a weight or moment is not finite.
     """
     from grpo_fn.learner import TrainState
 
@@ -147,8 +148,8 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
         tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
         name: the prefix of the tree, such as "opt_state".
         arrays: flat name -> array, extended in place.
-        known: id -> name of the arrays seen so far, extended in place. A known array is referred to
-            instead of added again.
+        known: id -> name of the arrays seen so far, extended in place. A known array is stored as a
+            reference.
 
     Raises TypeError for other values, and ValueError if two leaves have the same name.
     """
@@ -193,7 +194,9 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
 
 
 def _is_spread_zero(array: mx.array) -> bool:
-    """Whether this is a broadcast zero. Strides cost nothing to read; contents would."""
+    """Whether this is a broadcast zero. Only strides are read, which is cheaper than reading
+    contents.
+    """
     if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
         return False
     # Compares bits, not values, so that -0.0 is restored exactly.
@@ -203,8 +206,9 @@ def _is_spread_zero(array: mx.array) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Decided:
-    """Keys of [rollout] that the config leaves to the machine, as determined by the run's first
-    process."""
+    """Values of [rollout] that the config leaves to the machine, as determined by the run's first
+    process.
+    """
 
     launch: str = attrs.field(
         validator=lambda _, __, value: rules.check(
@@ -216,8 +220,9 @@ class Decided:
 
 @attrs.frozen(kw_only=True)
 class TrainerState:
-    """The contents of trainer_state.json: the run's own state (`loop`), and the values that a
-    resumed run compares."""
+    """The contents of trainer_state.json: the state of the run (`loop`), and the values that a
+    resumed run compares.
+    """
 
     step: int = rules.key(attrs.NOTHING, "batch steps", ">= 0")
     em: float | None  # of the last evaluation; with the next two it ranks checkpoints
@@ -233,25 +238,24 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """A checkpoint's trainer_state.json. Raises UserError for anything that a run cannot have
-    saved."""
+    """A checkpoint's trainer_state.json. Raises UserError for content that no run could have saved."""
     file = folder / TRAINER_STATE
     content = read_json(file)
     if content.get("version") != VERSION:
         raise UserError(
             f"{file}: expected version {VERSION}, found {show(content.get('version'))}: it was "
-            "saved by another version of grpo_fn; finish the run with that version, or start "
-            "over with --overwrite"
+            f"saved by a different version of grpo_fn; finish the run with that version, or "
+            f"start over with --overwrite"
         )
     return decoded(content, TrainerState, str(file))
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
-    """Deletes checkpoints except the last `keep_last` and the best `keep_best`; with `keep_last` 0,
-    none.
+    """Deletes all checkpoints except the last `keep_last` and the best `keep_best`. Deletes none if
+    `keep_last` is 0.
 
-    The best has the highest "em" in trainer_state.json, then the highest "eval_reward", then
-    "reward", then the newest step; a missing or null number ranks lowest.
+    The best checkpoint has the highest "em" in trainer_state.json, then the highest "eval_reward",
+    then "reward", then the newest step; a missing or null number ranks lowest.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:

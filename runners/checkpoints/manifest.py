@@ -28,7 +28,7 @@ def check_manifest(folder: Path) -> None:
     """Raises UserError unless every file of the manifest exists unchanged."""
     files = read_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise UserError(f"{folder / MANIFEST}: its list of files is damaged")
+        raise UserError(f"{folder / MANIFEST}: the list of files is damaged")
     # Links are not followed, so that no name of the manifest leads out of the folder.
     present = {
         path.relative_to(folder).as_posix(): path
@@ -50,7 +50,7 @@ def check_manifest(folder: Path) -> None:
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint in a folder whose files match its manifest.
 
-    `note` receives a message for each damaged one.
+    `note` receives a message for each damaged checkpoint.
     """
     for path in reversed(checkpoint_folders(folder).values()):
         try:
@@ -66,7 +66,7 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
     """The model of a run's folder: `final`, or its newest complete checkpoint.
 
     Any other name is returned unchanged. `note` receives a message if a checkpoint is used, and for
-    each damaged one. Raises UserError if the run has neither.
+    each damaged checkpoint. Raises UserError if the run has neither.
     """
     folder = Path(name).expanduser()
     if not (folder / RESOLVED).is_file():
@@ -76,11 +76,13 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
     path = newest_whole(folder, note)
     if path is None:
         raise UserError(f"{name}: this run has no final model and no complete checkpoint")
-    note(f"{name}: this run has no final model; using its newest complete checkpoint, {path.name}")
+    note(
+        f"{name}: this run has no final model; its newest complete checkpoint, {path.name}, is used"
+    )
     return str(path)
 
 
 def digest(path: Path) -> str:
-    """A file's SHA-256, in hexadecimal digits."""
+    """A file's SHA-256 digest in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,5 +1,6 @@
-"""Resuming from a checkpoint: finds and checks it, and compares its config and inputs with the
-current ones."""
+"""Resumes from a checkpoint: finds and checks it, and compares its config and inputs with the
+current ones.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
 
 @attrs.frozen
 class Origin:
-    """A checkpoint to resume from, checked file by file."""
+    """A checkpoint to resume from, with every file checked."""
 
     folder: Path
     facts: TrainerState
@@ -47,11 +48,12 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
     """The checkpoint to resume from, or None if the run's folder has none yet.
 
     Args:
-        folder: the run's.
-        wish: a checkpoint, or a folder with checkpoints; None for the run's own.
+        folder: the run's folder.
+        wish: a checkpoint, or a folder with checkpoints; None for the run's own checkpoints.
         note: receives a message for each damaged checkpoint, which is skipped.
 
-    Raises UserError if the named checkpoint is damaged, if all are, or if one has another version.
+    Raises UserError if the named checkpoint or all checkpoints are damaged, or if the version
+    differs.
     """
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))
@@ -67,15 +69,16 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
         )
     if (folder / "final").exists():
         raise UserError(
-            f"{folder} holds a finished run without checkpoints; --overwrite starts over"
+            f"{folder} contains a finished run without checkpoints; --overwrite starts over"
         )
-    note(f"{searched} has no checkpoint yet: the run starts from the beginning")
+    note(f"{searched} contains no checkpoint yet: the run starts from the beginning")
     return None
 
 
 def first_start(origin: Origin | None) -> datetime:
-    """The first start of a run whose chat template contains the date; for other and new runs, the
-    current time."""
+    """The time of the first start of a run whose chat template contains the date; for other runs
+    and new ones, the current time.
+    """
     with suppress(ValueError):
         return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
     return datetime.now().replace(microsecond=0)
@@ -99,19 +102,20 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     if name is None and there and not replace_finished:
         name = there[0]
     if name is not None:
-        found = "an interrupted run" if checkpoint else "a run already"
+        found = "an interrupted run" if checkpoint else "a run"
         raise UserError(
-            f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
-            "over, another run.name keeps it"
+            f"{key}: {folder} already contains {found} ({name}); --resume continues it, "
+            f"--overwrite "
+            f"starts over, and a different run.name keeps it"
         )
 
 
 def compare_config(
     config: Config, origin: Origin, note: Callable[[str], None], *, allowed: bool
 ) -> None:
-    """Notes the keys whose values differ from the checkpoint's.
+    """Reports the keys whose values differ from the checkpoint's.
 
-    Raises UserError if weights or completions depend on one of them, unless `allowed`.
+    Raises UserError if weights or completions depend on one of these keys, unless `allowed`.
     """
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was = flattened(origin.facts.config)
@@ -134,11 +138,11 @@ def compare_config(
             matter.append(found[-1])
     if matter and not allowed:
         raise UserError(
-            f"the config is not that of {origin.folder}: {', '.join(matter)}; "
-            "--allow-config-change continues anyway"
+            f"the config differs from {origin.folder}: {', '.join(matter)}; "
+            f"--allow-config-change continues anyway"
         )
     if found:
-        note(f"the config is not that of {origin.folder}: {', '.join(found)}")
+        note(f"the config differs from {origin.folder}: {', '.join(found)}")
 
 
 def compare_inputs(
@@ -149,14 +153,14 @@ def compare_inputs(
     *,
     allowed: bool,
 ) -> None:
-    """Notes inputs that differ from the checkpoint's (see `run_inputs`), and changed facts of
+    """Reports inputs that differ from the checkpoint's (see `run_inputs`), and changed values of
     `Platform.arithmetic`.
 
     Raises UserError if weights or completions depend on such an input, unless `allowed`.
     """
     was = origin.facts.inputs
     found = [name for name, value in inputs.items() if was.get(name) != value]
-    line = f"{', '.join(found)}: different from what {origin.folder} was trained with"
+    line = f"{', '.join(found)}: changed since {origin.folder} was trained"
     if {*found} - {HELD_OUT} and not allowed:
         raise UserError(f"{line}; --allow-config-change continues anyway")
     if found:
@@ -169,8 +173,8 @@ def compare_inputs(
     ]
     if rows:
         note(
-            f"{origin.folder} was computed with a different {', '.join(rows)}: results differ in "
-            "the last bits from those of an uninterrupted run"
+            f"{origin.folder} was computed with a different {', '.join(rows)}: results will "
+            f"differ in the last bits from an uninterrupted run's"
         )
 
 
@@ -179,8 +183,9 @@ def _change(name: str, was: Any, now: Any) -> str:
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """The choices of an earlier process for this config; None if their keys of [rollout] have
-    changed."""
+    """The choices of an earlier process for this config; None if the corresponding keys of
+    [rollout] have changed.
+    """
     asked = origin.facts.config.get("rollout")
     if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(
         config
@@ -190,5 +195,5 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """The choices that `earlier_decisions` returns, from a complete config."""
+    """The choices that `earlier_decisions` returns, read from a complete config."""
     return {name: getattr(config.rollout, name) for name in DECIDED}

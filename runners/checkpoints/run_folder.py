@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its checkpoints, and the remains of an earlier run."""
+"""Manages the folder of a run: its lock, its checkpoints, and files of an earlier run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 def locked(folder: Path, key: str) -> Iterator[Path]:
     """Creates the folder if necessary and locks it for this process; `key` is its name in messages.
 
-    The kernel releases the lock when the process ends for any reason; its file stays.
+    The kernel releases the lock when the process ends for any reason; the lock file stays.
 
-    Raises UserError if another process uses the folder, or if it cannot be written to.
+    Raises UserError if another process uses the folder, or if the folder is not writable.
     """
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,9 @@ def _take(lock: int, folder: Path) -> None:
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """Identifies a folder, as opposed to a later one with the same path; None if there is no
-    folder."""
+    """An identifier of a folder that distinguishes it from a later one with the same path; None if
+    there is no folder.
+    """
     with suppress(OSError):
         facts = os.stat(folder)
         return facts.st_dev, facts.st_ino
@@ -66,13 +67,14 @@ def place_of(folder: Path) -> tuple[int, int] | None:
 
 
 def check_place(folder: Path, place: tuple[int, int] | None) -> None:
-    """Raises UserError if `folder` is not the folder that `place_of` returned this for: it was
-    renamed, and its path may now belong to another run."""
+    """Raises UserError if `folder` is no longer the folder that `place_of` identified: it was
+    renamed, and its path may now belong to another run.
+    """
     found = place_of(folder)
     if found != place:
         raise UserError(
             f"{folder}: expected the folder in which this run started, found "
-            f"{'another' if found else 'none'}; nothing is saved until the folder has its name back"
+            f"{'another' if found else 'none'}; nothing is saved until the folder is renamed back"
         )
 
 
@@ -92,10 +94,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of the newest checkpoint of a run that has not finished since; otherwise None.
+    """The name of the newest checkpoint if the run has not finished since; otherwise None.
 
-    Its last event decides, because copying changes time stamps; without events, its final model
-    decides.
+    The run's last event determines whether it has finished, because copying changes time stamps.
+    Without events, its final model does.
     """
     with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
@@ -109,8 +111,9 @@ def interrupted(folder: Path) -> str | None:
 
 
 def clear(folder: Path) -> None:
-    """Removes an earlier run's checkpoints and model; its logs are renamed when new ones are
-    created."""
+    """Removes an earlier run's checkpoints and model. Its logs are renamed when new logs are
+    created.
+    """
     with disk_errors(f"{folder} cannot be cleared"):
         for found in (*checkpoint_folders(folder).values(), folder / "final", folder / BEST):
             if found.is_dir() and not found.is_symlink():
@@ -118,14 +121,14 @@ def clear(folder: Path) -> None:
 
 
 def saved_best(folder: Path) -> dict:
-    """What the evaluation of a run's best weights measured, with its update; empty: there are none."""
+    """The results of evaluating a run's best weights, with the update; empty if there are none."""
     with suppress(UserError):
         return read_json(folder / BEST / EVALUATION)
     return {}
 
 
 def restore_best(folder: Path, checkpoint: Path) -> None:
-    """The run's best weights so far become those that a checkpoint has, if it has any."""
+    """Replaces the run's best weights by those in a checkpoint, if it contains any."""
     if (checkpoint / BEST).is_dir():
         with new_folder(folder / BEST) as best:
             link_folder(checkpoint / BEST, best)
@@ -135,10 +138,10 @@ def restore_best(folder: Path, checkpoint: Path) -> None:
 
 
 def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
-    """Renames the checkpoints of later steps, because the run resumes from an earlier one.
-    Returns the old and the new names.
+    """Renames the checkpoints of later steps if the run resumes from an earlier one. Returns the
+    old and the new names.
 
-    The new name is NAME.aside, or NAME.aside-2 and so on if that exists: nothing is replaced.
+    The new name is NAME.aside, or NAME.aside-2 and so on if that exists, so nothing is replaced.
     """
     moved = []
     with disk_errors(f"{folder} cannot be written"):

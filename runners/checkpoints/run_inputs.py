@@ -1,4 +1,4 @@
-"""Digests of a run's inputs other than its config, which a resumed run compares.
+"""Computes digests of a run's inputs (except its config), which a resumed run compares.
 
 Digests are SHA-256. Files and columns are read completely; for the weights under adapters, see
 `base_digest`.
@@ -34,7 +34,7 @@ def run_inputs(
     rewards: Sequence[Reward],
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
-    """Digests of the inputs, by their names in messages."""
+    """Digests of the inputs, keyed by their names in messages."""
     # one is compared with the prompts, and reading images takes long
     others = {"answer", config.data.image}
     columns = sorted(examples[0].columns.keys() - others) if examples else []
@@ -65,7 +65,7 @@ def run_inputs(
 
 
 def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | None]:
-    """The files of custom code and of given adapters, by their names in messages."""
+    """The files of custom code and of given adapters, keyed by their names in messages."""
     files: dict[str, Path | str | None] = {}
     for name, reward in zip(config.reward.functions, rewards, strict=False):
         if ":" in name:

@@ -18,7 +18,7 @@ from runners.report.run_record import RunRecord, is_running
 
 @attrs.frozen
 class RunSummary:
-    """The facts in one run's folder. None if the folder does not contain them."""
+    """The facts in one run's folder; a fact is None if the folder does not contain it."""
 
     folder: str
     state: str  # running; finished; interrupted: has a checkpoint to resume from; stopped: has none
@@ -32,8 +32,9 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and below it, most recent first. Raises UserError if it does not
-    exist."""
+    """The runs in a folder and its subfolders, most recent first. Raises UserError if it does not
+    exist.
+    """
     if not folder.is_dir():
         raise UserError(
             f"{folder}: there is no such folder; expected one that contains runs, such as outputs"
@@ -43,7 +44,9 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def summarize(folder: Path) -> RunSummary:
-    """One run. Skips lines of its log that are not JSON, because a run may be writing there."""
+    """The facts about one run. Lines of its log that are not JSON are skipped, because a run may be
+    writing there.
+    """
     record = RunRecord(folder)
     state = "stopped"
     if is_running(folder):

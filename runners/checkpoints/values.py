@@ -1,7 +1,6 @@
-"""Converts attrs values to plain trees of arrays and back: every field is checked by its type and
-range.
+"""Converts attrs values to plain trees of arrays and back, checking each field's type and range.
 
-Checkpoints are untrusted: values that do not fit their field's type are refused.
+Checkpoints are untrusted: values that do not match their field's type are rejected.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ _Kind = TypeVar("_Kind")
 
 
 def encoded(value: Any) -> Any:
-    """A value as dicts, lists, MLX arrays and scalars; fields with `unsaved` in their metadata are
-    omitted."""
+    """Encodes a value as dicts, lists, MLX arrays and scalars; fields with `unsaved` in their
+    metadata are omitted.
+    """
     if attrs.has(type(value)):
         fields = [
             field.name for field in attrs.fields(type(value)) if "unsaved" not in field.metadata
@@ -69,7 +69,7 @@ def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
 
 
 def _as(tree: Any, kind: Any, where: str) -> Any:
-    """A part of a tree as a value of this type."""
+    """Decodes a part of a tree as a value of this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if tree is None:

@@ -28,11 +28,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose `commands` are names of module attributes, imported only when they are shown or
-    run.
+    """A group whose `commands` are names of module attributes; each is imported only when it is
+    shown or run.
 
-    A command's module imports nothing heavy at the top, so that the group's help can show its first
-    line.
+    A command's module imports nothing heavy at the top, so the group's help can show the command's
+    first line quickly.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -75,7 +75,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
         except (OSError, RuntimeError, MemoryError) as error:
             fault = UserError()
             if is_out_of_memory(error):
-                more = "`grpo plan CONFIG` shows what needs memory in a run"
+                more = "`grpo plan CONFIG` shows how a run uses memory"
                 lines = [f"out of memory ({first_line(error)}); {more}"]
             elif is_watchdog(error):
                 lines = [f"{first_line(error)}: {ADVICE}"]

@@ -1,4 +1,6 @@
-"""`grpo check`: what a run would train on; `grpo difficulty`: how often each prompt is passed."""
+"""`grpo check`: shows what a run would train on; `grpo difficulty`: measures each prompt's pass
+rate.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ def _show(checked: RewardCheck, sample: int) -> None:
             echo(f"  {line}")
     elif checked.rewards:
         echo(
-            f"no right completion is known{'' if sample else '; --sample 4 shows real completions'}"
+            f"no correct completion is "
+            f"known{'' if sample else '; --sample 4 shows real completions'}"
         )
     for warning in checked.warnings:
         echo(f"warning: {warning}")
@@ -103,7 +106,7 @@ def _show_sampled(
         )
         echo_text(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
-            verdict = "right" if one.right else f"wrong, the reference answer is {example.answer}"
+            verdict = "right" if one.right else f"wrong; the reference answer is {example.answer}"
             answer = "nothing" if one.answer is None else show(one.answer)
             echo(f"  read as the answer  {answer}  ({verdict})")
         for name, value in one.rewards.items():

@@ -29,8 +29,8 @@ def install_completion(command: click.Command) -> None:
     shell = Path(os.environ.get("SHELL", "")).name
     kind = get_completion_class(shell) if shell in _FILES else None
     if kind is None:
-        raise UserError(f"SHELL: completions are for bash, fish and zsh, found {show(shell)}")
+        raise UserError(f"SHELL: expected bash, fish or zsh, found {show(shell)}")
     file = Path.home() / _FILES[shell]
     save_text(file, kind(command, {}, "grpo", "_GRPO_COMPLETE").source())
-    then = f"; add to ~/.zshrc: source {file}" if shell == "zsh" else "; new shells read it"
+    then = f"; add to ~/.zshrc: source {file}" if shell == "zsh" else "; open a new shell to use it"
     echo(f"{file}: written{then}")

@@ -1,4 +1,4 @@
-"""`grpo doctor`: the machine's capabilities, slow parts, and the commands that fix them."""
+"""`grpo doctor`: shows what this machine can run, what is slow, and commands that fix it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def doctor_command(as_json: bool) -> None:
         for line in slow:
             echo(f"slow: {line}")
         if not slow and not problem:
-            echo("a run can start, and no cause of slowness was found")
+            echo("runs can start, and nothing that would slow them down was found")
     if problem:
         raise UserError(problem)
 

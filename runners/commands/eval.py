@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         "Maximum length of a completion, in tokens [the config's].",
         click.IntRange(1),
     ),
-    option("--batch", "Completions that are decoded together [256].", click.IntRange(1)),
+    option("--batch", "Number of completions decoded together [256].", click.IntRange(1)),
     option("--out=FILE", "Write every completion as a JSON line.", default=""),
     option("--json as json_file=FILE", "Write the table's numbers as JSON.", default=""),
     SET,
@@ -75,7 +75,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
         )
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
-            raise UserError(f"{name}: there is no folder {Path(name).parent}")
+            raise UserError(f"{name}: no such folder: {Path(name).parent}")
         if name and not os.access(Path(name).expanduser().resolve().parent, os.W_OK):
             raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
     from runners.machine import startup
@@ -151,7 +151,7 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:
-    """Returns the command line's values in the form of --set; later ones win."""
+    """Returns the command line's values as --set overrides; later ones take precedence."""
     given = {
         "model.path": "embedded",  # not used: models are those of the command line
         "data.source": values["data"] or None,

@@ -52,7 +52,7 @@ _COMMANDS = """\
     click.argument("prompt", required=False),
     option(
         "--prompts=FILE",
-        "File with many prompts: .txt (one per line), rows, or - (stdin).",
+        "File with prompts: .txt (one per line), rows, or - (stdin).",
         default="",
     ),
     option(
@@ -64,7 +64,7 @@ _COMMANDS = """\
     option("--num", "Completions per prompt.", click.IntRange(1), 1, show_default=True),
     option(
         "--batch",
-        "Completions that are decoded together.",
+        "Number of completions decoded together.",
         click.IntRange(1),
         256,
         show_default=True,
@@ -93,10 +93,9 @@ Examples:
 
 \b
 The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1,
-stdout gets one JSON object per line, with prompt, completion, finish (stop, length or interrupted)
-and tokens. With tools, it also contains messages, turns, calls, failures and, if the environment
-returns one, reward.
-""",
+stdout receives one JSON object per line, with prompt, completion, finish (stop, length or
+interrupted) and tokens. With tools, it also contains messages, turns, calls, failures and, if the
+environment returns one, reward. """,
 )
 def generate_command(
     model: str,

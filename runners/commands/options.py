@@ -47,20 +47,34 @@ SAMPLING = (
         0.7,
         show_default=True,
     ),
-    option("--top-p", "Keep the most likely tokens with this share of the probability.", _TOP, 1.0),
+    option(
+        "--top-p",
+        "Keep the most likely tokens that together hold this share of the probability.",
+        _TOP,
+        1.0,
+    ),
     option("--top-k", "Keep this many of the most likely tokens; 0: all.", _NUMBER, 0),
     option(
-        "--min-p", "Keep tokens with at least this share of the highest probability.", _SHARE, 0.0
+        "--min-p",
+        "Keep tokens whose probability is at least this share of the highest one.",
+        _SHARE,
+        0.0,
     ),
     option(
         "--repetition-penalty", "Values above 1 make repeated tokens less likely.", _FACTOR, 1.0
     ),
-    option("--seed", "Seed; the same seed gives the same result.", _NUMBER, 0, show_default=True),
+    option(
+        "--seed",
+        "Random seed; the same seed produces the same result.",
+        _NUMBER,
+        0,
+        show_default=True,
+    ),
     option(
         "--max-tokens", "Maximum length of a reply, in tokens [as in training, or 512].", _COUNT
     ),
 )
-TRUST = flag("--trust-remote-code", "Run Python code that is shipped with a model.")
+TRUST = flag("--trust-remote-code", "Run Python code shipped with a model.")
 MODEL = (
     option("--adapter=FOLDER", "Adapters to apply to the model.", default=""),
     option("--loader=FUNCTION", "Function that loads the model, as in model.loader.", default=""),
@@ -120,7 +134,7 @@ TOOLS_OF = (
     ),
     option(
         "--row=JSON",
-        "Columns that are passed to the environment's reset.",
+        "Columns passed to the environment's reset.",
         default="{}",
         callback=_row,
     ),
@@ -168,9 +182,9 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     """Returns the options, with missing values of PROMPT and --max-tokens filled in.
 
     The values come from the model's own settings, `prompt`, and are shown on stderr. Without such
-    settings, they are empty, and 512 tokens. `template_kwargs`, extra arguments for the chat
-    template, has no option. With `raw`, set by an option or by the model's settings, a prompt is a
-    text that the model continues.
+    settings, prompt options are empty and the limit is 512 tokens. `template_kwargs`, extra
+    arguments for the chat template, has no option. If an option or the model's settings set `raw`,
+    a prompt is a text that the model continues.
     """
     stop = tuple(filter(None, values["stop"])) if values["stop"] else None
     asked_raw = bool(values.get("raw"))

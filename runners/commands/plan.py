@@ -21,7 +21,7 @@ from runners.machine.terminal import echo_text
     flag("--json as as_json", "Print the figures as JSON, in bytes."),
     option(
         "--ranks",
-        "Number of mlx.launch processes; shows the memory of each process.",
+        "Number of mlx.launch processes; memory is shown per process.",
         click.IntRange(1),
         1,
     ),

@@ -1,5 +1,5 @@
-"""`grpo report`: an HTML page for one run, or for several in the same plots; `grpo watch`: the
-live page; `grpo runs`: the runs in a folder, and how to resume each.
+"""`grpo report`: writes an HTML page for one run, or for several runs in the same plots; `grpo
+watch`: serves the page live; `grpo runs`: lists the runs in a folder, and how to resume each.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     """Write an HTML report of one or more runs.
 
     The report contains curves, events, completions and the config. RUN is the folder of a run that is
-    finished, interrupted or still training. The report is one HTML file that needs no network and can be sent
-    by mail. If completions.jsonl is larger than 96 MB, it includes completions from evenly spaced updates.
+    finished, interrupted or still training. The report is a single HTML file that works offline and
+    can be sent by mail. If completions.jsonl is larger than 96 MB, it includes completions from
+    evenly spaced updates.
     """
     from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 

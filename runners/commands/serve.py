@@ -1,4 +1,4 @@
-"""`grpo serve`: a model over HTTP, on OpenAI's and vLLM's wire."""
+"""`grpo serve`: serves a model over HTTP with the APIs of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ LENGTH = 4096  # of a model that does not say how long its texts may be
 @command(
     "serve",
     click.argument("model"),
-    option("--port", "Port; 0: any free one.", click.IntRange(0, 65535), 8000, show_default=True),
+    option(
+        "--port", "Port; 0 selects a free port.", click.IntRange(0, 65535), 8000, show_default=True
+    ),
     option("--host", "Address to listen on.", default="127.0.0.1", show_default=True),
     option(
         "--api-key=KEY", "Key that clients must send; required unless the host is this machine."
     ),
     option("--name", "Name of the model for clients [MODEL]."),
-    option("--max-length", "Maximum tokens of a prompt and its completion.", click.IntRange(2)),
+    option(
+        "--max-length",
+        "Maximum number of tokens in a prompt and its completion.",
+        click.IntRange(2),
+    ),
     PROMPT,
     SAMPLING,
     MODEL,
@@ -48,8 +54,8 @@ Examples:
   OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python agent.py
 
 \b
-The options on sampling and prompts apply where a request names nothing else. The first Ctrl-C or SIGTERM
-finishes the running completions, the second one ends the server at once.
+The sampling and prompt options are defaults for requests that do not set them. After the first
+Ctrl-C or SIGTERM, the server finishes the running completions; a second one stops it immediately.
 """,
 )
 def serve_command(
@@ -68,9 +74,11 @@ def serve_command(
     log-probs on request.
     """
     if host not in LOCAL and not api_key:
-        raise UserError(f"--host {host}: expected --api-key KEY as well, since others can reach it")
+        raise UserError(
+            f"--host {host} requires --api-key KEY, because other machines can reach it"
+        )
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise UserError("grpo serve needs the extra serve: pip install 'grpo_fn[serve]'")
+        raise UserError("grpo serve requires the extra serve: pip install 'grpo_fn[serve]'")
     loaded = open_model(model, values)
     stated = read_json(loaded.path / "config.json")
     lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
@@ -104,13 +112,13 @@ def serve_command(
     seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
     session = service.open(api_key or "", seed=seed, records=False)
     with Server(service, host, port, None if api_key else session) as server, Drain() as drain:
-        echo(f"{server.url}  (Ctrl-C finishes the completions under way)")
+        echo(f"{server.url}  (Ctrl-C finishes the running completions, then stops)")
         service.run(lambda: drain.stopped)
         service.draining = True
         service.run(lambda: service.idle)
 
 
 class Drain(Interrupts):
-    """Within the block the first SIGINT or SIGTERM sets `received`, and the second ends it."""
+    """In the block, the first SIGINT or SIGTERM sets `received`; the second one ends the process."""
 
     signals = (signal.SIGINT, signal.SIGTERM)

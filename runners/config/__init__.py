@@ -1,1 +1,1 @@
-"""The config of a run: read, checked and frozen. Nothing here imports MLX before `Config.check`."""
+"""Reads, checks and freezes the config of a run. Nothing here imports MLX before `Config.check`."""

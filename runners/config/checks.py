@@ -84,7 +84,7 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
 
 @attrs.frozen
 class _Paths:
-    """What keys name: paths and functions that exist are resolved, others are faults."""
+    """Resolves the paths and functions that keys name; a missing one is an error."""
 
     found: Settings
 
@@ -171,7 +171,7 @@ class _Paths:
         )
 
     def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
-        """A command, with the paths of the files that it names."""
+        """A command, with the paths of its files resolved."""
         found = {word: self.existing(word) for word in command[1:] if "." in word}
         return tuple(found.get(word) or word for word in command)
 
@@ -200,7 +200,7 @@ class _Paths:
         return f"{self.file(module, key)}:{function}" if is_file else name
 
     def is_example(self, functions: tuple[str, ...]) -> bool:
-        """Whether these are the unchanged reward that `grpo init` wrote."""
+        """Whether the only reward is the unchanged example that `grpo init` wrote."""
         file, _, name = "".join(functions).rpartition(":")
         if name != "reward" or not os.path.isfile(file):
             return False
@@ -267,7 +267,7 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
 
 
 def _relations(built: Mapping[str, Any], found: Settings) -> None:
-    """Rejects keys that do not fit each other, one line a key."""
+    """Rejects incompatible keys, with one line per key."""
     named: set[str] = set()
 
     def value(key: str) -> Any:
@@ -310,7 +310,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
     packed = (
-        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps no weights to mix with"
+        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps no weights that "
+        f"could be mixed"
     )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
@@ -325,10 +326,10 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
             f"1.0 with {REWARD_NAMES[0]}, where right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
-            'a file of `grpo difficulty` with data.curriculum = "static"'),
+            'a file written by `grpo difficulty`, with data.curriculum = "static"'),
         ("rollout.group_size",
             rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
-            f"0 with {' and '.join(sorted(modes))}, which need groups of a fixed size"),
+            f"0 with {' and '.join(sorted(modes))}, whose group size is fixed"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
             '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
@@ -349,7 +350,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         ("teacher.hint", teacher == SELF and not hint,
             f'a text with {{answer}} for the teacher, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),
-            "a text with {answer}, and a column of answers in data.answer"),
+            "a text with {answer}, and the column of reference answers in data.answer"),
     ):  # fmt: skip
         if wrong:
             expect(key, expected)

@@ -1,7 +1,7 @@
-"""MLX-GRPO's flat keys, at the top level of a file or in its table [mlx_grpo], and their keys here.
+"""MLX-GRPO's flat keys (top level or table [mlx_grpo]) and the config keys that they set.
 
-MLX-GRPO has a default for every key, and some values that its script fixes. A flat file keeps both,
-so that its meaning does not change. docs/migrating.md is generated from the tables below.
+MLX-GRPO defines a default for every key, and its script fixes some values. Both apply to a flat
+file, so its meaning does not change. docs/migrating.md is generated from the tables below.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _betas(value: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _updates(value: Any, table: Mapping[str, Any]) -> Any:
-    """Batch steps as updates, at least one.
+    """Converts batch steps to updates, at least one.
 
-    A value of another type stays; its section refuses it.
+    A value of another type is returned unchanged, and its section rejects it later.
     """
     steps = table["gradient_accumulation_steps"]
     countable = type(value) is int and value > 0 and type(steps) is int and steps > 0
@@ -106,7 +106,7 @@ FIXED: dict[str, Any] = {
     "rollout.top_p": 0.95,
     "rollout.stop": ["</answer>"],
 }
-"""What MLX-GRPO's script sets without a key."""
+"""Values that MLX-GRPO's script sets without a key."""
 _DEFAULTS = {key: flat.default for key, flat in FLAT_KEYS.items() if flat.default is not None}
 
 

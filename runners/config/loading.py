@@ -210,8 +210,9 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_complete(config: Config) -> None:
-    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups
-    without variance divided by their own deviation, and unknown mechanisms."""
+    """Raises ConfigError for faults that only the core detects: keys that require a reference model
+    or turns, groups without variance divided by their own deviation, and unknown mechanisms.
+    """
     from grpo_fn.backends import check_mechanism
 
     loss = config.loss
@@ -219,7 +220,7 @@ def _check_complete(config: Config) -> None:
     faults = []
     of_batch = loss.baseline == "batch_mean"
     of_turn = loss.baseline == "turn"
-    about_turns = "[env], whose turns it is about"
+    about_turns = "[env], because it applies to turns"
     stale = config.rollout.max_staleness
     uses = config.optim.num_iterations * config.optim.minibatches
     late = loss.sync_every > config.optim.gradient_accumulation_steps
@@ -234,9 +235,9 @@ def _check_complete(config: Config) -> None:
         ("loss.scale", of_turn and loss.scale == "batch",
             '"group" or "none" with loss.baseline = "turn"'),
         ("rollout.max_staleness", stale and loss.correction == "none",
-            '0, or a loss.correction such as "token_truncate", since older weights sample'),
+            '0, or a loss.correction such as "token_truncate", because older weights sample'),
         ("loss.dynamic_sampling", stale and loss.dynamic_sampling,
-            "false with rollout.max_staleness, by which the next prompts are known beforehand"),
+            "false with rollout.max_staleness, which fixes the next prompts in advance"),
         ("loss.sync_every", stale and late,
             "at most optim.gradient_accumulation_steps with rollout.max_staleness"),
         ("loss.router_replay", stale and loss.router_replay, "false with rollout.max_staleness"),
@@ -322,8 +323,8 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
     """The values in a run's config.resolved.json, by section and key, in JSON's types.
 
     The file is untrusted, like the folder: only the config's own keys with possible values are
-    taken, as values. Anything else in it does nothing. Raises UserError if it cannot be read as a
-    JSON object, and for a link or anything else but a file.
+    used, and only as values. Anything else is ignored. Raises UserError if it cannot be read as a
+    JSON object, and for anything but a regular file.
     """
     found = Settings(label=str(file), folder=Path())
     tables = parse(file, str(file), open_file)

@@ -1,4 +1,4 @@
-"""Names that a config can use instead of files and functions: of models, data and rewards."""
+"""Names of models, data and rewards that a config can use instead of files and functions."""
 
 import re
 
@@ -18,10 +18,10 @@ SELF = "self"
 TASKS = "reasoning-gym:"
 
 TASK_SCORE = "runners.rewards.task_score:task_score"
-"""How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
+"""The prefix for reasoning-gym's tasks in `data.source`; the reward that calls their scoring."""
 
 TASKSETS = "verifiers:"
-"""How `env.taskset`, and with it `data.source`, name a taskset of verifiers."""
+"""The prefix of the tasksets of verifiers in `env.taskset`, and thus in `data.source`."""
 
 REWARD_NAMES = (
     "correctness_reward_func",
@@ -39,7 +39,7 @@ def reward(completions, **columns):
 '''
 """The reward that `grpo init` writes for data without answers.
 
-Unchanged, it gives way to `data.answer`.
+If it is unchanged, `data.answer` replaces it.
 """
 
 REWARD_ARGUMENTS = (
@@ -53,7 +53,7 @@ REWARD_ARGUMENTS = (
     "environments",
     "printed",
 )
-"""The arguments that every reward may take besides the dataset's columns."""
+"""The arguments that every reward may accept in addition to the data's columns."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -67,15 +67,14 @@ _OTHER_NAMES = {
     ),
     r"[a-z0-9+.-]+://.*": "an address; expected a folder, or a name on the Hub",
     r"([\w.-]+(?:/[\w.-]+)?)[@:]([\w./-]+)": (
-        "a revision of {0}; expected a name alone, or a folder into which `hf download` has put {1}"
+        "a name with a revision; expected only {0}, or a folder to which `hf download` has saved "
+        "{1}"
     ),
 }
 
 
 def other_name(text: str) -> str:
-    """An explanation for a text that is neither a folder nor a name on the Hub; "" if nothing is
-    known.
-    """
+    """Explains a text that is neither a folder nor a name on the Hub; "" if that is not possible."""
     for pattern, meaning in _OTHER_NAMES.items():
         match = re.fullmatch(pattern, text, re.IGNORECASE)
         if match:

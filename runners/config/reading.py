@@ -76,8 +76,8 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
     """The values of a config file, or of a packaged preset named `config`.
 
     A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It contains
-    sections, or MLX-GRPO's keys. `keys` has all keys. Raises ConfigError if the file does not exist
-    or cannot be read as TOML or JSON.
+    either sections or MLX-GRPO's keys. `keys` maps the paths of all keys to their fields. Raises
+    ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
     path, label = _locate(config)
     settings = Settings(label=label, folder=path.parent)
@@ -153,7 +153,7 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
     if near:
         return f"; did you mean {names[near]}?"
-    takes = f"{path[0]} takes {', '.join('.'.join(known[1:]) for known in inside)}"
+    takes = f"{path[0]} contains {', '.join('.'.join(known[1:]) for known in inside)}"
     return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"
 
 

@@ -1,7 +1,7 @@
-"""Keys of the config: a field's type, default, range and meaning, and the check of its values.
+"""Defines the config's keys (type, default, range, meaning) and checks their values.
 
-Types are strict: an integer is converted if a number is expected, and nothing else. "3" and 1.0 are
-    not integers, and true is not a number.
+Types are strict: an integer is accepted where a number is expected; nothing else is converted. "3"
+    and 1.0 are not integers, and true is not a number.
 """
 
 import math
@@ -56,7 +56,7 @@ class Mismatch(ValueError):
         super().__init__(f"{name}: {self.reason(value)}" if name else self.reason(value))
 
     def reason(self, value: object) -> str:
-        """The message without the key's name, for the value as it was written."""
+        """The message without the key's name; it shows the value as it was written."""
         return f"expected {self.expected}, found {show(value)}{self.hint}"
 
 

@@ -28,7 +28,7 @@ def resolve_function(
 
     A relative file is searched in each of `base_dirs` in turn (without them, in the working
     directory). The folders of `base_dirs` and the file's own folder are appended to Python's path,
-    so that their modules can be named and a file can import its neighbours. They stay there,
+    so that their modules can be named and a file can import its neighbours. They are not removed,
     because later imports may need them.
 
     Args:
@@ -36,7 +36,7 @@ def resolve_function(
         base_dirs: usually the working directory and the config's folder.
         key: its name in messages, such as "model.loader".
         takes: the names of the positional arguments that it is called with; None: not checked.
-        classes: whether a class is accepted too; it is called to make an instance.
+        classes: whether a class is accepted too; it is called to create an instance.
 
     Raises UserError, in one line, for a missing file or module, a failing import, a missing
     function (with the nearest spelling), or an object that cannot be called with these arguments.

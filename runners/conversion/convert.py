@@ -1,4 +1,4 @@
-"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, optionally
+"""Converts Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, optionally
 quantized.
 """
 
@@ -48,13 +48,14 @@ def convert(
     Args:
         source: a folder or Hub name that mlx-lm can load, a GGUF file, or a folder of nanochat's
             checkpoints.
-        target: the new folder; an existing one needs `force`.
-        quantization: packing of the weights, by mlx-lm.
+        target: the new folder; an existing one requires `force`.
+        quantization: how mlx-lm packs the weights.
         dequantize: unpack a quantized model, before any packing.
-        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
-        calibrate: a file of prompts, with their `column`; the model completes them, and linear
-            layers are rounded to keep their outputs there. Empty: to nearest.
-        step: which nanochat checkpoint; None for the last.
+        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's dtype.
+        calibrate: a file of prompts, in `column`. The model completes them, and linear layers are
+            rounded so that their outputs on these texts change little. If empty, weights are
+            rounded to nearest.
+        step: the step of the nanochat checkpoint; None for the last.
         text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that is part of the model.
         note: receives messages about the progress of `calibrate`.
@@ -63,8 +64,7 @@ def convert(
     """
     if calibrate and not quantization.affine:
         raise UserError(
-            "--calibrate requires --bits or --recipe, because only affine formats are rounded in "
-            "this way"
+            "--calibrate requires --bits or --recipe, because only affine formats can be calibrated"
         )
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
@@ -77,8 +77,8 @@ def convert(
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:
             raise UserError(
-                f"{path}: this is a vision-language model; mlx_vlm.convert converts it, and "
-                "--text-only its language part"
+                f"{path}: this is a vision-language model; convert it with mlx_vlm.convert, or "
+                f"only its language part with --text-only"
             )
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
@@ -114,12 +114,12 @@ def convert(
 
 
 def check_apart(target: Path, *sources: Path) -> None:
-    """Raises UserError if a source is the target, or is in it."""
+    """Raises UserError if a source is the target or inside it."""
     inside = target.resolve()
     for source in sources:
         if inside in (source.resolve(), *source.resolve().parents):
             raise UserError(
-                f"{target}: the source {source} is in that folder; expected another folder"
+                f"{target}: the source {source} is inside this folder; expected another folder"
             )
 
 

@@ -44,7 +44,7 @@ _IS_LICENCE = re.compile(r"(https://)?[A-Za-z0-9 ._/+#()-]{1,200}")
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A model to be exported, with its adapters merged."""
+    """A model with merged adapters, ready for export."""
 
     folder: Path  # its own, or its adapters'
     model: Path  # its own, or the base's of adapters
@@ -75,14 +75,14 @@ def open_source(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """The model of a run's folder, a folder of a model or of adapters, or a Hub name, to be written
-    to a target; an existing target needs `force`.
+    """The model of a run's folder, a model folder, a folder of adapters or a Hub name, to be
+    written to a target; an existing target requires `force`.
 
-    For a run it is `final`, or the newest complete checkpoint. mlx-lm's `fuse` merges adapters into
-    the weights. On packed weights, the layers that they change are unpacked, because rounding them
-    again would undo much of a small update. `note` takes notices.
+    For a run, it is `final` or, without one, the newest complete checkpoint. mlx-lm's `fuse` merges
+    adapters into the weights. If the weights are packed, the layers with adapters are unpacked,
+    because rounding them again would undo much of a small update. `note` receives notices.
 
-    Raises UserError for missing or unsuitable parts, and for a target that cannot be written.
+    Raises UserError if parts are missing or unsuitable, or if the target cannot be written.
     """
     check_target(target, force)
     model, adapters = find_model(name, "", note)
@@ -119,8 +119,8 @@ def export_folder(
     """Writes a model folder with a card, atomically.
 
     Args:
-        target: the new folder; an existing one needs `force`.
-        quantization: packing of the weights, by mlx-lm; packed ones are unpacked and packed again.
+        target: the new folder; an existing one requires `force`.
+        quantization: how mlx-lm packs the weights; packed weights are unpacked first.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's title; "" uses the target's name.
         online: whether the base model's licence may be looked up on the Hub.
@@ -181,8 +181,8 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Uploads a folder to the Hub, creates the repository if necessary, and returns the commit's
-    address.
+    """Uploads a folder to the Hub, creating the repository if necessary, and returns the commit's
+    URL.
 
     mlx-lm's `upload_to_hub` is not used, because it replaces the folder's card. Raises UserError if
     the Hub refuses or cannot be reached.
@@ -198,14 +198,14 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
         )
     except (HTTPError, OSError, ValueError) as error:
         raise UserError(
-            f'--push "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
+            f'--push "{repo}": the upload failed ({first_line(error)}); {folder} is complete'
         ) from error
     return str(done.commit_url)
 
 
 def _origin(folder: Path) -> str:
-    """What a model was trained from: its adapters beside the merged weights say so, or its run's
-    config.
+    """The base model that a model was trained from, as named by the adapters beside the merged
+    weights or by its run's config.
     """
     stated = folder / ADAPTER_CONFIG
     if stated.is_file():
@@ -214,7 +214,9 @@ def _origin(folder: Path) -> str:
 
 
 def _licence(opened: Opened, online: bool) -> dict[str, str]:
-    """license, license_name and license_link of the base model's card: beside it, or on the Hub."""
+    """license, license_name and license_link from the base model's card, in its folder or on the
+    Hub.
+    """
     from huggingface_hub import ModelCard, hf_hub_download
 
     beside = [
@@ -232,7 +234,7 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
 
 
 def _packing(config: dict[str, Any]) -> str:
-    """How the weights are packed, in words; "" if they are not."""
+    """A description of how the weights are packed; "" if they are not."""
     packed = config.get("quantization") or {}
     form = f", {packed['mode']}" if packed.get("mode", "affine") != "affine" else ""
     return f"{packed['bits']} bits, groups of {packed['group_size']}{form}" if packed else ""

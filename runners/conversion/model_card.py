@@ -1,6 +1,6 @@
-"""The README.md of an exported model: its origin, its training and its results.
+"""Writes the README.md of an exported model: its origin, its training and its results.
 
-It contains a run's config and results, and nothing about the machine: no folder, host or user.
+It contains a run's config and results, but no folder, host or user name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHARE = 10  # the first and the last tenth of the updates are compared
 
 @attrs.frozen
 class RunFacts:
-    """The facts about a model in its run's folder."""
+    """Facts about a model, read from its run's folder."""
 
     config: Mapping[str, Mapping[str, Any]]  # config.resolved.json without keys about the machine
     evaluations: Sequence[Mapping[str, Any]]  # the log's lines of held-out problems
@@ -46,9 +46,9 @@ class RunFacts:
 
 def run_facts(model: Path) -> RunFacts | None:
     """The facts about the run of a folder `final` or `checkpoint-N`; None if it belongs to no run,
-    or to one without information about model and data.
+    or if the run's folder does not name model and data.
 
-    For a checkpoint, only events up to its step count. Raises UserError for files that cannot be
+    For a checkpoint, only events up to its step are used. Raises UserError for files that cannot be
     read.
     """
     run = model.resolve().parent
@@ -85,8 +85,8 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def _name(text: str) -> str:
-    """The last part of a path, with a file's function; a Hub name or a module's function as
-    it is.
+    """The last part of a path, with the function of a file; a Hub name or a module's function is
+    unchanged.
     """
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py"):
@@ -109,7 +109,7 @@ def model_card(
 
     Args:
         title: the model's name.
-        facts: about its run; None without a run.
+        facts: facts about its run; None without a run.
         prompt: the prompt format of training; None if unknown.
         quantized: a description of how the weights are packed; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
@@ -189,7 +189,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _figure(line: Mapping[str, Any], key: str) -> str:
-    """A measured mean with its 95 % interval, if the line has what it takes."""
+    """A measured mean, with its 95 % interval if the line contains the necessary fields."""
     mean = float(line[key])
     count = whole_number(line.get("em_subset"))
     spread = finite_number(line.get("eval/reward_std"))
@@ -221,7 +221,7 @@ def _prompt(prompt: PromptSettings) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """A foreign text as a code span, in which neither Markdown nor HTML is read."""
+    """An untrusted text as a code span, in which neither Markdown nor HTML is interpreted."""
     ticks = _ticks(text, 1)
     return f"{ticks} {printable(text)} {ticks}"
 
@@ -232,5 +232,5 @@ def _fenced(text: str, language: str = "text") -> list[str]:
 
 
 def _ticks(text: str, least: int) -> str:
-    """More backticks than the text has in a row."""
+    """A longer sequence of backticks than any in the text."""
     return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])

@@ -1,4 +1,4 @@
-"""Ollama's Modelfile for an exported model, with the prompt format of training.
+"""Writes Ollama's Modelfile for an exported model, with the prompt format of training.
 
 Format: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx; templates are Go's.
 """
@@ -17,8 +17,8 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 
 
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
-    """The text, for a GGUF file of that name next to it. `prompt`: the prompt format; None if
-    unknown.
+    """The text of a Modelfile for a GGUF file of that name next to it. `prompt` is the prompt
+    format; None if unknown.
 
     A system message that SYSTEM cannot contain becomes part of the template. Raises UserError for a
     chat template that hides its messages, and for a stop string or a file name that a Modelfile
@@ -52,10 +52,9 @@ def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
 
 
 def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str) -> str:
-    """The chat template in Go's language: what stands between a conversation's words, by the next
-    role.
+    """The chat template in Go's template language: the text before each message, by its role.
 
-    A conversation without a system message gets the one `inside`.
+    For a conversation without a system message, it uses the message `inside`.
     """
     system, first, reply, second = _WORDS
     talk = [("user", first), ("assistant", reply), ("user", second)]
@@ -91,15 +90,16 @@ def _between(
         before, met, text = text.partition(word)
         if not met:
             raise UserError(
-                "the chat template does not show every turn, so it cannot become a Modelfile"
+                "the chat template does not render every turn, so it cannot be converted to a "
+                "Modelfile"
             )
         found.append(before)
     return [*found, text]
 
 
 def _literal(text: str) -> str:
-    """A text inside a template: what Go or the Modelfile would read otherwise is a string
-    of Go's.
+    """A text inside a template; characters with a meaning in Go or in a Modelfile become Go
+    strings.
     """
     return "".join(map(_shown, text))
 
@@ -111,12 +111,16 @@ def _shown(character: str) -> str:
 
 
 def _is_kept(character: str) -> bool:
-    """Whether Ollama keeps a character of a Modelfile; it drops what Go calls not printable."""
+    """Whether Ollama keeps a character of a Modelfile; it drops characters that Go considers not
+    printable.
+    """
     return character.isprintable() or character in "\t\r\n"
 
 
 def _fault(text: str) -> str:
-    """Why a Modelfile cannot hold a text as a value, which has no escapes; "" if it can."""
+    """The reason why a text cannot be a value in a Modelfile, where nothing can be escaped; "" if
+    it can.
+    """
     lost = [character for character in text if not _is_kept(character)]
     if lost:
         return f"Ollama drops the character {lost[0]!a}"
@@ -124,10 +128,12 @@ def _fault(text: str) -> str:
 
 
 def _value(what: str, text: str) -> str:
-    """A value as Ollama reads it: one word, or in quotes that end where a line does."""
+    """A value in Ollama's syntax: a single word, or a text in quotes whose closing quote ends a
+    line.
+    """
     fault = _fault(text)
     if fault:
         raise UserError(
-            f"{what}: a Modelfile cannot contain it: {fault}; found {one_line(text, {})}"
+            f"{what} cannot be written to a Modelfile: {fault}; found {one_line(text, {})}"
         )
     return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

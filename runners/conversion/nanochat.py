@@ -1,10 +1,11 @@
-"""nanochat's files (PyTorch checkpoints and tokenizer.pkl), read without running code from their
+"""Reads nanochat's files (PyTorch checkpoints and tokenizer.pkl) without running code from their
 pickles.
 
-model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm
-uses nanochat's. This needs PyTorch (extra `torch`). The file is memory-mapped and unpickled with
-`weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts only the opcodes
-for texts, bytes, numbers and tables, and one name, Encoding, for which it makes an empty object.
+model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names,
+because mlx-lm uses nanochat's. PyTorch is required (extra `torch`). The file is memory-mapped and
+unpickled with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts
+only the opcodes for texts, bytes, numbers and tables, and a single name, Encoding, for which it
+creates an empty object.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     found = next(filter(None, map(find_pickle, places)), None)
     if found is None:
         raise UserError(
-            f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}"
+            f"{folder}: {PICKLE_NAME} is missing, both here and in {places[-1] / 'tokenizer'}"
         )
     return model, meta, found
 
@@ -90,8 +91,8 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
     Padding rows of the embedding and the head are removed, because nanochat ignores them. Raises
-    UserError without PyTorch, and for files that cannot be read. Loading the result shows whether
-    mlx-lm supports all tensors.
+    UserError without PyTorch, and for files that cannot be read. Whether mlx-lm supports all
+    tensors is only checked when the result is loaded.
     """
     sizes = _sizes(meta)
     config = {
@@ -125,7 +126,7 @@ def _sizes(meta: Path) -> dict[str, int]:
     found = read_json(meta).get("model_config")
     if not isinstance(found, Mapping):
         raise UserError(
-            f"{meta}: the key model_config is missing, which contains the model's sizes"
+            f"{meta}: the key model_config, which contains the model's sizes, is missing"
         )
     for name in _SIZES:
         size = found.get(name)
@@ -138,8 +139,8 @@ def _sizes(meta: Path) -> dict[str, int]:
     others = found.keys() - {*_SIZES} - plain
     if others:
         raise UserError(
-            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does "
-            "not support"
+            f"{meta}: model_config contains {listed(sorted(others))}, which mlx-lm's nanochat "
+            f"does not support"
         )
     return {name: found[name] for name in _SIZES}
 
@@ -148,10 +149,10 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
+        raise UserError(f"reading a .pt file requires PyTorch: {install_hint('torch')}") from error
     # errors of pickle, zip and torch have no common class
     with user_errors(
-        f"{file}: cannot be read as a checkpoint of tensors", Exception, why=first_line
+        f"{file}: cannot be read as a checkpoint with tensors", Exception, why=first_line
     ):
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
@@ -166,7 +167,7 @@ def find_pickle(folder: Path) -> Path | None:
 def read_encoding(file: Path) -> tiktoken.Encoding:
     """The encoding in a pickle of protocol 4 or 5.
 
-    Raises UserError if the file cannot be read, if it refers to anything else than tiktoken's
+    Raises UserError if the file cannot be read, if it refers to anything other than tiktoken's
     Encoding (which is neither imported nor called), or if its content is not a vocabulary.
     """
     import tiktoken
@@ -184,8 +185,8 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Replaces Encoding with an object that keeps its state; raises UserError for other names:
-        nothing is imported.
+        """Replaces Encoding with an object that keeps its state; raises UserError for other names.
+        Nothing is imported.
         """
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":
@@ -194,7 +195,9 @@ class _Reader(pickle.Unpickler):
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
+    """The state if it is a valid vocabulary; tiktoken itself accepts invalid ones and crashes
+    later.
+    """
     if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
         raise UserError("it does not contain a vocabulary")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
@@ -210,8 +213,8 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         or not all(0 <= number < 2**31 for number in ids)
     ):
         raise UserError(
-            "its vocabulary does not map bytes and names to different numbers below 2^31"
+            "its vocabulary does not map bytes and names to distinct numbers below 2^31"
         )
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError("it has no token for some byte, so some texts cannot be tokenized")
+        raise UserError("it lacks tokens for some bytes, so some texts cannot be tokenized")
     return {key: state[key] for key in _FIELDS}

@@ -1,5 +1,5 @@
-"""How `grpo convert` and `grpo export` pack weights: rounded to nearest by mlx-lm, or calibrated on
-prompts.
+"""Packs weights for `grpo convert` and `grpo export`: rounded to nearest by mlx-lm, or calibrated
+on prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Collect = Callable[[nn.Module, int], Moments]
 
 @attrs.frozen(kw_only=True)
 class QuantizationOptions:
-    """How weights are packed; without options, they are not packed."""
+    """The options for packing weights; without options, weights are not packed."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
     bits: int | None = None  # of "affine"
@@ -48,15 +48,11 @@ class QuantizationOptions:
         return self.wanted and self.mode in ("", "affine")
 
     def __attrs_post_init__(self) -> None:
-        """Raises UserError for options that exclude each other."""
+        """Raises UserError for incompatible options."""
         if self.group_size and not self.wanted:
-            raise UserError(
-                "--group-size without --bits, --mode or --recipe: nothing would be quantized"
-            )
+            raise UserError("--group-size requires --bits, --mode or --recipe")
         if self.recipe and (self.bits or not self.affine):
-            raise UserError(
-                "--recipe determines the bits of affine quantization itself; omit --bits and --mode"
-            )
+            raise UserError("--recipe sets the bits of affine quantization; omit --bits and --mode")
 
 
 NOT_PACKED = QuantizationOptions()
@@ -108,8 +104,8 @@ def repack(
     """Casts, unpacks and packs the module in place, by mlx-lm, and returns its new config.json.
 
     Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect`, linear
-    layers are rounded by the moments that it returns. Raises UserError if the recipe does not fit
-    the model, or if nothing could be packed: mlx-lm silently skips layers whose width is not a
+    layers are rounded using the moments that it returns. Raises UserError if the recipe does not
+    fit the model, or if nothing could be packed: mlx-lm silently skips layers whose width is not a
     multiple of the group size.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
@@ -153,7 +149,7 @@ def repack(
         )
     if _packed(module) == before:
         why = (
-            "the weights are quantized already"
+            "the weights are already quantized"
             if before
             else "no layer's width is a multiple of the group"
         )

@@ -1,7 +1,7 @@
-"""Which prompts a run samples: preferably those with a pass rate near a target.
+"""Selects the prompts that a run samples, with a preference for pass rates near a target.
 
-    p̂ = (passes + m) / (weight + 1) a prompt's rate, pooled with one completion of rate m
-    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw, with age in batch steps
+    p̂ = (passes + m) / (weight + 1)                  a prompt's rate, pooled with one completion of rate m
+    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its sampling weight, with age in batch steps
 
 m is the rate of all completions so far, itself pooled with one completion of the target rate; a new
 prompt has the rate m. The first factor decreases as a group of G with this rate becomes unlikely to
@@ -45,8 +45,9 @@ class Estimates:
 
     @classmethod
     def of(cls, counts: Sequence[tuple[float, float]]) -> Estimates:
-        """From (passes, completions) measured before the run; (0, 0) if a prompt was not
-        measured."""
+        """From (passes, completions) measured before the run; (0, 0) for prompts without a
+        measurement.
+        """
         passes_n, weight_n = np.array(counts, np.float32).reshape(-1, 2).T.copy()
         first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(
             np.float32
@@ -59,8 +60,9 @@ Outcome = tuple[int, int, int]
 
 
 def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
-    """The statistics after the groups of a batch step. A prompt without a reward still counts as
-    sampled."""
+    """The statistics after the groups of a batch step. A group without rewards still marks its
+    prompt as sampled.
+    """
     new = Estimates(
         known.passes_n.copy(), known.weight_n.copy(), known.step_n.copy(), known.first_n.copy()
     )
@@ -108,7 +110,7 @@ def drawn_by_weight(
 
 
 def explores(position: int, share: float) -> int | None:
-    """The place in the usual order for draw number `position`; None if it is sampled by weight."""
+    """The place in the usual order of the sample at `position`; None if it is sampled by weight."""
     before = int(position * share)
     after = int((position + 1) * share)
     return before if after > before else None
@@ -117,8 +119,9 @@ def explores(position: int, share: float) -> int | None:
 def passed(
     names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float
 ) -> np.ndarray:
-    """Whether each completion passed, bool [B]: the built-in correctness reward says that its
-    answer is right or, without that reward, its combined reward is at least `at_least`."""
+    """Whether each completion passed, bool [B]: its answer is right according to the built-in
+    correctness reward or, without that reward, its combined reward is at least `at_least`.
+    """
     if REWARD_NAMES[0] in names:
         return values_kb[list(names).index(REWARD_NAMES[0])] > 0
     return rewards_b >= at_least
@@ -170,7 +173,7 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
-    """Whether measured (passes, completions) have a rate from low to high."""
+    """Whether the pass rate of measured (passes, completions) is between low and high."""
     passes, completions = count
     return completions > 0 and low <= passes / completions <= high
 
@@ -201,7 +204,7 @@ def with_difficulty(
             )
     notice = (
         f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are "
-        "skipped, because their pass rate is outside of data.pass_rates, or was not measured"
+        "skipped, because their pass rate is outside data.pass_rates or was not measured"
     )
     numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
     known = Estimates.of([count for _, count in kept])

@@ -1,5 +1,6 @@
-"""Questions and reference answers from the Hub, a local file or folder, or the package, checked row
-by row."""
+"""Loads questions and reference answers from the Hub, a local file or folder, or the package, and
+checks each row.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,9 +60,9 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     it returns the row to use, or None.
 
     A row without a question or (unless `data.answer` is empty) an answer is invalid: with
-    `on_bad_row` "raise" it raises an error with its place; with "skip" it is skipped and recorded
-    in `Rows.faults`. Raises UserError for a missing source, split or field (with those found), an
-    invalid row, and a split without usable rows.
+    `on_bad_row` "raise" it raises an error with its location; with "skip" it is skipped and
+    recorded in `Rows.faults`. Raises UserError for a missing source, split or field (and lists the
+    existing ones), an invalid row, and a split without usable rows.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
@@ -89,11 +90,11 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
     """The config for these rows: without reference answers if no row has the column `data.answer`;
-    a default system prompt that asks for a number asks for an answer instead if most reference
-    answers are not numbers.
+    if most reference answers are not numbers, a default system prompt that requests a number
+    requests an answer instead.
 
-    Raises UserError if programs have no sandbox, for tests that no program can pass, and for lists
-    with another form than "code".
+    Raises UserError if no sandbox is available for programs, for tests that no program can pass,
+    and for lists if the form is not "code".
     """
     form = config.answer.form
     name = config.data.answer
@@ -157,7 +158,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _local(config: DataConfig) -> Path | None:
-    """The file or folder of a source; None: it is of the Hub, or a task."""
+    """The file or folder of a source; None if the source is a Hub name or a task."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
     if source.exists():
         if config.name:
@@ -176,7 +177,7 @@ def _local(config: DataConfig) -> Path | None:
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
-    """The rows with a question and an answer; others raise an error or are counted."""
+    """The rows with a question and an answer; other rows raise an error or are counted."""
     rows = Rows()
     kept = found
     if transform is not None:
@@ -197,7 +198,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
             raise UserError(f'{message} (data.on_bad_row = "skip" skips such rows)')
         rows.faults[row.place] = message
     if not rows:
-        raise UserError("; ".join([f"{where} has no usable row", *rows.notices("its", 0, 0)]))
+        raise UserError("; ".join([f"{where} contains no usable row", *rows.notices("its", 0, 0)]))
     return rows
 
 
@@ -248,8 +249,9 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
-    """The rows of a split. Raises UserError, with the split's `key`, if the Hub does not return
-    it."""
+    """The rows of a split. Raises UserError, with the split's `key`, if the Hub does not provide
+    it.
+    """
     other = other_name(config.source)
     if other:
         raise UserError(f"data.source = {show(config.source)} is {other}")
@@ -270,8 +272,9 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 
 
 def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
-    """The tasks of a taskset, in its order: question, answer if they have one, and number. It is
-    read in a separate process. Raises UserError if it cannot be loaded."""
+    """The tasks of a taskset in their order: question, answer (if any) and number. A separate
+    process reads them. Raises UserError if the taskset cannot be loaded.
+    """
     name = config.source.removeprefix(TASKSETS)
     with closing(Worker()) as worker:
         rows = worker.load(ROWS, name, tuple(map(str, folders)), config.max_samples)
@@ -281,9 +284,9 @@ def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
 def task_rows(config: DataConfig, split: str) -> list[Row]:
     """The problems of a split: question, answer, and the `entry` for the task's scoring.
 
-    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its
-    questions is trained on. The same config gives the same problems. Raises UserError if
-    reasoning-gym is missing, and for an unknown task or setting in `data.name`.
+    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, whose questions
+    are not used for training. The same config always produces the same problems. Raises UserError
+    if reasoning-gym is missing, and for an unknown task or setting in `data.name`.
     """
     if split != config.split:
         return list(_rows(config, split, _FIRST, _HELD_OUT))

@@ -1,4 +1,4 @@
-"""Reference completions for supervised updates, from a data set's rows or a run's completions."""
+"""Reads reference completions for supervised updates from a data set's rows or a run's completions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class GoldReader:
     def _with_gold(
         self, examples: Sequence[Example], texts: Iterable[str | None], split: str
     ) -> tuple[list[Example], list[str]]:
-        """The examples whose texts are completions, not longer than those of a rollout."""
+        """The examples whose texts are completions, not longer than a rollout's."""
         limit = self.config.rollout.max_new_tokens
         end = self._end()
         both = zip(examples, texts, strict=True)
@@ -124,8 +124,9 @@ class GoldReader:
         return kept, [line.format(count, why) for count, why in counts if count]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
-        """A completion as a model samples it: behind its given words, up to a stop string or an end
-        token."""
+        """A completion as the model would sample it: after the nudge, up to a stop string or an end
+        token.
+        """
         text = text if self.config.data.prompt_form == "raw" else text.strip()
         for given in (example.opening, example.opening.strip(), self.config.data.nudge):
             text = text.removeprefix(given)

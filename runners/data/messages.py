@@ -1,4 +1,4 @@
-"""Conversations in a column or a file of prompts: read, checked, and cleaned."""
+"""Reads, checks and cleans conversations from a column or a file of prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def prompt_fault(value: Any) -> str:
-    """The error of a prompt that should be a text or a list of messages; empty if there is none."""
+    """A message about a prompt that is neither a text nor a valid list of messages; empty if it is
+    valid.
+    """
     if isinstance(value, str):
         return "" if value.strip() else "is blank"
     if not isinstance(value, list | tuple) or not value:
@@ -57,8 +59,8 @@ def conversation(value: Any, system: str = "") -> tuple[Message, ...]:
     """The messages of a valid prompt; `system`, if not blank, is added to those without a system
     message.
 
-    Contents become a single text. Keys without a value, which Arrow adds, are removed: a template
-    may treat a `tool_calls` of None as calls.
+    Each content becomes a single text. Keys without a value, which Arrow adds, are removed, because
+    a template may treat a `tool_calls` of None as calls.
     """
     found = (
         ({"role": "user", "content": value},)
@@ -99,8 +101,8 @@ def read_prompts(
     `name` is a .txt file with one prompt per non-blank line, "-" for such lines on standard input,
     or a file of rows, whose `column` contains a text or a list of messages. `system` is the first
     message of every conversation; the messages must not contain another one. `option` is the
-    command-line option, for errors. Raises UserError, with the line, for a row that is not a
-    prompt, and for a file without prompts.
+    command-line option, for errors. Raises UserError for a row that is not a prompt (with its
+    line), and for a file without prompts.
     """
     path = Path(name).expanduser()
     if name != "-" and path.suffix.lower() in SUFFIXES:
@@ -127,5 +129,5 @@ def read_prompts(
             )
         found.append(list(conversation(value, system)))
     if not found:
-        raise UserError(f"{option} {name}: it contains no prompts")
+        raise UserError(f"{option} {name}: the file contains no prompts")
     return found

@@ -1,4 +1,4 @@
-"""From a row to its prompt, for rollouts and evaluation: messages, text and tokens."""
+"""Converts rows into prompts for rollouts and evaluation: messages, text and tokens."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,8 +41,9 @@ class Example:
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """The folder for a row's paths: `data.image_folder`, or the data's; None for data from the
-    Hub."""
+    """The folder that paths in rows are relative to: `data.image_folder`, or the data's; None for
+    data from the Hub.
+    """
     if config.image_folder:
         return Path(config.image_folder).expanduser()
     source = DATA.get(config.source) or Path(config.source).expanduser()
@@ -130,12 +131,12 @@ def build_examples(
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
-    """The columns that rewards can name, each with its field in the rows.
+    """The columns that rewards can use, each with its field in the rows.
 
-    They are the fields of all rows and, if the data has a column of reference answers, `answer`. A
-    field with the name of an argument of every reward (completions, prompts, completion_ids),
-    `self`, or an `answer` besides the column of reference answers becomes ``column_completions``
-    and so on.
+    These are the fields of all rows and, if the data has a column of reference answers, `answer`. A
+    field is renamed (to ``column_completions``, for example) if its name is `self`, an argument of
+    every reward (completions, prompts, completion_ids), or `answer` although another column
+    contains the reference answers.
     """
     fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}
@@ -163,12 +164,12 @@ def repeated(examples: Sequence[Example], number: int) -> list[Example]:
 
 
 def gold_answer(value: object) -> str | None:
-    """The answer in a row's field: the stripped text after its last ``####``, or all of it. None:
-    no answer.
+    """The answer in a row's field: the stripped text after its last ``####``, or the whole text.
+    None if there is no answer.
 
-    Texts, numbers and truth values can be answers; NaN cannot. Numbers (including texts with an
-    exponent) are written as plain decimals, truth values as ``true`` or ``false``; lists and
-    objects, the tests of a program, as JSON.
+    Texts, numbers and booleans can be answers; NaN cannot. Numbers (including texts with an
+    exponent) are written as plain decimals, booleans as ``true`` or ``false``, and lists and
+    objects (the tests of a program) as JSON.
     """
     if isinstance(value, bool | np.bool_):
         return str(value).lower()

@@ -1,5 +1,4 @@
-"""A conversation as text and tokens: by the tokenizer's chat template, or in plain form without
-one."""
+"""Renders a conversation as text and tokens, with the tokenizer's chat template or in plain form."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ def render(
     `raw`: the text of the last message is the prompt, which the model continues. `tools` are
         schemas; if the template does not show them, they are added to the system prompt.
         `template_kwargs` are additional arguments of the template, and `chat_template` replaces it.
-        `images` come before the last user message's text; a `processor` has its own template, and
-        determines the number of tokens of each image.
+        `images` are placed before the last user message's text; a `processor` has its own template,
+        and determines the number of tokens of each image.
 
     If a template refuses or drops the system role, the system prompt becomes the start of the first
     user message.
@@ -68,7 +67,7 @@ def render(
         text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        raise UserError(f"{name}: the chat template renders an empty text, without the prompt")
+        raise UserError(f"{name}: the chat template renders an empty text instead of the prompt")
     tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
         raise UserError("the tokenizer returns no tokens for the prompt")
@@ -78,8 +77,9 @@ def render(
 def _with_image_parts(
     messages: Sequence[Mapping[str, Any]], images: int
 ) -> tuple[dict[str, Any], ...]:
-    """The messages with so many images before the text of the last one, or of the last that a user
-    wrote, in the form for chat templates."""
+    """The messages in the format for chat templates, with this number of images before the text of
+    the last user message (or of the last message).
+    """
     users = [n for n, message in enumerate(messages) if message["role"] == "user"]
     last = users[-1] if users else len(messages) - 1
     parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
@@ -108,7 +108,7 @@ def use_template(tokenizer: Any, file: str) -> str:
 
 
 def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ()) -> list[str]:
-    """Messages about a missing chat template, and about one whose end of turn does not end
+    """Messages about a missing chat template, and about one whose end-of-turn text does not end
     completions.
 
     `stop`: additional strings that end a completion.
@@ -120,7 +120,8 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
             "the tokenizer has no chat template: prompts are plain text (System: …, User: …, "
             "Assistant: …); a chat model has one in chat_template.jinja or "
             "tokenizer_config.json; "
-            'data.chat_template sets another one, and data.prompt_form = "raw" uses prompts unchanged'
+            "data.chat_template sets a different one, and "
+            'data.prompt_form = "raw" uses prompts unchanged'
         ]
     end = end_of_turn(tokenizer, data.chat_template_kwargs)
     if not end or any(text in end for text in stop):
@@ -130,7 +131,8 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
         return []
     return [
         f"the chat template ends a turn with {show(end)}, but none of its tokens ends a "
-        f"completion, so all may reach the length limit; set rollout.stop = [{show(end)}], or "
+        f"completion, so completions may run to the length limit; set rollout.stop = "
+        f"[{show(end)}], or "
         "eos_token_id in "
         "generation_config.json"
     ]
@@ -150,8 +152,8 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
 
 
 def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
-    """The text that the template writes after the header of a reply, such as ``<think>``: the
-    reply's first words.
+    """The text that the template writes after the header of a reply, such as ``<think>``; it starts
+    the reply.
 
     The header is the common part of a new reply's start and an earlier turn of the assistant. A
     pair of tags that the template closes itself is not part of the reply. Also empty if the header
@@ -189,8 +191,9 @@ def writes_date(template: Any) -> bool:
 
 
 def _dated(template: str, start: datetime) -> str:
-    """The template with a fixed date. Transformers passes no function to a template: this is a
-    macro."""
+    """The template with a fixed date, set by a macro: transformers passes no function to a
+    template.
+    """
     flagged = itertools.product(("", "-"), _DATE_CODES)
     codes = [f"%{flag}{letter}" for flag, letter in flagged]
     filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
@@ -210,11 +213,11 @@ def apply_template(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; the template's errors are not
+    """Renders a conversation with the tokenizer's chat template; the template's errors are not
     caught.
 
-    A template that contains a date uses that of `tokenizer.start`, the start of the run, if there
-    is one.
+    A template that contains a date uses the date of `tokenizer.start`, the start of the run, if it
+    is set.
     """
     options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
     start = getattr(tokenizer, "start", None)
@@ -246,7 +249,7 @@ def _conversation(
         text = apply(messages)
         if system["content"].strip() in text:
             return text
-        raise UserError("the tokenizer's chat template drops the system message")
+        raise UserError("the tokenizer's chat template omits the system message")
     except UserError:
         if not rest or rest[0]["role"] != "user" or any(each["role"] == "system" for each in rest):
             raise

@@ -1,4 +1,5 @@
-"""Rows of local files (.jsonl, .json, .csv, .parquet), each with its place and its error, if any.
+"""Reads rows of local files (.jsonl, .json, .csv, .parquet), each with its location and its error,
+if any.
 
 The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report
 the invalid row and continue, do not guess types, and leave no copy of the file in a cache.
@@ -35,8 +36,9 @@ _NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
-    """A row's columns, with its place in the data, and the error that kept it from being read, if
-    any."""
+    """A row's columns, its location in the data, and the error that occurred while reading it, if
+    any.
+    """
 
     def __init__(self, values: Mapping[str, Any], place: str, fault: str = "") -> None:
         super().__init__(values)
@@ -84,8 +86,8 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     If the folder contains no data files, its subfolder ``data`` is used, as in the Hub's
     repositories.
 
-    Raises UserError, with the config's `key` and the files found, if there is none; if a split
-    exists twice, in two formats or both complete and as shards; and if a shard is missing.
+    Raises UserError, with the config's `key` and the files found, if there is no such file; if a
+    split exists twice (in two formats, or both complete and as shards); or if a shard is missing.
     """
     found: dict[str, list[Path]] = {}
     with disk_errors(f"data.source {folder} cannot be read"):
@@ -111,7 +113,7 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
         raise UserError(
-            f"{key}: expected {show(split)} complete and once in {folder}, found {names}"
+            f"{key}: expected one complete copy of {show(split)} in {folder}, found {names}"
         )
     return sorted(files, key=_shard_number)
 
@@ -175,7 +177,7 @@ def _as_row(place: str, value: Any) -> Row:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a value has more levels than functions that call themselves can follow."""
+    """Whether a value is nested too deeply for recursive functions."""
     level = [value]
     depth = 0
     while level and depth <= _DEPTH:
@@ -231,8 +233,8 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Each row's values.
 
     Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size. A
-    repeated string costs such a file almost nothing: any row may be as large as all that its row
-    group stores. So no more rows are read together than fit into the limit even then.
+    repeated string takes almost no space in such a file, so any row may be as large as the whole
+    content of its row group. The number of rows read at once fits the limit even then.
     """
     import pyarrow.parquet
 

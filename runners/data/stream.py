@@ -69,9 +69,9 @@ def drawn(
 ) -> Drawn:
     """The next `number` examples; a batch may extend into the next epoch.
 
-    With `weighted`, a share of them follows the usual order and the others are sampled by weight:
-        no prompt twice in a batch step, whose earlier draws are `taken`, while there are others.
-        An example sampled by weight replaces one that the usual order would repeat.
+    With `weighted`, a share of them follows the usual order and the others are sampled by weight. A
+        batch step, whose earlier samples are `taken`, contains no prompt twice while there are
+        others. An example sampled by weight replaces one that the usual order would repeat.
     """
     places = range(position, position + number)
     if weighted is None:
@@ -98,7 +98,7 @@ class RunLength:
 
     @classmethod
     def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
-        """From the config and the numbers of training examples and of reference completions."""
+        """From the config and the numbers of training examples and reference completions."""
         optim = config.optim
         sft = config.sft
         first = 0

@@ -1,4 +1,4 @@
-"""Tools and environments that answer a model's turns, and the tokens of calls and observations.
+"""Tools and environments that reply to a model's turns, and the tokens of calls and observations.
 
 Imports rewards, data, tokenization and their dependencies; no training.
 """

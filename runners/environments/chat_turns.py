@@ -1,4 +1,5 @@
-"""The tokens after a model's turn in a chat: observations, and the header of the next turn.
+"""Computes the tokens after a model's turn in a chat: observations, and the header of the next
+turn.
 
 Earlier turns are not tokenized again. The template renders a small conversation with the
 observations; the part after its last assistant turn is appended to the existing tokens.
@@ -96,8 +97,9 @@ class ChatTurns:
     def _forms(
         self, observations: Sequence[dict[str, Any]]
     ) -> list[tuple[Message, Sequence[Message]]]:
-        """An assistant's turn and the messages after it, in all forms of templates, the best
-        first."""
+        """An assistant's turn and the messages after it, in each form that templates use, the best
+        one first.
+        """
         calls = []
         tools = []
         for number, each in enumerate(observations):
@@ -113,8 +115,7 @@ class ChatTurns:
         ]
 
     def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
-        """A conversation up to its assistant's turn, and the rest of it, in the first form that
-        works."""
+        """A conversation up to its assistant's turn, and the rest, in the first form that works."""
         fault = ""
         for assistant, following in forms:
             try:
@@ -130,15 +131,15 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's message after an assistant's turn"
+            "the tokenizer's chat template cannot render a tool's message after an assistant's turn"
             + fault
         )
 
     def _by_words(self, assistant: Message, following: Sequence[Message]) -> tuple[str, str]:
-        """A conversation up to the end of its assistant's turn, and all of it.
+        """A conversation up to the end of its assistant's turn, and the whole conversation.
 
-        Some templates write the last turn differently (Qwen3: with empty thoughts), so this one's
-        end is found behind its words.
+        Some templates render the last turn differently (Qwen3 adds empty thoughts), so the end is
+        located after the turn's text.
         """
         said = {**assistant, "content": _SAID}
         whole = self._apply([_ASKED, said, *following], head=True)

@@ -1,4 +1,4 @@
-"""[env] of a run: its tools and environments, and rollouts with them."""
+"""The tools and environments of a run ([env]), and rollouts with them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ _numbers = itertools.count()  # of environments
 
 
 class Player(Protocol):
-    """What plays a run's conversations: environments that reply, or programs that own the loop."""
+    """Plays a run's conversations, either with environments that reply or with programs that
+    contain the loop.
+    """
 
     reward: Reward | None  # its own
     turn_reward: Reward | None  # the sum of its own rewards of turns
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
-        """Those of the tools that prompts show."""
+        """The schemas of the tools that prompts show."""
         ...
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise UserError if it does not take the data's columns."""
+        """Raises UserError if the player does not accept the data's columns."""
         ...
 
     def play(
@@ -58,19 +60,19 @@ class Player(Protocol):
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """A rollout of G conversations of each example, and the finished episodes.
+        """A rollout of G conversations per example, and the finished episodes.
 
-        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
-        2, … Raises Cancelled if `should_stop` ended it.
+        Completion g of example n uses the random stream (key, n, g); `numbers` are the examples' n
+        (None: 0, 1, 2, …). Raises Cancelled if `should_stop` ended it.
         """
         ...
 
 
 @attrs.define(eq=False)
 class Environments:
-    """The environments of a run. Instances are made when needed, and reused after a `reset`.
+    """The environments of a run. Instances are created when needed, and reused after a `reset`.
 
-    They exist in the process of user code, and are referred to by number.
+    They live in the process of user code and are addressed by number.
     """
 
     config: EnvConfig
@@ -132,8 +134,9 @@ class Environments:
         return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
-        """The environments' own rewards; None for an environment without one, and None if the class
-        has no `get_reward`."""
+        """The environments' own rewards: None for an environment without a reward, and None as a
+        whole if the class has no `get_reward`.
+        """
         if self.reward is None:
             return None
         count = len(played)
@@ -145,7 +148,7 @@ class Environments:
         return [None if each.fault or value != value else value for value, each in rows]
 
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
-        """The session of these rows' episodes, after `reset`. They keep their instances until
+        """The session of these rows' episodes, after `reset`. Episodes keep their instances until
         `release`.
 
         `should_stop` is checked while waiting for calls. Raises Interrupted if it ends the wait.
@@ -164,14 +167,14 @@ class Environments:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """See `Player`: `reset` takes them."""
+        """See `Player`; the columns are passed to `reset`."""
         if self.has_instances:
             _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
     def _reset(
         self, rows: Sequence[Example], should_stop: ShouldStop
     ) -> tuple[list[Episode], list[tuple[int, ...]]]:
-        """Episodes after `reset`, and each one's prompt."""
+        """Episodes after `reset`, and their prompts."""
         self._drop(self._hung)
         self._hung = []
         numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]
@@ -225,8 +228,9 @@ def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[st
 
 
 def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is such code, it starts now and
-    imports it."""
+    """The process for the code that a config names. If there is any, the process starts now and
+    imports the code.
+    """
     worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
         if ":" in name:
@@ -258,7 +262,7 @@ def build_environments(
 ) -> Environments | None:
     """The environments of [env]; None if it names none. Their code runs in the `worker`.
 
-    One instance is made to inspect its tools.
+    One instance is created to inspect its tools.
 
     Raises UserError for a factory or tool that cannot be found, created or described to a model.
     """
@@ -300,8 +304,9 @@ def build_environments(
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:
-    """An operation on an environment before any episode. Raises UserError, also if it takes too
-    long."""
+    """Runs an operation on an environment before any episode. Raises UserError if it fails or takes
+    too long.
+    """
     key = f"env.factory {env.factory}"
     name = f"runners.environments.instances:{operation}"
     calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
@@ -314,16 +319,17 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Player | None) -> tuple[Reward, ...]:
-    """The config's rewards and the environment's, that of its turns last. UserError if there are
-    none, or one lacks an argument."""
+    """The config's rewards, then the environment's, with the reward of turns last. Raises UserError
+    if there are none, or if a reward lacks an argument.
+    """
     for reward in rewards:
         if "environments" in reward.parameters.needed and not isinstance(
             reward.function, UserFunction
         ):
             raise UserError(
-                f"reward {reward.name} takes environments, which are in the process of user code; "
-                "expected reward.timeout above 0, found 0, with which rewards are called in the "
-                "run's own process"
+                f"reward {reward.name} accepts environments, which live in the process of user "
+                f"code; expected reward.timeout above 0, found 0, with which rewards run in the "
+                f"run's own process"
             )
     found = () if environments is None else (environments.reward, environments.turn_reward)
     own = tuple(reward for reward in found if reward is not None)

@@ -1,5 +1,6 @@
-"""A rollout's episodes: an environment for each row, its turns and calls, and their data for
-rewards."""
+"""Manages a rollout's episodes: an environment for each row, its turns and calls, and the data for
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Session:
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """As in `Replies`: a turn without a call, or beyond the limit, ends the conversation."""
+        """See `Replies`. A turn without a call, or beyond the limit, ends the conversation."""
         episode = self.episodes[row]
         limits = self._home.config
         known = self._home.tools
@@ -88,7 +89,7 @@ class Session:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """As `Replies`. Raises Interrupted if `should_stop` ends the wait."""
+        """See `Replies`. Raises Interrupted if `should_stop` ends the wait."""
         outcomes = self._home.calls.collect(least, interruptible(self._should_stop))
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
@@ -131,7 +132,7 @@ class Session:
         return calls
 
     def _fault(self, call: ToolCall) -> str:
-        """Why a call cannot be made; empty if it can."""
+        """The reason why a call cannot be executed; empty if it can."""
         if call.fault or call.name in self._home.tools:
             return call.fault
         return f"there is no tool {call.name}{did_you_mean(call.name, list(self._home.tools))}"
@@ -145,7 +146,7 @@ class Session:
             episode.hung = True
         limits = self._home.config
         observations = []
-        used_up = f"not called: a conversation has {limits.max_tool_calls} tool calls at most"
+        used_up = f"not called: a conversation can have at most {limits.max_tool_calls} tool calls"
         results = [("tool", outcome.fault, True)] if outcome.fault else outcome.value
         for name, text, failed in (*results, *(failure(name, used_up) for name in refused)):
             episode.counts["failures"] += failed

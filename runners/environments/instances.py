@@ -1,4 +1,4 @@
-"""Environments and tools in the process of user code: created, reset and called by number.
+"""Creates, resets and calls environments and tools in the process of user code, by number.
 
 These are operations of `runners.user_code`. Results are plain: texts, names and schemas.
 """
@@ -23,8 +23,9 @@ Result = tuple[str, str, bool]  # of a call: the tool, its text, whether it fail
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:
-    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, and
-    for two functions of one name."""
+    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, or if
+    two functions have the same name.
+    """
     dirs = tuple(map(Path, folders))
     store["tools"] = {}
     store["factory"] = None
@@ -60,7 +61,7 @@ def _example(text: str) -> None:
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
     """The tools of [env] (name, schema, whether it is a coroutine function), and the reward methods
-    of its class, each with the reward's name.
+    of its class, each with its reward's name.
 
     Raises UserError for tools that cannot be described to a model, and for objects that are not
     environments.
@@ -75,13 +76,16 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
         name = type(environment).__name__
         if not callable(getattr(type(environment), "reset", None)):
             raise UserError(
-                f"{key}: {name} has no method reset(self, **row); expected a class with one, and "
-                "with public methods as its tools"
+                f"{key}: {name} has no method reset(self, **row); expected a class with this "
+                f"method, whose public methods are the tools"
             )
         methods = _methods(environment)
         twice = sorted(methods.keys() & store["tools"].keys())
         if twice:
-            raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
+            raise UserError(
+                f"{key} has a method {twice[0]}, and env.tools contains a function "
+                f"with the same name"
+            )
         named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
         rewards = {
             method: named[method]
@@ -124,8 +128,9 @@ def get_rewards(environments: Sequence[Any]) -> Any:
 def get_turn_rewards(
     environments: Sequence[Any], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """The sum of each environment's `get_turn_rewards`: a number or None for each turn. These are
-    logged as a column."""
+    """The sum of each environment's `get_turn_rewards`: a number or None for each turn. The lists
+    are logged as a column.
+    """
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     found = [method if method is None else method() for method in methods]
     for method, values in zip(methods, found, strict=True):
@@ -156,10 +161,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """Makes a turn's calls, one after another; awaitable if one is a coroutine. Texts are truncated
-    to `characters`.
+    """Executes a turn's calls, one after another; awaitable if one is a coroutine. Texts are
+    truncated to `characters`.
 
-    Each is a name and its arguments, or a name and the reason why it cannot be called.
+    Each call is a name and its arguments, or a name and the reason why it cannot be called.
     """
     environment = store.get("environments", {}).get(number)
     functions = {**store["tools"], **({} if environment is None else _methods(environment))}
@@ -168,7 +173,7 @@ def call(
         if isinstance(arguments, str):
             return failure(name or "tool", arguments)
         if name not in functions:
-            return failure(name, "the environment is lost: its process was ended")
+            return failure(name, "the environment is lost, because its process was ended")
         try:
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
@@ -211,7 +216,8 @@ def _made(store: Store, number: int) -> Any:
 
 def _methods(environment: Any) -> Functions:
     """The public methods of an environment that are tools, bound, by name. They are looked up in
-    the class: properties of the instance are not evaluated."""
+    the class, so properties of the instance are not evaluated.
+    """
     names = [
         name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
     ]
@@ -236,7 +242,9 @@ def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]
 
 
 def _text(value: Any, none: str = "None") -> str:
-    """What a tool or `reset` has returned as a text: of a list of text blocks their texts."""
+    """The result of a tool or of `reset` as a text; a list of text blocks becomes their joined
+    texts.
+    """
     if isinstance(value, list) and all(
         isinstance(x, Mapping) and x.get("type") == "text" for x in value
     ):

@@ -54,7 +54,7 @@ class CallReader:
     def of(
         cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False
     ) -> CallReader:
-        """The reader for a tokenizer: with mlx-lm's parser for it; `marked`: nanochat's format."""
+        """The reader for a tokenizer, with mlx-lm's parser or, if `marked`, for nanochat's format."""
         if marked:
             return cls(schemas, _of_expression, start=MARKS[0], end=MARKS[1])
         parser = getattr(tokenizer, "tool_parser", None)
@@ -64,8 +64,9 @@ class CallReader:
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The stripped text around a turn's calls, and the calls in order; unreadable ones have an
-        error."""
+        """The stripped text around a turn's calls, and the calls in order; unreadable calls have an
+        error.
+        """
         if self.parser is None and self.start not in text:
             whole = _whole_json(text)
             if whole:
@@ -101,14 +102,14 @@ def mark_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _of_expression(body: str, schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """nanochat's call: the text is the first argument of the only tool."""
+    """Reads a call in nanochat's format: the text is the first argument of the only tool."""
     (schema,) = schemas
     argument = next(iter(schema["function"]["parameters"]["properties"]))
     return {"name": schema["function"]["name"], "arguments": {argument: body}}
 
 
 def _call(found: Any) -> ToolCall:
-    """A parser's result, checked."""
+    """Checks a parser's result."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
     name = found.get("name") if isinstance(found, dict) else None

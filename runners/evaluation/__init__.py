@@ -1,1 +1,1 @@
-"""Measures models: exact match during training, `grpo eval`, and `grpo check` of rewards."""
+"""Measures models: evaluations during training, `grpo eval`, and the checks of `grpo check`."""

@@ -1,5 +1,6 @@
-"""Models' results on the same problems, as a table and as JSON: estimates, intervals, paired
-differences."""
+"""Compares models on the same problems, as a table and as JSON: estimates, intervals, paired
+differences.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
     """Percentile interval of a mean by resampling the problems (Efron 1979), with a fixed seed.
 
-    For a difference of two models, pass the differences per problem, which keeps the pairs.
+    To compare two models, pass the differences per problem, which preserves the pairs.
     """
     array = np.asarray(values, np.float64)
     rng = np.random.default_rng(seed)
@@ -64,7 +65,7 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
 
 @attrs.frozen(eq=False)
 class Metric:
-    """One number for each problem, with their mean and interval."""
+    """One number per problem, with their mean and interval."""
 
     values: np.ndarray  # float64; NaN for a problem without a value
     percent: bool = False  # shown as a percentage
@@ -89,7 +90,7 @@ class Metric:
 
 @attrs.frozen(eq=False)
 class ModelResult:
-    """One model on some problems."""
+    """The results of one model on some problems."""
 
     model: str
     indices: tuple[int, ...]  # which rows of the data
@@ -105,7 +106,7 @@ def difference(first: Metric, second: Metric) -> Metric:
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
-    """The models' results on the problems that both models were given."""
+    """The models' results on the problems that both have completed."""
     common = set.intersection(*(set(each.indices) for each in measured))
 
     def cut(each: ModelResult) -> ModelResult:
@@ -122,7 +123,8 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 
 
 def comparison_table(measured: Sequence[ModelResult]) -> str:
-    """Markdown: a row for each number, a column for each model, and for two models the difference.
+    """A Markdown table with a row per number, a column per model and, for two models, their
+    difference.
 
     Brackets contain the 95 % interval.
     """
@@ -144,7 +146,7 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
 
 
 def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
-    """The same numbers for JSON: shares from 0 to 1, null for missing values."""
+    """The same numbers as JSON: shares from 0 to 1, null for missing values."""
     measured = shared(measured)
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:

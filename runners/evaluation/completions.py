@@ -1,4 +1,4 @@
-"""Completions of problems with their scores, for a run's evaluations and for `grpo eval`."""
+"""Samples and scores completions of problems for a run's evaluations and for `grpo eval`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Completion:
 
     @property
     def cut(self) -> bool:
-        """Whether it reached the length limit."""
+        """Whether the completion reached the length limit."""
         return self.finish == LENGTH
 
 
@@ -128,7 +128,7 @@ class Evaluator:
         return found
 
     def _scored(self, batch: Batch, asked: Sequence[Example], size: int) -> np.ndarray:
-        """The rewards' values [K, B]; NaN: none."""
+        """The rewards' values [K, B]; NaN where a reward has none."""
         if self.scorer is None:
             return np.zeros((0, len(asked)))
         played = batch.played
@@ -149,7 +149,7 @@ class Evaluator:
         return scores.values_kb
 
     def _as_episode(self, one: Completion, played: FinishedEpisode) -> Completion:
-        """A conversation's completion with its counts, and whether it is a success."""
+        """A conversation's completion, with its counts and whether it succeeded."""
         own = None if self.environments is None else self.environments.reward
         success = None if one.right is None else one.right and not played.fault
         if own is not None and own.name in one.rewards:
@@ -166,7 +166,7 @@ class Evaluator:
         )
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
-        """`form_notice` for completions, one of each example."""
+        """`form_notice` for completions, one per example."""
         return form_notice(
             self.form,
             [each.text for each in found],
@@ -192,12 +192,13 @@ def form_notice(
     lengths: Sequence[int],
     limit: int,
 ) -> str:
-    """A message if nine in ten completions are cut off at `limit` tokens or lack the answer's form:
-    it names the required length, or the form that most of them have. Else empty."""
+    """A message if nine in ten completions are cut off at `limit` tokens or lack the answer's form,
+    with a suggested length or the form that most of them have; otherwise empty.
+    """
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
-        others = f"; finished ones have up to {max(ended)}" if ended else ""
+        others = f"; finished completions have up to {max(ended)}" if ended else ""
         return (
             f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set "
             f"a larger rollout.max_new_tokens, such as {2 * limit}"
@@ -211,7 +212,7 @@ def form_notice(
     )
     fitting = fitting_form(texts, golds, form.thoughts)
     if fitting is None:
-        return f"{line}; ask for it with data.system_prompt or data.nudge"
+        return f"{line}; request it with data.system_prompt or data.nudge"
     name, have, right = fitting
     return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 

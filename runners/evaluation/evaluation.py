@@ -1,5 +1,4 @@
-"""Evaluations of a run: greedy completions of the held-out problems, with the prompts of
-training."""
+"""Evaluates a run: greedy completions of the held-out problems, with the prompts of training."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ class EvalResult:
 
     @property
     def reward(self) -> float | None:
-        """The mean of the run's own rewards; None if there is none."""
+        """The mean of the run's rewards; None if there are none."""
         return _mean([each.reward for each in self.completions])
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers for the log; unknown ones are omitted."""
+        """The metrics for the log; unknown ones are omitted."""
         rows = self.completions
         rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
@@ -65,15 +64,16 @@ class EvalResult:
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every
-    run."""
+    """The problems for evaluations on a data set: `samples` problems (0: all), the same ones in
+    every run.
+    """
     if samples == 0 or samples >= len(examples):
         return list(examples)
     return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
 
 
 def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling) -> EvalResult:
-    """Greedy completions of all examples; `sampling` determines how they end."""
+    """Completes all examples greedily; `sampling` determines how completions end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
     completions: list[Completion] = []
@@ -86,8 +86,9 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
 def evaluate_on_ranks(
     ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
 ) -> EvalResult:
-    """`evaluate` on all ranks together: each completes every N-th problem, and all get the complete
-    result."""
+    """Runs `evaluate` on N ranks: each completes every N-th problem, and all of them return the
+    complete result.
+    """
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
     if ranks.is_alone:
         return result
@@ -96,7 +97,7 @@ def evaluate_on_ranks(
 
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
-    """The results of all ranks, as plain JSON values, in the order of the problems."""
+    """The results of all ranks as plain JSON values, in the order of the problems."""
     rows = [
         [Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts
     ]

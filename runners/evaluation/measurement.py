@@ -41,15 +41,15 @@ _TRAINED = {  # keys of the other sections that change no evaluation
 def config_of_runs(
     models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None], *, has_data: bool
 ) -> Config | None:
-    """The config of the models' run, with `section.key=value` overrides; None if no model is from a
-    run.
+    """The config of the run that trained the models, with `section.key=value` overrides; None if no
+    model is from a run.
 
-    It may name code, so it must be one that this user has trained with on this machine. For other
-    configs, the result is None if other data is given. `note` receives a message that names the
-    file.
+    A config may name code, so only one that this user has trained with on this machine is used. For
+    any other config, the result is None if data is given separately. `note` receives a message that
+    names the file.
 
-    Raises UserError for another config without data, and if two models' runs are measured
-    differently.
+    Raises UserError for any other config without data, and if the two models' runs require
+    different measurements.
     """
     files = list(dict.fromkeys(filter(None, map(run_of, models))))
     others = [file for file in files if not remembers(OWN_RUNS, digest(file))]
@@ -57,8 +57,8 @@ def config_of_runs(
         if has_data:
             return None
         raise UserError(
-            f"{others[0]}: does not belong to one of your runs on this machine, and may name code; "
-            f"--config {others[0]} uses its data and rewards, --data other data"
+            f"{others[0]}: not the config of one of your runs on this machine, and it may name "
+            f"code; --config {others[0]} uses its data and rewards, --data uses other data"
         )
     if not files:
         return None
@@ -77,7 +77,7 @@ def config_of_runs(
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """The keys that decide what an evaluation measures, with their values."""
+    """The keys that determine what an evaluation measures, with their values."""
     keys = config.to_dict()
     keys["rollout"] = {name: keys["rollout"].get(name) for name in _SAMPLED}
     measured = {}
@@ -98,7 +98,7 @@ def open_model(
     adapter: str = "",
     dtype: str = "auto",
 ) -> tuple[InferenceModel, Player | None]:
-    """A model, read as a config says, and the config's environments.
+    """The model, loaded as configured, and the config's environments.
 
     `adapter` and `dtype` are arguments of `load_inference`.
     """
@@ -125,8 +125,9 @@ def evaluator_of(
     environments: Player | None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
-    """The objects that complete and score a config's problems with a model, and sampling as in
-    [rollout]."""
+    """The objects that complete and score a config's problems with a model, and the sampling
+    settings of [rollout].
+    """
     scorer = None
     if rewards:
         reward = config.reward
@@ -148,8 +149,9 @@ def evaluator_of(
 def choose_problems(
     rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
-    """The problems by their rows' numbers, the same `eval.samples` as in training; and the number
-    of prompts longer than `data.max_prompt_length`. `tools`: schemas shown in the prompts."""
+    """The problems, keyed by row number (the same `eval.samples` as in training), and the number of
+    prompts longer than `data.max_prompt_length`. `tools`: schemas shown in the prompts.
+    """
     processor = model.vision.processor if model.vision else None
     examples, too_long = build_examples(rows, config.data, model.tokenizer, tools, processor)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -170,14 +172,14 @@ def measure(
     environments: Player | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelResult:
-    """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in
+    """Completes each problem of `choose_problems` once greedily and `num` times by sampling as in
     [rollout].
 
     With environments, each completion is a conversation, which succeeds if the environment's own
     reward is at least 1 or, without one, if the last turn contains the reference answer. pass@k for
     each of `ks` counts right answers; with answer.form = "none", it counts successes. `rows`
-    completions are sampled at a time (0: the config's). `note` receives a message when all
-    completions of a kind are done.
+    completions are sampled at a time (0: the config's). `note` receives a message after all
+    completions of a kind.
     """
     evaluator, one_each = evaluator_of(model, config, rewards, environments, rows)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -194,7 +196,7 @@ def measure(
             problem, sample = divmod(place, sampling.num_generations)
             number, example = numbered[problem]
             json_rows.append(_row(name, kind, number, example, sample, one))
-        note(f"{name}: {kind} completions of {len(examples)} problems are done")
+        note(f"{name}: {kind} completions of {len(examples)} problems finished")
         return found
 
     greedy = completed("greedy", attrs.evolve(sampling, temperature=0))
@@ -217,8 +219,9 @@ def measure(
 
 
 def evaluation_key(config: Config) -> mx.array:
-    """The key of all completions: derived from the run's seed, but not shared with other
-    purposes."""
+    """The random key of all completions: derived from the run's seed, but not used for anything
+    else.
+    """
     return fold_in(mx.random.key(config.run.seed), EVALUATION)
 
 
@@ -257,7 +260,7 @@ def _row(
 
 
 def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Metric]:
-    """A number for each problem: the means over its `num` completions, in their order."""
+    """The mean over the `num` completions of each problem, in order."""
     judged = {
         "success": [row.success for row in rows],
         "exact match": [row.right for row in rows],

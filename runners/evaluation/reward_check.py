@@ -1,8 +1,8 @@
-"""Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
+"""Checks a run before its start: its first prompt, the prompt lengths, and its rewards.
 
 No weights are loaded. The rewards score the data's reference answers in the required form, and bad
-answers. If a reward cannot distinguish them, it gives no useful gradient. Without reference
-answers, or if no right completion is known, they score neutral texts, which shows whether they run.
+answers. A reward that cannot distinguish them has no useful gradient. Without reference answers, or
+if no correct completion is known, they score neutral texts, which only shows whether they run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READ_ANSWERS = ("correctness_reward_func", "task_score")
 
 @attrs.frozen(eq=False)
 class RewardCheck:
-    """What was found."""
+    """The results of the checks."""
 
     prompt: str  # the first, as the model gets it
     train: int  # examples
@@ -64,7 +64,7 @@ class RewardCheck:
 def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
-    Raises UserError for every error that would end the run before its first step.
+    Raises UserError for each error that would stop the run before its first step.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)
@@ -126,7 +126,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
 
 
 def _begun(environments: Environments, columns: Iterable[str], example: Example) -> list[str]:
-    """What is wrong with the start of an episode."""
+    """Messages about errors at the start of an episode."""
     try:
         environments.check_columns(columns)
         session = environments.begin([example])
@@ -135,13 +135,16 @@ def _begun(environments: Environments, columns: Iterable[str], example: Example)
     environments.release(session)
     found = [f"the environment: {episode.fault}" for episode in session.episodes if episode.fault]
     if not found and not environments.tools:
-        found.append("there are no tools: the environment has no public method besides reset")
+        found.append(
+            "there are no tools, because the environment has no public method besides reset"
+        )
     return found
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; neutral texts where no right one is known (an empty
-    form)."""
+    """Completions of one problem, by kind; neutral texts if no correct completion is known (an
+    empty form).
+    """
     if not form:
         words = example.messages[-1]["content"]
         return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
@@ -159,7 +162,7 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
 
 
 def _behind(opening: str, text: str) -> str:
-    """The text as a completion that begins as the chat template has it, whose tag it closes."""
+    """The text as a completion that starts with the chat template's opening and closes its tag."""
     if not opening or text.startswith(opening.strip()):
         return text
     tag = re.search(r"<(\w+)>\s*$", opening)
@@ -167,8 +170,9 @@ def _behind(opening: str, text: str) -> str:
 
 
 def _wrong(answer: str) -> str:
-    """Another answer of the same kind: the next number or letter,
-    or a text that the data does not have."""
+    """A different answer of the same kind: the next number or letter, or a text that does not occur
+    in the data.
+    """
     if len(answer) == 1 and answer.isalpha():
         return "B" if answer in "Aa" else "A"
     number = parse_number(answer)
@@ -182,7 +186,7 @@ def _score(
     form: str,
     decoder: TextDecoder,
 ) -> tuple[list[str], np.ndarray, list[str]]:
-    """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
+    """The kinds of answers, each reward's values for them [K, A, N], and the errors."""
     if not rewards:
         return [], np.zeros((0, 0, 0)), []
     data = config.data
@@ -216,26 +220,26 @@ def _judge(
     form: AnswerForm | None,
     examples: Sequence[Example],
 ) -> list[str]:
-    """Rewards that give everything the same value, and wrong answers whose total reward is not
-    below the reference answer's.
+    """Messages about rewards that return the same value for everything, and about wrong answers
+    whose total reward is not below the reference answer's.
 
-    Without a form no text is better than another: then only rewards that never speak are named.
+    Without a form, no text is better than another, so only rewards without any value are reported.
     """
     found = []
     for reward, values_an in zip(rewards, values_kan, strict=True):
         known = values_an[~np.isnan(values_an)]
         if not known.size:
-            found.append(f"{reward.name} gave no reward to any answer")
+            found.append(f"{reward.name} returned no reward for any answer")
         elif form and np.all(known == known[0]):
-            found.append(f"{reward.name} gave {known[0]:g} to every answer, good or bad")
+            found.append(f"{reward.name} returned {known[0]:g} for every answer, good or bad")
         elif form:
             right_n = values_an[kinds.index(GOLD)]
             wrong_n = values_an[kinds.index(WRONG)]
             worse = [example.answer for example in itertools.compress(examples, right_n < wrong_n)]
             # A reward of one's own may depend on the length, which differs by chance.
             if len(worse) == len(examples) or (worse and reward.name in REWARD_NAMES):
-                less = f"the reference answer {show(worse[0])} less than a wrong one"
-                found.append(f"{reward.name} gave {less}")
+                less = f"less for the reference answer {show(worse[0])} than for a wrong one"
+                found.append(f"{reward.name} returned {less}")
     if form is None or not rewards:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)
@@ -250,6 +254,7 @@ def _judge(
     better = [kind for kind in itertools.compress(kinds, preferred) if kind not in good]
     if better:
         found.append(
-            f"the reference answer's total reward is not above that of: {', '.join(better)}"
+            f"the reference answer's total reward is not above the total reward of: "
+            f"{', '.join(better)}"
         )
     return found

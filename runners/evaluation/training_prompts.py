@@ -1,5 +1,6 @@
-"""A run's prompts, completed by its model before training: `grpo check --sample`, `grpo
-difficulty`."""
+"""Completes a run's prompts with its model before training: `grpo check --sample`, `grpo
+difficulty`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ Progress = Callable[[int, int, float], None]
 def open_problems(
     config: Config, machine: Platform, most: int | None = None
 ) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
-    """The objects that complete and score a checked config's training prompts, how to sample, the
-    first `most` of the prompts (None: all), and notices.
+    """The objects that complete and score a checked config's training prompts, the sampling
+    settings, the first `most` prompts (None: all), and notices.
 
-    Sampling uses the run's settings with weights in full precision, and rewards and their errors
-    are handled as in a run.
+    Sampling uses the run's settings and weights in full precision. Rewards and their errors are
+    handled as in a run.
     """
     worker = start_worker(config)
     rewards = load_code(config, worker)
@@ -67,8 +68,9 @@ def open_problems(
 def sample_completions(
     config: Config, machine: Platform, count: int
 ) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
-    """A completion of each of the first `count` training problems of a checked config, and
-    warnings."""
+    """One completion for each of the first `count` training problems of a checked config, and
+    warnings.
+    """
     evaluator, sampling, examples, notices = open_problems(config, machine, count)
     found: list[Completion] = []
     for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
@@ -92,8 +94,8 @@ def measure_difficulty(
     """Samples completions of each training prompt of a checked config, and appends a line for each
     to the file. Returns the file's lines, and messages about model, data and failed rewards.
 
-    Prompts that are already in the file are skipped, so that an interrupted call can be resumed: a
-        prompt's completions depend only on seed, prompt and number.
+    Prompts that are already in the file are skipped, so an interrupted call can be resumed. A
+    prompt's completions depend only on seed, prompt and number.
 
     Raises UserError if the file was measured differently, or cannot be written.
     """
@@ -101,7 +103,7 @@ def measure_difficulty(
     known = [] if overwrite or not path.exists() else read_difficulty(path)
     if any(line.get("measured") != measured for line in known):
         raise UserError(
-            f"{path}: was measured with another model, sampling or reward; --overwrite starts "
+            f"{path}: was measured with a different model, sampling or reward; --overwrite starts "
             "over, --out FILE writes elsewhere"
         )
     evaluator, one_each, prompts, notices = open_problems(config, machine)
@@ -150,7 +152,7 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 
 
 def _measured(config: Config, samples: int) -> str:
-    """A digest of what pass rates depend on besides the prompt."""
+    """A digest of everything besides the prompt that pass rates depend on."""
     values = config.to_dict()
     facts = [
         values[name] for name in ("model", "answer", "reward", "rollout", "env") if name in values

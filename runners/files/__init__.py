@@ -1,4 +1,4 @@
-"""Files that survive crashes, and untrusted files: atomic writes and safe reads.
+"""Atomic writes that survive crashes, and safe reads of untrusted files.
 
-No model, no config; MLX inside functions.
+Nothing here reads a model or a config; MLX is imported inside functions.
 """

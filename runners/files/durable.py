@@ -1,9 +1,9 @@
-"""Files and folders that are written completely or not at all, even if the process is killed.
+"""Writes files and folders completely or not at all, even if the process is killed.
 
-Each is made in a staging folder next to its target (a rename works only within one file system),
-flushed to the disk, and renamed. The staging folder's name contains random digits and the target's
-name; its owner keeps it locked. Only folders with such a name and content, whose owner has ended,
-are ever removed.
+Each one is created in a staging folder next to its target (a rename works only within one file
+system), flushed to the disk, and renamed. The staging folder's name contains random digits and the
+target's name; its owner keeps it locked. Only folders with such a name and content whose owner has
+ended are ever removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def save_text(file: Path, text: str) -> None:
 
 
 def check_target(target: Path, force: bool) -> None:
-    """Before the work on a new folder: raises UserError if `target` exists, unless `force` is set.
+    """Checks a target before work on a new folder starts. Raises UserError if it exists, unless
+    `force` is set.
 
     A folder that a killed process had moved aside is restored first, so it counts as existing.
     """
@@ -52,7 +53,7 @@ def check_target(target: Path, force: bool) -> None:
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turns an OSError inside the block into a UserError with `what` and the reason."""
+    """Converts an OSError inside the block to a UserError with `what` and the reason."""
     try:
         yield
     except OSError as error:
@@ -64,9 +65,9 @@ def new_file(target: Path, *, replace: bool = True) -> Iterator[Path]:
     """A file or folder to be created, which is renamed to `target` when the block ends without an
     error.
 
-    Everything in it is on the disk before the rename. A crash at any point leaves the old or the
-    new file or folder under the name, or (between two renames) an old folder next to it, which the
-    next start restores.
+    Everything in it is on the disk before the rename. After a crash at any point, the target is the
+    old or the new file or folder, or (between two renames) the old folder is next to it and the
+    next start restores it.
 
     Raises UserError if writing fails (full, read-only, no permission), and if `target` exists at
     the end without `replace`.
@@ -100,14 +101,17 @@ def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder; its name never refers to a half-deleted one. OSError if that fails."""
+    """Deletes a folder; its name never refers to a half-deleted folder. Raises OSError if that
+    fails.
+    """
     with _staging(folder) as stage:
         os.rename(folder, stage / OLD)
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """Fills a folder with the files of another one. Tensors, which nothing writes in place, are
-    hard links where the file system has them: they take no more space."""
+    """Fills a folder with the files of another one. Tensor files, which are never written in place,
+    become hard links if the file system supports them, so they need no additional space.
+    """
     shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -119,17 +123,17 @@ def _link(source: str, target: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk. Raises OSError if that fails."""
+    """Flushes a file or a folder's directory entries to the disk. Raises OSError if that fails."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
 
 
 def sweep(parent: Path) -> None:
-    """Removes the staging folders in `parent` whose owners have ended, and restores what they had
-    moved aside.
+    """Removes the staging folders in `parent` whose owners have ended, and restores the folders
+    that they had moved aside.
 
-    Folders that cannot be removed are left: they may belong to another user, and nothing depends on
-        them.
+    Folders that cannot be removed are kept: they may belong to another user, and nothing depends on
+    them.
     """
     for stage in parent.iterdir() if parent.is_dir() else ():
         name = _NAME.fullmatch(stage.name)
@@ -143,9 +147,9 @@ def sweep(parent: Path) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """A locked staging folder for the target, cleared away at the end.
+    """A locked staging folder for the target, removed at the end.
 
-    OSError if the disk refuses.
+    Raises OSError if the disk refuses.
     """
     sweep(target.parent)
     stage = target.parent / f"{PREFIX}{secrets.token_hex(6)}-{target.name}"
@@ -162,9 +166,9 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def _clear(stage: Path, target: Path) -> None:
-    """Removes the staging folder. A target that was moved aside gets its name back.
+    """Removes the staging folder. A target that was moved aside is renamed back.
 
-    If something else has that name by then, or if the folder has foreign files, all stays as it is.
+    Nothing changes if that name is in use by then, or if the folder contains unknown files.
     """
     if not {NEW, OLD}.issuperset(os.listdir(stage)):
         return

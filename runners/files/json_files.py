@@ -1,6 +1,8 @@
-"""JSON: values on one line, objects in untrusted files, and files with one object per line.
+"""Reads and writes JSON: values on one line, objects in untrusted files, and files with one object
+per line.
 
-Such files are written so that no line is lost, and can be read while another process writes.
+Files with one object per line are written so that no line is lost, and can be read while another
+process writes.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from runners.files.durable import disk_errors
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens an untrusted file; raises OSError for a link, and for anything but a regular file.
 
-    A link could expose any file of this machine, and opening a fifo could wait forever.
-    With `follow` a link is allowed, as in the Hub's cache.
+    A link could expose any file on this machine, and opening a fifo could block forever. With
+    `follow`, a link is allowed, as in the Hub's cache.
     """
     nofollow = 0 if follow else os.O_NOFOLLOW
     number = os.open(path, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -35,9 +37,9 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens a file for writing again, created if missing; raises OSError for a link of any kind,
-    and for anything but a regular file. In a folder that somebody else created, it could be any
-    file of this user.
+    """Opens an existing or new file for writing. Raises OSError for a link of any kind and for
+    anything but a regular file, because a link in a folder that somebody else created could lead to
+    any file of this user.
     """
     number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     facts = os.fstat(number)
@@ -60,29 +62,30 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
-    """Writes a JSON object with an indentation of two spaces; `form` are additional arguments of
-    json.dumps."""
+    """Writes a JSON object with an indentation of two spaces; `form` contains additional arguments
+    of json.dumps.
+    """
     file.write_text(json.dumps(content, **{"indent": 2, **form}) + "\n", encoding="utf-8")
 
 
 def finite_number(value: Any) -> float | None:
-    """A value of such a file as a finite number; None if it is not one."""
+    """A value of an untrusted file as a finite number; None if it is not one."""
     if type(value) is int and abs(value) < 1 << 1023:  # float64 can hold it
         return float(value)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def whole_number(value: Any) -> int:
-    """A value of such a file as a count; 0 if it is not one."""
+    """A value of an untrusted file as a count; 0 if it is not one."""
     return value if type(value) is int and 0 < value < 2**63 else 0
 
 
 def to_json(record: Mapping[str, Any]) -> str:
     """One JSON object on one line. 0-d arrays become numbers.
 
-    NaN and infinite numbers become null, because JSON has neither, and an extra key "nonfinite"
-    lists their names (dotted if nested). Raises TypeError, with the name, for a value that JSON
-    cannot represent.
+    NaN and infinite numbers become null, because JSON cannot represent them, and an extra key
+    "nonfinite" lists their names (dotted if nested). Raises TypeError, with the name, for a value
+    that JSON cannot represent.
     """
     nonfinite: list[str] = []
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
@@ -123,8 +126,9 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
 class JsonLines:
     """A file with one JSON object per line; each line is written immediately.
 
-    A line that cannot be written is kept in memory and written before the next one. So no line is
-    lost or split while the process runs. `fault` is the reason for such a line, or None.
+    A line that cannot be written is kept in memory and written before the next one, so no line is
+    lost or split while the process runs. `fault` is the reason if a line could not be written,
+    otherwise None.
     """
 
     def __init__(self, path: Path, *, keep: int | None = None):
@@ -153,7 +157,7 @@ class JsonLines:
         self.push()
 
     def push(self) -> None:
-        """Writes the waiting lines, as far as possible."""
+        """Writes as many of the waiting lines as possible."""
         self.fault = None
         try:
             while self._waiting:
@@ -170,7 +174,7 @@ class JsonLines:
 
 
 def set_aside(path: Path) -> None:
-    """Renames a file that has content to `NAME.previous.jsonl`. OSError if that fails."""
+    """Renames a file that has content to `NAME.previous.jsonl`. Raises OSError if that fails."""
     if path.exists() and path.stat().st_size:
         os.replace(path, path.with_suffix(".previous.jsonl"))
 
@@ -199,7 +203,7 @@ def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, A
 
 
 def _whole_lines(path: Path, most: int) -> int:
-    """The bytes of the whole lines within a file's first `most` bytes."""
+    """The number of bytes of complete lines within a file's first `most` bytes."""
     if not path.stat().st_size:
         return 0
     with (

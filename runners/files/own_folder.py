@@ -1,5 +1,5 @@
-"""Folders that are used again and hold what is loaded or believed: only their user may write to
-them. One is in the user's cache, for facts about a machine or a model that are found out once.
+"""Persistent folders whose contents are loaded or trusted, so only their user may write to them.
+One is in the user's cache, for facts about a machine or a model that are determined once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, created with its parents if it is missing. Raises OSError if the system refuses.
+    """The folder, created with its parents if it is missing. Raises OSError if that fails.
 
-    Raises UserError if others could write there: in a shared folder such as /tmp, anybody could
-        create a folder of this name first, and have programs loaded from it.
+    Raises UserError if others can write there: in a shared folder such as /tmp, anybody could
+    create a folder of this name first and put programs into it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -27,14 +27,14 @@ def own_folder(path: Path) -> Path:
     found = foreign(path)
     if found:
         raise UserError(
-            f"{path}: expected your own folder that nobody else can write to, found {found}"
+            f"{path}: expected a folder of this user that nobody else can write to, found {found}"
         )
     return path
 
 
 def foreign(path: Path) -> str:
-    """Why a folder cannot be trusted; empty if only this user can write to it. Raises OSError if it
-    is missing.
+    """The reason why a folder cannot be trusted; empty if only this user can write to it. Raises
+    OSError if it is missing.
 
     Links are followed only if they belong to this user too.
     """
@@ -44,13 +44,13 @@ def foreign(path: Path) -> str:
         return "a file"
     others = {owner, facts.st_uid} - {os.geteuid()}
     if others:
-        return f"one of user {others.pop()}"
-    return f"one of mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
+        return f"a folder of user {others.pop()}"
+    return f"a folder with mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names
-    another one.
+    """This package's folder in the user's cache; the environment variable GRPO_FN_CACHE sets a
+    different one.
     """
     wish = os.environ.get("GRPO_FN_CACHE", "")
     if wish:
@@ -61,9 +61,10 @@ def cache_folder() -> Path:
 
 
 def kept_folder(*names: str) -> Path:
-    """A folder in the user's cache, by the names on the way to it, created if missing.
+    """A folder in the user's cache, given by the names in its path, created if missing.
 
-    Raises OSError if the system refuses, UserError if others can write to it or to one on the way.
+    Raises OSError if that fails, and UserError if others can write to it or to a folder in its
+    path.
     """
     place = own_folder(cache_folder())
     for name in names:
@@ -72,13 +73,14 @@ def kept_folder(*names: str) -> Path:
 
 
 def remember(kind: str, digest: str) -> None:
-    """Notes a digest, such as one of a content that was checked; in a cache that others can write
-    to, or without room, nothing is noted."""
+    """Records a digest, for example of checked content. Nothing is recorded if others can write to
+    the cache, or if the disk is full.
+    """
     with suppress(OSError, UserError):
         (kept_folder(kind) / digest).touch()
 
 
 def remembers(kind: str, digest: str) -> bool:
-    """Whether `remember` has noted this. A cache that others can write to is not believed."""
+    """Whether `remember` has recorded this digest. A cache that others can write to is not trusted."""
     places = (cache_folder(), cache_folder() / kind)
     return os.path.exists(places[1] / digest) and not any(map(foreign, places))

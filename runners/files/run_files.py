@@ -7,10 +7,10 @@ EVALUATIONS = "evaluations.jsonl"
 RESOLVED = "config.resolved.json"
 LOCK = ".lock"
 BEST = "best"
-"""A folder with the weights of the best evaluation; a checkpoint has one, too."""
+"""A folder with the weights of the best evaluation; a checkpoint contains one too."""
 EVALUATION = "evaluation.json"
-"""In it: what that evaluation measured."""
+"""A file in it with the results of that evaluation."""
 OWN_RUNS = "own-runs"
-"""In the user's cache: configs that this user has trained with, whose code has run here and may run
-again.
+"""A folder in the user's cache: configs that this user has trained with, so their code has run here
+and may run again.
 """

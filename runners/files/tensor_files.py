@@ -18,7 +18,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file with sorted names, so that equal arrays give equal bytes."""
+    """Writes a safetensors file with sorted names, so equal arrays produce equal bytes."""
     import mlx.core as mx
 
     ordered = dict(sorted(arrays.items()))
@@ -45,10 +45,10 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, in order of their names.
+    """The weight files of a model folder, sorted by name.
 
-    Raises the errors of `check_header`, and UserError for a tensor in two files: mlx-lm would use
-        either one.
+    Raises the errors of `check_header`, and UserError for a tensor in two files, because mlx-lm
+    could use either one.
     """
     files = sorted(folder.glob("model*.safetensors"))
     holders: dict[str, str] = {}
@@ -67,9 +67,9 @@ def weight_files(folder: Path) -> list[Path]:
 def check_header(file: Path) -> list[str]:
     """The names of a file's tensors.
 
-    Raises UserError unless every tensor of the header is in the file, with the size of its shape:
-        MLX counts elements in 64 bits, and accepts shapes whose product overflows, and pairs of
-        negative sizes.
+    Raises UserError unless the file contains every tensor of the header with the size of its shape.
+    MLX does not check this: it counts elements in 64 bits, and accepts shapes whose product
+    overflows and pairs of negative sizes.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -86,8 +86,8 @@ def check_header(file: Path) -> list[str]:
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most tensors in a model folder's weight files, from their headers; ""
-    if unknown.
+    """The floating dtype of most tensors in a model folder's weight files, read from their headers;
+    "" if unknown.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,6 @@
-"""TOML from values, by a TOML writer: a value's text cannot become a key, a table or a comment."""
+"""Writes values as TOML, with a TOML library, so a value's text cannot become a key, a table or a
+comment.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def toml_text(
 
 
 def _item(value: Any) -> Any:
-    """A value on one line: tables within it are inline, too."""
+    """A value on one line, with inline tables."""
     import tomlkit
 
     if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ _ORIENTATION = 0x0112  # read if EXIF stands before the pixels, as cameras write
 
 @attrs.frozen
 class ImageFile:
-    """One image, not opened yet."""
+    """One image, which is not opened yet."""
 
     name: str  # in messages and logs: the path as in the data, or a digest
     path: Path | None = None
@@ -38,7 +38,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     opened.
 
     None, an empty text and an empty list mean no images. Raises UserError, without the row's place,
-    for a value of another kind, for a path outside of the folder, and for a missing file.
+    for a value of another type, a path outside the folder, or a missing file.
     """
     if value is None or value == "":
         return ()
@@ -68,7 +68,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         outside = (
             "but images are only read inside the folder; data.image_folder sets another folder"
         )
-        raise UserError(f"names {show(value)}, which leads out of {folder}, {outside}")
+        raise UserError(f"names {show(value)}, which is outside {folder}, {outside}")
     if not there:
         raise UserError(f"names {show(value)}, but there is no file {path}")
     return (ImageFile(value, path=path),)
@@ -95,8 +95,9 @@ def read_image(file: ImageFile) -> Image:
 
 @contextmanager
 def _opened(file: ImageFile) -> Iterator[Image]:
-    """The image of a file, of a known format and of a size that Pillow takes for no attack.
-    UserError for any fault within the block."""
+    """Opens the image of a file if its format is known and Pillow considers its size safe. Raises
+    UserError for any error in the block.
+    """
     from PIL import Image
 
     try:

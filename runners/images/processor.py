@@ -1,7 +1,7 @@
-"""The models that accept images, and their processor: an image's tokens in a prompt, and its pixels
+"""Processes images for the models that accept them: an image's tokens in a prompt, and its pixels
 as patches.
 
-mlx-vlm does the work, with the settings of the model folder's preprocessor_config.json.
+mlx-vlm does this with the settings in the model folder's preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model accepts images; raises UserError, with a list,
-    for others.
+    """The model_type of a config.json whose model accepts images; raises UserError, with a list of
+    supported types, for any other.
     """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
     if not has_vision(config):
         raise UserError(
-            f"{path}: config.json has no vision_config; prompts with images need a model of {known}"
+            f"{path}: config.json has no vision_config; prompts with images require a model of "
+            f"{known}"
         )
     if kind not in FAMILIES:
         raise UserError(
@@ -67,7 +68,8 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A config.json with the text part's keys also at its root, where mlx-vlm reads them for these
     families.
 
-    Without a separate text part it is unchanged. UserError without `mrope_section`.
+    It is unchanged if there is no separate text part. Raises UserError if `mrope_section` is
+    missing.
     """
     text = config.get("text_config")
     if not text:
@@ -108,7 +110,7 @@ class ImageProcessor:
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """Number of tokens of an image in a prompt, from its size alone.
+        """The number of tokens of an image in a prompt, which depends only on its size.
 
         Raises UserError if the file is not an image.
         """
@@ -131,16 +133,16 @@ class ImageProcessor:
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
-        """The prompt with all image tokens of each image.
+        """The prompt, with each image's placeholder expanded to all of its tokens.
 
-        Raises UserError unless it has one for each image.
+        Raises UserError unless it has one placeholder for each image.
         """
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
             raise UserError(
-                f"the prompt has {shown} places for the {len(images)} images of its row "
-                f"({', '.join(image.name for image in images)}): the chat template must show "
-                "each image once, and the question must not contain the image token"
+                f"the prompt contains {shown} placeholders for the {len(images)} images of its row "
+                f"({', '.join(image.name for image in images)}): the chat template must render "
+                f"each image once, and the question must not contain the image token"
             )
         counts = iter([self.count_tokens(image) for image in images])
         found: list[int] = []
@@ -149,18 +151,19 @@ class ImageProcessor:
         return tuple(found)
 
     def _refused(self, file: ImageFile, error: Exception) -> UserError:
-        return UserError(f"{file.path or file.name}: the image processor refuses it ({error})")
+        return UserError(f"{file.path or file.name}: rejected by the image processor ({error})")
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
-    """The image processor of a model folder with this config.json. Raises UserError for a model
-    that does not accept images, without mlx-vlm, and if the folder's settings cannot be read."""
+    """The image processor of a model folder with this config.json. Raises UserError if the model
+    does not accept images, mlx-vlm is not installed, or the folder's settings cannot be read.
+    """
     kind = check_family(config, path)
     if not any(
         (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     ):
         raise UserError(
-            f"{path}: preprocessor_config.json is missing, which contains the sizes of images"
+            f"{path}: preprocessor_config.json, which contains the sizes of images, is missing"
         )
     processing = mlx_vlm_module(f"models.{kind}.processing_{kind}")
     image_token = config.get("image_token_id")

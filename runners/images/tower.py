@@ -1,4 +1,6 @@
-"""A model's vision tower: its frozen weights from the folder, and its features of images."""
+"""A model's vision tower: loads its frozen weights from the folder, and computes features of
+images.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,10 @@ class VisionPart:
     )
 
     def see(self, prompts: Sequence[Any]) -> list[PromptImages | None] | None:
-        """The features of the images of each prompt (with `tokens` and `images`); None if none has
-        images.
+        """The features of the images of each prompt (with `tokens` and `images`); None if no prompt
+        has images.
 
-        Raises UserError if a file is not an image, or has changed since the prompt was made.
+        Raises UserError if a file is not an image, or has changed since the prompt was created.
         """
         if not any(prompt.images for prompt in prompts):
             return None
@@ -75,7 +77,7 @@ class VisionPart:
             ) from error
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
-        """Features [F,D] of an image, and its cells."""
+        """Features [F,D] of an image, and its grid cells."""
         if file in self._cache:
             self._cache.move_to_end(file)
             return self._cache[file]
@@ -97,12 +99,12 @@ class VisionPart:
 def prepare_vision(
     module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0
 ) -> VisionPart:
-    """The vision part of a model folder, in the model's compute dtype; afterwards `module`, its
-    language part from mlx-lm, accepts positions of images. Images are scaled down to `max_pixels`,
-    unless that is 0.
+    """The vision part of a model folder, in the model's compute dtype. Afterwards, `module`, the
+    model's language part from mlx-lm, accepts positions of images. Images are scaled down to
+    `max_pixels` unless it is 0.
 
-    Raises the errors of `load_processor`, and UserError for positions that do not fit the module,
-    and for weights that are missing or do not fit the tower.
+    Raises the errors of `load_processor`, and UserError if positions do not fit the module, or if
+    weights are missing or do not fit the tower.
     """
     config = read_json(path / "config.json")
     kind = check_family(config, path)
@@ -125,8 +127,8 @@ def prepare_vision(
 
 
 def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
-    """Bytes of the vision tower that a config.json describes, in that dtype; nothing is read or
-    computed.
+    """The size in bytes of the vision tower that a config.json describes, in that dtype; nothing is
+    read or computed.
     """
     module = _new_tower(check_family(config, path), config, path)
     return sum(leaf.size for leaf in named_leaves(module.parameters()).values()) * dtype.size
@@ -155,7 +157,7 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(
-            f"{path}: there are no weights of a vision tower (visual.* or vision_tower.*); was "
-            "only the language part converted?"
+            f"{path}: the weights of the vision tower (visual.* or vision_tower.*) are missing; "
+            f"was only the language part converted?"
         )
     return module.sanitize(found)

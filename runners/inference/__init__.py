@@ -1,1 +1,3 @@
-"""Models that answer: `grpo generate`, `grpo chat`, images. Nothing here depends on training."""
+"""Generates text with models, for `grpo generate` and `grpo chat`, also from images. Nothing here
+depends on training.
+"""

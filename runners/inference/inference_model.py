@@ -44,9 +44,10 @@ def check_prompts(
     vocabulary: int | None,
     positions: int | None,
 ) -> None:
-    """Raises UserError for tokens without an embedding (a tokenizer may have added some), and for a
-    prompt that is too long for a model's learned positions if `most` tokens follow (0: they are
-    included)."""
+    """Raises UserError for tokens without an embedding (a tokenizer may have added some), and if a
+    prompt plus `most` new tokens exceeds the model's learned positions (0 if the prompt includes
+    them).
+    """
     longest = max(map(len, prompts), default=0)
     counted = f"{longest} tokens"
     if most:
@@ -60,7 +61,7 @@ def check_prompts(
 
 @attrs.frozen(eq=False)
 class InferenceModel:
-    """A model ready to sample."""
+    """A model that is ready for sampling."""
 
     module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
     policy: g.Policy  # over the same module
@@ -91,8 +92,8 @@ class InferenceModel:
     ) -> Example:
         """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
 
-        `columns` are for an environment; at most `most` tokens follow the prompt. Raises the errors
-        of `check`.
+        `columns` are passed to an environment; at most `most` tokens follow the prompt. Raises the
+        errors of `check`.
         """
         text, tokens = render(
             self.tokenizer,
@@ -124,14 +125,15 @@ def load_inference(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> InferenceModel:
-    """Loads a folder, a Hub name or "embedded"; for a folder of adapters also the base model.
+    """Loads a folder, a Hub name or "embedded"; for a folder of adapters, also the base model.
 
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the
-            base, or a run's folder, which means its final model, or its newest complete checkpoint.
+            base, or a run's folder (its final model or, without one, its newest complete
+            checkpoint).
         adapter: a folder with adapters, to be applied to the model.
-        loader, folders: the function that loads the folder instead of mlx-lm,
-            and the folders in which it is searched.
+        loader, folders: the function that loads the folder instead of mlx-lm, and the folders in
+            which it is looked up.
         with_prompt: read grpo_prompt.json, if it exists, into the result's `prompt`.
         images: whether prompts may have images.
 
@@ -187,7 +189,7 @@ def find_model(
     *,
     custom_loader: bool = False,
 ) -> tuple[Path, Path | None]:
-    """The folder of a model, named as for `load_inference`, and that of its adapters, if any."""
+    """The folder of a model, named as for `load_inference`, and the folder of its adapters, if any."""
     named = Path(model_of_run(model, note)).expanduser()
     adapters = Path(adapter).expanduser() if adapter else None
     source = str(named) if named.exists() else model
@@ -198,13 +200,14 @@ def find_model(
     if adapters == named:
         if adapter:
             raise UserError(
-                f"{model} contains adapters, and {adapter} is given too; expected only one of them"
+                f"{model} contains adapters, and {adapter} is also given; expected only one of them"
             )
         source = base_of(named)
     return resolve_model(source, "MODEL", custom_loader=custom_loader), adapters
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """The prompt format of a model's training: that of its adapters, which were trained last, or
-    its own."""
+    """The prompt format of a model's training, from its adapters (which were trained last) or from
+    the model's folder.
+    """
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

@@ -1,4 +1,6 @@
-"""Completions, or conversations with tools, in batches; streamed talks; their speed."""
+"""Generates completions or conversations with tools in batches, streams chats, and measures their
+speed.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ INTERRUPTED = "interrupted"
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Finished completions, G of each example in a row.
-    The next conversations reuse their environments."""
+    """Finished completions, with the G completions of each example adjacent. The next conversations
+    reuse their environments.
+    """
 
     examples: Sequence[Example]
     rollout: g.Rollout
@@ -65,9 +68,10 @@ def sample_batches(
     """Completions of all examples, in order; completion g of example n uses the random stream (key,
     n, g).
 
-    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` reply to
-    turns; None: each completion is one turn. `should_stop` ends the current batch, which is
-    returned as it is, without conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
+    They do not depend on the number of `rows` sampled at a time (0: 256). `environments` reply to
+    turns; if it is None, each completion is one turn. `should_stop` ends the current batch, which
+    is returned unfinished and without conversations. `numbered` contains the n of the examples;
+    None means 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     cut = False
@@ -111,7 +115,9 @@ def sample_batches(
 
 
 def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
-    """Why each row of a rollout of at most `most` tokens ended; `cut`: it was interrupted."""
+    """The reason why each row of a rollout of at most `most` tokens ended; `cut` marks interrupted
+    rows.
+    """
 
     def end_of(finished: bool, length: int) -> str:
         if finished:
@@ -123,7 +129,7 @@ def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
 
 @attrs.define
 class Speed:
-    """Tokens and seconds of one or several calls, and the peak memory since the first."""
+    """Tokens and seconds of one or more calls, and the peak memory since the first call."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # 0 if prompts and completions are not timed separately
@@ -140,7 +146,7 @@ class Speed:
         self.seconds += batch.seconds
 
     def line(self) -> str:
-        """One line for people: tokens, tokens per second, peak memory."""
+        """A readable line: tokens, tokens per second, peak memory."""
         prompts = f"prompt {self.prompt_tokens:,} tokens"
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
@@ -151,7 +157,7 @@ class Speed:
 
 
 def generation_key(seed: int) -> mx.array:
-    """The key of `grpo generate` and `grpo chat`."""
+    """The random key of `grpo generate` and `grpo chat`."""
     return fold_in(mx.random.key(seed), GENERATION)
 
 
@@ -160,7 +166,7 @@ class Conversation:
     """The messages of a conversation with a user.
 
     Each turn renders all messages again with the chat template; the engine keeps keys and values
-    from turn to turn. The first reply equals the first completion of `sample_batches` for the same
+    between turns. The first reply equals the first completion of `sample_batches` for the same
     prompt, up to the rounding of batched products.
     """
 
@@ -181,7 +187,7 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every turn; the system message stays."""
+        """Removes all turns; the system message is kept."""
         self.turns = 0
         self.messages = [{"role": "system", "content": self.system}] if self.system.strip() else []
 

@@ -1,1 +1,1 @@
-"""Predicts the memory of a run phase by phase."""
+"""Predicts a run's memory, phase by phase."""

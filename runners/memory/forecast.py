@@ -1,8 +1,8 @@
 """Predicts the memory of a config's run for each phase of a step; the largest is the peak.
 
 All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient.
-Operations in flight need additional memory, which is measured: MLX's CPU backend submits up to 100
-    ahead. GPUs keep less of both, so that the sums are upper bounds there.
+Operations in flight need additional memory, which was measured: MLX's CPU backend submits up to 100
+operations ahead. GPUs use less for both, so the sums are upper bounds there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PREFILL = (5, 7.6, 0, 0, 9.5, 1)
 
 
 class Phase(NamedTuple):
-    """Bytes of a part of a step; its total is their sum."""
+    """The bytes of a part of a step, by purpose; its total is their sum."""
 
     weights: float  # of all roles, and copies of them
     optimizer: float  # moments and gradients
@@ -87,16 +87,16 @@ class Forecast:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs most memory, and its bytes."""
+        """The phase that needs the most memory, and its bytes."""
         totals = {name: int(sum(phase)) for name, phase in self.phases.items()}
         return max(totals.items(), key=lambda found: found[1])
 
     def having(self, section: str, **values: object) -> Forecast:
-        """The forecast of the config with other values in a section."""
+        """The forecast for the config with other values in a section."""
         return attrs.evolve(self, config=self.config.having(section, **values))
 
     def rollout(self) -> Phase:
-        """The training prompts, as many as are decoded together."""
+        """The rollout phase, for as many training prompts as are decoded together."""
         rollout = self.config.rollout
         prompts = -(-self.config.optim.batch_size // self.sizes.ranks)
         if rollout.max_batch:
@@ -108,7 +108,7 @@ class Forecast:
         return self._decoding(prompts, rows, rollout.max_new_tokens, arrays, copy)
 
     def evaluation(self) -> Phase:
-        """A completion of each held-out problem, as many as are decoded together."""
+        """The evaluation phase, for as many held-out problems as are decoded together."""
         settings = self.config.eval
         rollout = self.config.rollout
         bounds = (rollout.max_batch or DEFAULT_ROWS, settings.samples, self.held_out)
@@ -217,8 +217,8 @@ class Forecast:
         return max(first, last, key=sum)
 
     def update(self) -> Phase:
-        """Gradients, and the new values that exist in addition to the old ones: of a block and the
-        embedding.
+        """Gradients, and the new values that exist besides the old ones (one block's and the
+        embedding's).
         """
         config = self.config
         sizes = self.sizes
@@ -234,8 +234,9 @@ class Forecast:
 
 
 def saved(shape: ModelShape) -> tuple[float, ...]:
-    """The number of arrays that one block saves for the backward pass; relu² saves one less than a
-    gate."""
+    """The number of arrays that one block saves for the backward pass; relu² saves one array less
+    than a gated MLP.
+    """
     return (SAVED[0], 3 + number("gate_arrays") if shape.gated else 2, *SAVED[2:])
 
 
@@ -263,9 +264,9 @@ def forecast(
 ) -> Forecast:
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if
-    it is not known. `total` is the memory that the run may use. If the config sets no micro-batch,
-    it is as large as is useful and fits.
+    `prompt` is the longest prompt's length; `held_out` is the number of problems to evaluate on, 0
+    if unknown. `total` is the memory that the run may use. If the config does not set the
+    micro-batch, the largest useful one that fits is used.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
     new = config.rollout.max_new_tokens
@@ -283,8 +284,9 @@ def forecast(
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """Tokens of a micro-batch if memory is no limit: on a CPU those whose activations fill the
-    caches, with CUDA those that take as long as their launch."""
+    """The tokens of a micro-batch if memory is not limited: on a CPU, activations fill the caches;
+    with CUDA, computing takes as long as launching.
+    """
     if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
     if backend != "cpu":
@@ -323,5 +325,5 @@ def largest_batch(found: Forecast) -> int:
 
 
 def _largest(nbytes: Callable[[int], float], room: float, most: int) -> int:
-    """The largest n in 0..most for which the bytes, which grow with n, fit."""
+    """The largest n in 0..most whose bytes fit; bytes grow with n."""
     return bisect_right(range(1, most + 1), room, key=nbytes)

@@ -1,4 +1,4 @@
-"""`grpo plan`: a run's memory as a table or as JSON, and the message if it does not fit."""
+"""`grpo plan`: shows a run's memory as a table or as JSON, with a message if it does not fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_plan(
     """The plan of a checked config for each of `ranks` ranks, and a message if the run does not
     fit.
 
-    Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
+    Only the model's shapes are loaded. Raises UserError if the model or the data cannot be used.
     """
     longest, held_out = data_shape(config)
     prompt = longest or config.data.max_prompt_length
@@ -72,9 +72,9 @@ def make_plan(
         "largest batch": batch if best else "not even one prompt fits",
         "disk": f"{gigabytes(sizes.written)} for the final and the best model, besides checkpoints",
         "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one rank" if ranks > 1 else "",
+        "ranks": f"{ranks}; the figures are per rank" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
-        "time": "grpo bench CONFIG measures some steps and estimates the time of the run",
+        "time": "grpo bench CONFIG measures some steps and estimates the run's time",
     }
     named = [f"{name:<14}{text}" for name, text in lines.items() if text]
     return "\n".join([*aligned(rows, right=range(1, len(rows[0]) - 1)), "", *named]), problem
@@ -83,8 +83,8 @@ def make_plan(
 def data_shape(config: Config) -> tuple[int, int]:
     """The length of the longest training prompt in tokens, and the number of held-out problems.
 
-    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a
-    tokenizer that cannot be used.
+    Both are 0 unless data and tokenizer are on this machine. Raises UserError if the data or the
+    tokenizer cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
@@ -99,7 +99,7 @@ def data_shape(config: Config) -> tuple[int, int]:
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or a message why they are unknown.
+    """The model's sizes, or a message with the reason why they are unknown.
 
     Raises UserError if weights, moments and gradients alone exceed the memory.
     """
@@ -138,25 +138,27 @@ def memory_outlook(
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
             config = config.having("rollout", max_batch=rows)
-            notices.append(f"decoding: memory is enough for {rows:,} of {asked:,} rows at a time")
+            notices.append(f"decoding: memory suffices for {rows:,} of {asked:,} rows at a time")
     return config, tuple(notices)
 
 
 def _too_large(config: Config, sizes: ModelSizes) -> str | None:
-    """One line if not even weights, moments and gradients fit into the memory; else None."""
+    """A message if weights, moments and gradients alone exceed the memory; otherwise None."""
     total = _all_memory(config)
     if sizes.floor <= total:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
         f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for "
-        f"weights, moments and gradients alone, but there is only {_spelled(config, total)}; take "
-        f"{advice}a smaller or a quantized model"
+        f"weights, moments and gradients alone, but only {_spelled(config, total)} are "
+        f"available; use {advice}a smaller or a quantized model"
     )
 
 
 def _over_memory(found: Forecast) -> str | None:
-    """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
+    """A message if the predicted peak exceeds the memory, with the key that lowers it; otherwise
+    None.
+    """
     config = found.config
     phase, nbytes = found.peak
     if nbytes <= found.total:
@@ -164,13 +166,13 @@ def _over_memory(found: Forecast) -> str | None:
     tuned = "model.tune" if config.model.tune == "full" else "model.path"
     key = {"gradient": "system.micro_batch_tokens", "update": tuned}.get(phase, "rollout.max_batch")
     return (
-        f"the run is expected to take {gigabytes(nbytes)} at its peak ({phase}), but there is only "
-        f"{_spelled(config, found.total)}; lower {key}"
+        f"the run is expected to need {gigabytes(nbytes)} at its peak ({phase}), but only "
+        f"{_spelled(config, found.total)} are available; lower {key}"
     )
 
 
 def _all_memory(config: Config) -> int:
-    """Bytes of the machine or its GPU, or `system.memory_limit_gb` if that is less."""
+    """The memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is less."""
     total = total_memory()
     return min(total, int(config.system.memory_limit_gb * 1e9) or total)
 

@@ -1,5 +1,5 @@
-"""The bytes of a config's model in all its roles. The module is created, but nothing in it is
-computed.
+"""Computes the size in bytes of a config's model in all its roles. The module is created, but
+nothing in it is computed.
 
 MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses
 no memory.
@@ -50,7 +50,7 @@ class ModelShape:
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
-    """A model as a config uses it; bytes unless stated otherwise."""
+    """The sizes of a model in a config's roles, in bytes unless stated otherwise."""
 
     shape: ModelShape
     shares_prompts: bool  # whether a group's prompt is computed once in the learner
@@ -77,13 +77,14 @@ class ModelSizes:
 
     @property
     def floor(self) -> int:
-        """The minimum for any batch setting: weights, moments and one set of gradients."""
+        """The minimum for all batch settings: weights, moments and one set of gradients."""
         return self.weights + self.moments + self.gradients
 
 
 def models_bytes(config: Config, parameters: int, trained: int, size: int) -> int:
-    """Bytes on the disk of a run's final model, and of its best one, which is only its adapters if
-    it has some; `size`: bytes of a number in the source's files."""
+    """Bytes on disk of a run's final model and its best model (only adapters, if there are any).
+    `size` is the number of bytes per number in the source's files.
+    """
     final = parameters * size  # every parameter, unpacked
     adapters = trained * FLOAT
     if config.model.tune != "full":
@@ -94,7 +95,7 @@ def models_bytes(config: Config, parameters: int, trained: int, size: int) -> in
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape given by a model's config.json.
 
-    Raises ValueError if it lacks layers, width, heads or vocabulary.
+    Raises ValueError if layers, width, heads or vocabulary are missing.
     """
     config = {**config, **(config.get("text_config") or {})}
 
@@ -133,7 +134,7 @@ def model_sizes(
 ) -> ModelSizes:
     """The sizes of the model that [model] names, in its roles in the config, on one of `ranks`.
 
-    A local folder is measured by the headers of its weight files. For a model on the Hub, only
+    For a local folder, the headers of its weight files are read. For a model on the Hub, only
     config.json is read; its weights are not downloaded. `config` is checked ([loss] complete).
     `stated` is the content of config.json if it is already known; then nothing is looked up.
 
@@ -149,7 +150,7 @@ def model_sizes(
     try:
         shape = model_shape(stated)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        fault = f"its memory cannot be predicted from config.json: {error}"
+        fault = f"the model's memory cannot be predicted from config.json: {error}"
         raise UserError(f"{settings.path}: {fault}") from error
     compute = choose_dtype(settings.dtype, platform, module)
     stored = main_dtype(module).size
@@ -167,7 +168,9 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with `part` rounded weights; embeddings and head often are not rounded."""
+        """Bytes of a role with `part` weights, which are rounded except, often, embeddings and
+        head.
+        """
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))
@@ -241,13 +244,13 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
 
 
 def checkpoints_mlps(config: Config) -> bool:
-    """Whether gated MLPs compute their inside again in the backward pass."""
+    """Whether gated MLPs recompute their inner activations in the backward pass."""
     wanted = number("checkpoints_mlps") and enabled("checkpointed_mlps")
     return bool(wanted) and not config.system.grad_checkpoint
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
-    """Bytes of leaves whose floating ones are in this dtype."""
+    """Bytes of the leaves if floating leaves have this dtype."""
     floating = {name for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
     return sum(
         leaf.size * dtype.size if name in floating else leaf.nbytes for name, leaf in leaves.items()
@@ -287,7 +290,7 @@ def _unloaded(
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:
-    """The module that config.json describes; its random numbers are never computed."""
+    """The module that config.json describes; its random initial values are never computed."""
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(stated)

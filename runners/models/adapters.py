@@ -1,4 +1,4 @@
-"""Adapters in a module: new ones, or those of a folder."""
+"""Adds adapters to a module: new ones, or those in a folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
 def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
-    """Freezes the module and adds [model]'s adapters to it: those of `settings.adapters`, or new
+    """Freezes the module and adds [model]'s adapters to it, either from `settings.adapters` or new
     ones.
 
     `digest` is the `base_digest` of the module; "" if unknown. Returns mlx-lm's num_layers and
@@ -80,8 +80,8 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder contains adapters, as far as this can be checked without
-    their model.
+    """Raises UserError unless a folder contains adapters. Checks only what does not require their
+    model.
     """
     config, weights = adapter_files(folder)
     missing = next((file.name for file in (config, weights) if not file.is_file()), None)
@@ -96,8 +96,9 @@ def check_adapters(folder: Path) -> None:
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and tensors of a folder of adapters, under mlx-lm's names or, if it has these,
-    PEFT's."""
+    """Config and tensors of a folder of adapters, from files with mlx-lm's names or, if present,
+    PEFT's.
+    """
     config = folder / ADAPTER_CONFIG
     theirs = folder / PEFT_ADAPTERS
     peft = theirs.is_file() and config.is_file() and "peft_type" in read_json(config)
@@ -105,7 +106,7 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 
 
 def read_folder(folder: Path) -> Adapters:
-    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's format.
+    """A folder's adapters (mlx-lm's or PEFT's) in mlx-lm's format.
 
     Raises UserError if they are missing, not floating or not finite.
     """
@@ -131,10 +132,10 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Adds a folder's adapters to the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; None: it is computed if the adapters contain one,
-    which mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the
-    adapters are missing, incomplete, not finite, of another kind than `tune` (if given), or made
-    for another model.
+    `digest` is the `base_digest` of the module; If it is None, it is computed if the adapters
+    contain a digest (mlx-lm's do not). Returns mlx-lm's num_layers and lora_parameters. Raises
+    UserError if the adapters are missing, incomplete, not finite, of another kind than `tune` (if
+    given), or made for another model.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -154,8 +155,8 @@ def read_adapters(
         name.endswith("lm_head") for name, _ in module.named_modules()
     ):
         raise UserError(
-            f"{where}: its head is its token embedding, but the adapters change the two "
-            "separately; expected PEFT's ensure_weight_tying = true"
+            f"{where}: the model's head shares the weights of its token embedding, but the "
+            f"adapters change them separately; expected PEFT's ensure_weight_tying = true"
         )
     # The learner has no dropout.
     count = stated["num_layers"]
@@ -179,16 +180,16 @@ def read_adapters(
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
-            f"{folder}: the adapters were made for weights other than those of {path}; their "
-            f"base model is {stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any "
-            "model with these shapes accepts them)"
+            f"{folder}: the adapters were made for weights that differ from those of {path}; their "
+            f"base model is {stated.get('model')} (if {BASE_DIGEST} is removed from "
+            f"{ADAPTER_CONFIG}, any model with these shapes accepts them)"
         )
     module.load_weights(list(tensors.items()), strict=False)
     return {"num_layers": count, "lora_parameters": parameters}
 
 
 def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
-    """Raises UserError for layers with other weights than those that PEFT saved under their
+    """Raises UserError for layers whose weights differ from the ones that PEFT saved with their
     adapters.
     """
     layers: dict[str, Any] = dict(module.named_modules())
@@ -222,12 +223,12 @@ def base_of(folder: Path) -> str:
 
 
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
-    """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
+    """A SHA-256 digest of the leaves' names, shapes and numbers, in hexadecimal.
 
-    In a leaf with more than WHOLE numbers, SAMPLED of them are read, always at the same positions:
-        in another model, or after more training, nearly all numbers differ. Floating numbers are
-        read as float32, so that a model saved with more bits keeps its digest. It is computed on
-        the CPU, because a GPU would first compile a program.
+    From a leaf with more than WHOLE numbers, only SAMPLED numbers are read, always at the same
+    positions, because nearly all numbers differ in another model or after more training.
+    Floating-point numbers are read as float32, so the digest does not change if a model is saved
+    with more bits. The digest is computed on the CPU, because a GPU would compile a kernel first.
     """
     whole = hashlib.sha256()
     with mx.stream(mx.cpu):

@@ -1,4 +1,4 @@
-"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
+"""Finds a model folder, checks its files before loading, and copies its companion files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _TOKENIZERS = (
 def resolve_model(
     path: str, key: str = "model.path", *, custom_loader: bool = False, tokenizer: bool = True
 ) -> Path:
-    """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded,
-    cached).
+    """The checked folder that `model.path` names: a shipped one, a folder, or a Hub name
+    (downloaded, cached).
 
     `key` is its name in messages. With `custom_loader`, the weights may have any format, because
-    the loader reads them. Without `tokenizer`, none is required. Raises UserError if nothing has
-    that name, the Hub cannot be reached, or the folder is incomplete.
+    the loader reads them. Without `tokenizer`, none is required. Raises UserError if neither a
+    folder nor a Hub model has that name, the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -116,7 +116,8 @@ def has_tokenizer(folder: Path) -> bool:
 def read_config(folder: Path) -> dict:
     """A model folder's config.json, with the rotary embedding's keys in mlx-lm's form.
 
-    Raises UserError if the file or a key cannot be read, or if mlx-lm would compute something else.
+    Raises UserError if the file or a key cannot be read, or if mlx-lm's computation would differ
+    from the config.
     """
     file = folder / "config.json"
     stated = read_json(file)
@@ -141,11 +142,11 @@ def _companions(source: Path) -> set[Path]:
 
 
 def _check_links(folder: Path) -> None:
-    """Raises UserError if a file that `copy_companions` takes is a link that leads out of the
+    """Raises UserError if a file that `copy_companions` copies is a link to a target outside the
     folder.
 
-    A stranger's folder could otherwise have any file of yours exported, and uploaded, with its
-    model. In the Hub's cache links lead to the blobs beside the snapshots.
+    Otherwise an untrusted folder could cause any of your files to be exported and uploaded with the
+    model. Links in the Hub's cache may point to the blobs beside the snapshots.
     """
     root = folder.resolve()
     snapshots = [path for path in root.parents if path.name == "snapshots"]
@@ -154,8 +155,8 @@ def _check_links(folder: Path) -> None:
     for file in sorted({*_companions(folder), templates, *templates.rglob("*")}):
         if file.is_symlink() and not any(map(Path(os.path.realpath(file)).is_relative_to, allowed)):
             raise UserError(
-                f"{folder}: {file.relative_to(folder)} is a link to a file outside of the "
-                "folder; copy the file into the folder"
+                f"{folder}: {file.relative_to(folder)} is a link to a file outside the folder; "
+                f"copy the file into the folder"
             )
 
 
@@ -206,16 +207,16 @@ def hub_errors(where: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise UserError(
-            f"{where}: access is gated; ask for it on the Hub, then `hf auth login`"
+            f"{where}: access is gated; request it on the Hub, then run `hf auth login`"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise UserError(
-            f"{where}: there is no such folder here and no such model on the Hub"
+            f"{where}: found neither a folder nor a Hub model with this name"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot "
-            "be reached"
+            f"{where}: there is no such folder, the Hub's cache does not contain this name, and "
+            f"the Hub cannot be reached"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(f"{where}: the download failed ({first_line(error)})") from error

@@ -1,4 +1,4 @@
-"""The keys that are read from a model's untrusted JSON files, and their valid values."""
+"""Defines which keys are read from a model's untrusted JSON files, and their valid values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) -> None:
-    """Raises UserError, with the file, the key and its value, for the first value that breaks its
-    rule.
+    """Raises UserError for the first value that breaks its rule, with the file, the key and the
+    value.
 
     A key "a.b" is the key b of the table a, if there is such a table.
     """
@@ -32,7 +32,8 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
 
 def end_ids(folder: Path) -> list[int] | None:
     """The end-of-text tokens of a model folder, from generation_config.json or config.json; None if
-    neither names any. Raises UserError for anything but token ids."""
+    neither file names any. Raises UserError for anything but token ids.
+    """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         stated = read_json(file) if file.is_file() else {}
@@ -121,7 +122,9 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
 
 
 def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """In a process with limits: for each layer the first pattern of a PEFT config that it takes."""
+    """Runs in a process with limits: for each layer, the first pattern of a PEFT config that
+    matches it.
+    """
     return [_first(patterns, name) for name in names]
 
 

@@ -69,7 +69,7 @@ def load_model(
     """Loads, checks and prepares the model that [model] names; `seed` determines the adapters'
     initial values.
 
-    A `loader` is searched in `folders`, see `resolve_function`. With `images`, prompts may have
+    A `loader` is looked up in `folders` (see `resolve_function`). With `images`, prompts may have
     images, which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing,
@@ -91,8 +91,8 @@ def load_model(
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     if not images and loader is None and has_vision(config):
         notices += (
-            f"{path}: this is a vision-language model, but only its language part is trained and "
-            "saved, on text; data.image sets the column of images",
+            f"{path}: this is a vision-language model, but without images only its language part "
+            f"is trained and saved; data.image sets the image column",
         )
 
     adapter = None
@@ -106,7 +106,7 @@ def load_model(
         command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = '
-            f'"lora" or "dora", or the model dequantized by `{command}`'
+            f'"lora" or "dora", or a model dequantized with `{command}`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

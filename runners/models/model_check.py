@@ -1,6 +1,6 @@
-"""Checks before a run's first rollout whether sampler and learner compute the same log-probs.
+"""Checks, before a run's first rollout, whether sampler and learner compute the same log-probs.
 
-What passed is remembered.
+A model that passed is not checked again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def check_model(
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckedPolicy:
-    """The policy with its fastest path that gives correct numbers.
+    """The policy, restricted to the fastest code path that computes correct numbers.
 
-    A model that keeps all of its paths is not checked again.
+    A model for which all paths are correct is not checked again.
 
     Args:
         policy, params: the policy that samples, and its parameters.
         prompts: token ids of the run's prompts.
         model_config: the model's config.json.
         share_prompts: whether the learner will compute a group's prompt once.
-        role: "policy", whose gradient is checked too, or "rollout" for a sampler with its own
+        role: "policy" (its gradient is checked too), or "rollout" for a sampler with its own
             weights.
 
     Raises the ValueErrors of `grpo_fn.check_policy` as UserErrors.
@@ -79,7 +79,7 @@ def check_model(
         )
     except ValueError as error:
         key = "system.grad_checkpoint" if "checkpointed" in str(error) else "system.check_model"
-        raise UserError(f"{error}; {key} = false trains it anyway") from error
+        raise UserError(f"{error}; {key} = false trains the model anyway") from error
     if not found.given_up:
         remember("model_checks", digest)
     return found

@@ -37,7 +37,7 @@ def read_model(
 ) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
     """The module of a checked folder, its config, its tokenizer, and notices.
 
-    Raises UserError for all errors in the files that `load_model` refuses.
+    Raises UserError for every fault in the files that `load_model` rejects.
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, trust_remote_code)
@@ -61,10 +61,10 @@ def load_module(
 ) -> tuple[nn.Module, dict]:
     """The module of a checked folder, whose weights may still be lazy, and its config.
 
-    It is made by mlx-lm, or by a custom function: `loader(folder, config)`, with the object in
-    config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models: `module(tokens_bl,
-    cache=None)` returns logits [B,L,V], and its blocks are `module.layers` (with a key-value cache
-    each, unless it has `make_cache`).
+    The module is created by mlx-lm or by a custom function: `loader(folder, config)`, with the
+    object in config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models:
+    `module(tokens_bl, cache=None)` returns logits [B,L,V], and its blocks are `module.layers` (with
+    a key-value cache each, unless it has `make_cache`).
 
     Raises UserError if it cannot be loaded.
     """
@@ -86,7 +86,7 @@ def load_module(
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in message:
             how = "model.trust_remote_code = true, or --trust-remote-code"
-            message = f"it contains its own model code, which runs only with {how}"
+            message = f"the folder contains its own model code, which runs only with {how}"
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
 
 
@@ -108,7 +108,8 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrapper:
     """The tokenizer of a checked folder. Raises UserError if it cannot be loaded, or if its first
-    use takes more time or memory than a real tokenizer needs."""
+    use takes more time or memory than any real tokenizer needs.
+    """
     check_tokenizer(path)
     from mlx_lm import utils
 
@@ -124,7 +125,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:
-    """The number of token ids that the model knows: the rows of its token embedding."""
+    """The number of token ids of the model, which is the number of rows of its token embedding."""
     rows = [
         layer.weight.shape[0]
         for _, layer in module.named_modules()
@@ -137,11 +138,12 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 
 
 def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
-    """Refuses a tokenizer whose ids exceed the embedding, because MLX silently reads past the
+    """Rejects a tokenizer with ids beyond the embedding, because MLX silently reads past the
     table's end.
 
-    Added tokens beyond it are only reported: some models ship with them, and plain text never
-    contains them. Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
+    Added tokens beyond it are only reported, because some models ship with them and plain text
+    never contains them. Raises UserError for ids of the vocabulary itself and of end-of-text
+    tokens.
     """
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
@@ -152,13 +154,12 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
         )
     if not tokenizer.eos_token_ids:
         return (
-            f"{path}: no end-of-text token is known, so every completion reaches its full length",
+            f"{path}: no end-of-text token is defined, so every completion runs to the length "
+            f"limit",
         )
     beyond = sorted(i for i in added if i >= rows)
     if beyond:
-        return (
-            f"{len(beyond)} added tokens are outside of the model's embedding and cannot be used",
-        )
+        return (f"{len(beyond)} added tokens are outside the model's embedding and cannot be used",)
     return ()
 
 
@@ -178,8 +179,8 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
 
 
 def _finite(leaf: mx.array) -> mx.array:
-    """Whether no entry is NaN or infinite, read from the bits: on a CPU ten times as fast as
-    `mx.isfinite`.
+    """Whether all entries are finite, determined from their bits; on a CPU, this is ten times as
+    fast as `mx.isfinite`.
 
     Only entries with all bits of the exponent set are at the top of the range: positive ones as
     signed integers, negative ones as unsigned integers.
@@ -191,7 +192,8 @@ def _finite(leaf: mx.array) -> mx.array:
 
 
 def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
-    """The compute dtype: the given one; with "auto", float32 on a CPU, elsewhere the model's own.
+    """The compute dtype: the given one or, with "auto", float32 on a CPU and the model's own on a
+    GPU.
 
     On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
     """
@@ -203,8 +205,9 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
 def cast_floating(
     module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None
 ) -> None:
-    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers do not
-    change."""
+    """Converts all floating leaves (or only those in `leaves`) to one dtype; packed integers are
+    unchanged.
+    """
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
     floating = {
         name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)

@@ -45,7 +45,7 @@ def save_model(
     quantized base the merged layers are stored unquantized, because rounding them to few bits again
     would undo much of a small update.
 
-    With an `evaluation`, which is written as evaluation.json, adapters are written alone.
+    If an `evaluation` is given, it is written as evaluation.json and only the adapters are written.
     """
     with new_folder(folder) as temporary:
         if evaluation is not None:
@@ -130,7 +130,7 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 
 
 def _stated(loaded: LoadedModel) -> dict:
-    """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
+    """The source's config.json with mlx-lm's keys; unchanged for a custom loader."""
     config = (
         read_json(loaded.path / "config.json")
         if loaded.settings.loader

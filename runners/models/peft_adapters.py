@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format, converted from and to mlx-lm's: the update of a weight W [out, in] is
+"""Converts adapters between PEFT's format and mlx-lm's. The update of a weight W [out, in] is
 scale · (A B)ᵀ.
 
-PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions
-by a layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's
-magnitudes are per row in both, except that PEFT's for an embedding are per column. A head that is
-tied to the embedding has its own adapters in PEFT, and the embedding's in mlx-lm.
+PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), with exceptions by
+layer name; mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both store DoRA's
+magnitudes per row, except that PEFT stores an embedding's per column. A head tied to the embedding
+has its own adapters in PEFT and uses the embedding's in mlx-lm.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -67,7 +67,7 @@ def from_peft(
             )
         layers.setdefault(found[1], {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
     if not layers:
-        raise UserError(f"{folder}: expected tensors of adapters, found none")
+        raise UserError(f"{folder}: expected adapter tensors, found none")
     bases = {name: parts.pop("base").T for name, parts in layers.items() if "base" in parts}
     for name, parts in layers.items():
         if (
@@ -154,15 +154,15 @@ def to_peft(
 def _scales(
     settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path
 ) -> dict[str, float]:
-    """alpha / r or alpha / √r of each layer; its alpha is that of the first pattern that its name
-    matches.
+    """alpha / r or alpha / √r of each layer; the first pattern that matches a layer's name sets
+    alpha.
     """
     patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
     alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
     if patterns:  # regular expressions, which may take forever if they are a stranger's
         found = _match([*patterns], [*ranks])
         if found is None:
-            wanted = "regular expressions that match a layer's name in 2 s"
+            wanted = "regular expressions that can be matched with the layers' names within 2 s"
             raise UserError(
                 f"{folder}: alpha_pattern: expected {wanted}, found {show([*patterns])}"
             )
@@ -177,9 +177,7 @@ _match = BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, me
 
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
-    """Whether a head's adapters are those of the embedding that it is tied to
-    (ensure_weight_tying).
-    """
+    """Whether a tied head uses the adapters of its embedding (ensure_weight_tying)."""
     pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
     return head is not None and all(
         mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs
@@ -187,7 +185,7 @@ def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array]
 
 
 def _in_mlx(name: str, sees: bool) -> str:
-    """A layer's name in mlx-lm; `sees`: of a vision-language model."""
+    """A layer's name in mlx-lm; `sees` marks a vision-language model."""
     return (
         f"language_model.{name}" if sees and name == _HEAD else name.replace(_INNER[1], _INNER[0])
     )

@@ -1,4 +1,4 @@
-"""A model's quantized form, as configured in [rollout] and [loss]."""
+"""Quantizes a model for its roles, as configured in [rollout] and [loss]."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def make_quantized_role(
 ) -> QuantizedRole | None:
     """The quantized role that `rollout.quantization` or `loss.ref_quantization` configures, if any.
 
-    A notice contains the number of weights that keep their precision because no group fits their
-    rows. Raises UserError, with the key, if the model, whose parameters are in the policy, cannot
-    be quantized in this way.
+    A notice states how many weights keep their precision because the group size does not divide
+    their row length. Raises UserError, with the key, if the model, whose parameters are in the
+    policy, cannot be quantized in this way.
     """
     section, _, option = key.partition(".")
     name = getattr(getattr(config, section), option)
@@ -51,15 +51,17 @@ def make_quantized_role(
     if count:
         notices.append(
             f"{key}: {count} of {count + len(role.names)} weights keep full precision, because "
-            "the length of their rows is not a multiple of the group size (the first: "
-            f"{role.unfit[0]}); a smaller rollout.group_size may fit"
+            f"their row length is not a multiple of the group size (the first: {role.unfit[0]}); "
+            f"a smaller rollout.group_size may divide it"
         )
     return role
 
 
 def is_calibrated(config: Config, name: str) -> bool:
-    """Whether weights in that format are rounded with their inputs' moments: affine ones of few
-    bits, and without images, whose features the moments would lack."""
+    """Whether weights in that format are rounded with the moments of their inputs. This applies to
+    affine formats of few bits, and not with images, because the moments would not include image
+    features.
+    """
     few = name.startswith("affine") and MODES[name].bits <= CALIBRATED_BITS
     return few and config.rollout.calibration == "activations" and not config.data.image
 
@@ -67,7 +69,7 @@ def is_calibrated(config: Config, name: str) -> bool:
 def measured_moments(
     policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch
 ) -> Moments:
-    """The moments of a role's layers over rows of a batch, as many as are needed."""
+    """The moments of a role's layers, computed over as many rows of a batch as are needed."""
     group = next(iter(role.modes.values())).group_size
     lengths_b = _lengths(batch)
     rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
@@ -93,7 +95,7 @@ def budgeted_formats(
     batch: g.Batch,
     moments: Moments,
 ) -> dict[str, str]:
-    """The sampler's formats within rollout.bits_budget, from a batch and its moments."""
+    """Chooses the sampler's formats within rollout.bits_budget from a batch and its moments."""
     rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
     mode = next(iter(role.modes.values()))
     plain = role.remade(config.rollout.quantization, moments, storage="dequantized")
@@ -121,7 +123,7 @@ def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, p
 
 
 def _lengths(batch: g.Batch) -> mx.array:
-    """Tokens of each row up to the last one that counts."""
+    """The number of tokens of each row up to the last unmasked one."""
     return batch.prompt_lengths_b + (mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt).max(
         axis=1
     )

@@ -1,10 +1,11 @@
-"""The keys of a config.json in the spelling of mlx-lm's modules, mainly the rotary embedding's.
+"""Translates keys of config.json, mainly of the rotary embedding, to the names that mlx-lm's
+modules read.
 
 transformers 5 writes one table, `rope_parameters`, which contains θ, the rotated share of a head,
 and the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read
 `rope_theta`, `rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if
-these are missing. Some other keys have two names in transformers (`attribute_map`), of which it
-writes one.
+these are missing. Some other keys have two names in transformers (`attribute_map`), which writes
+only one of them.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class _Reader:
     types: Collection[str]  # that it computes
 
     def first(self, names: Collection[str]) -> str | None:
-        """Whichever of these keys is read, or None."""
+        """The one of these keys that the module reads, or None."""
         return next((name for name in names if name in self.keys), None)
 
     def refuse(self, what: str, value: Any = "") -> UserError:
-        """The error for something that the module does not compute."""
+        """The error for a setting that the module does not support."""
         stated = f" = {show(value)}" if value != "" else ""
         return UserError(f"rope_parameters: mlx-lm's {self.name} does not compute {what}{stated}")
 
@@ -85,7 +86,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     neither `rope_parameters` nor a key with another name, or if mlx-lm's module reads these itself
     or does not exist. An existing `rope_scaling` is kept, because both of them prefer it.
 
-    Raises UserError, with the key, if mlx-lm's module would compute something else.
+    Raises UserError, with the key, if mlx-lm's module would compute something different.
     """
     nested = isinstance(config.get("text_config"), dict)
     reader = _reader(config)
@@ -93,7 +94,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
         return config
     part = config["text_config"] if nested else config
     with user_errors(
-        "rope_parameters: not as transformers writes them",
+        "rope_parameters: expected the format that transformers writes",
         TypeError,
         ValueError,
         KeyError,
@@ -110,7 +111,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reader(config: Mapping[str, Any]) -> _Reader | None:
-    """The reader of the keys; None: they are left alone."""
+    """The reader of the keys; None if they stay unchanged."""
     if "model_file" in config or not isinstance(config.get("model_type"), str):
         return None
     from mlx_lm.utils import _get_classes
@@ -179,14 +180,14 @@ def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 
 def _type(table: Mapping[str, Any]) -> Any:
-    """The type of a table, by its new name or its old one."""
+    """The type of a table, under its new or its old name."""
     return table.get("rope_type", table.get("type")) or "default"
 
 
 def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The keys of sliding layers, and the remaining table for all others."""
+    """The keys of sliding layers, and the remaining table for all other layers."""
     others = sorted(stated.keys() - {_FULL, _SLIDING})
     if others:
         raise reader.refuse(f"layers of type {others[0]}")
@@ -206,7 +207,7 @@ def _by_layer(
 
 
 def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The period n if every n-th layer is a full one; transformers 5 lists the layers' types
+    """The period n if every n-th layer uses full attention; transformers 5 lists the layers' types
     instead.
     """
     name = "sliding_window_pattern"
@@ -222,7 +223,7 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 def _scaling(
     kind: str, whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> dict[str, Any]:
-    """rope_scaling in mlx-lm's spelling. Some modules read rope_type, some type."""
+    """rope_scaling with mlx-lm's keys: some modules read rope_type, others type."""
     left_out = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
     scaling: dict[str, Any] = {"rope_type": kind, "type": kind, **kept}

@@ -1,4 +1,4 @@
-"""The report of a run: reads its files and makes one HTML page, or serves it while the run
+"""Reports on a run: reads its files and writes an HTML page, or serves the page while the run
 continues.
 
 Nothing here imports MLX or changes a run: it only reads files that `runners.telemetry` writes.

@@ -1,4 +1,4 @@
-"""A self-contained HTML file of one or several runs."""
+"""Writes a self-contained HTML file for one or several runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Written:
 
 
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
-    """Writes the page of these runs' folders to `out`.
+    """Writes the page for these runs' folders to `out`.
 
     If a run's completions.jsonl is larger than `most_bytes`, only evenly spaced updates are
     included. Raises UserError for a folder without a run, and if the file cannot be written.
@@ -62,8 +62,9 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
 
 
 def final_report(folder: Path, note: Callable[[str], None]) -> None:
-    """Writes report.html into a run's folder. If that fails, a message says so; the run is not
-    affected."""
+    """Writes report.html into a run's folder. A failure only causes a message; the run is not
+    affected.
+    """
     try:
         write_report([folder], folder / REPORT)
     except (UserError, OSError, MemoryError) as error:
@@ -73,8 +74,8 @@ def final_report(folder: Path, note: Callable[[str], None]) -> None:
 def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     """The page's text. `pieces` are deflated JSON; `start` tells the script where to begin.
 
-    The browser runs only scripts whose digests are in the page's head, loads nothing from
-    elsewhere, and, for a file, makes no connections.
+    The browser runs only scripts whose digests are in the page's head, and loads nothing from other
+    origins; a page opened as a file makes no connections.
     """
     script, style = _assets()
     blobs = [
@@ -106,5 +107,5 @@ def _asset(name: str) -> str:
 
 
 def base64_text(content: bytes) -> str:
-    """Bytes as a page has them."""
+    """Bytes in the base64 form that the page contains."""
     return base64.b64encode(content).decode("ascii")

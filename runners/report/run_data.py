@@ -1,4 +1,5 @@
-"""A run's data for the page: its facts and metrics, and pieces that a browser opens one by one.
+"""Prepares a run's data for the page: its facts and metrics, and pieces that a browser opens one by
+one.
 
 The pieces are deflated JSON: completions in parts, with numbers and texts separate, and
     evaluations.
@@ -118,9 +119,11 @@ def completion_parts(
 
 
 def packed(value: Any) -> bytes:
-    """A value as JSON, deflated. UserError for numbers that are not finite, which no run writes."""
+    """A value as deflated JSON. Raises UserError for numbers that are not finite, which no run
+    writes.
+    """
     with user_errors(
-        "a value in the run's files has no place in a page", ValueError, RecursionError
+        "a value in the run's files cannot be shown in a page", ValueError, RecursionError
     ):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # a lone surrogate: its escape
@@ -128,7 +131,7 @@ def packed(value: Any) -> bytes:
 
 
 def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Columns for filters and sorting."""
+    """The columns for filtering and sorting."""
     rewards = [_table(record.get("rewards")) for record in records]
     names = dict.fromkeys(itertools.chain.from_iterable(rewards))
     columns = {name: _column(records, name) for name in ("update", "reward", "advantage", "tokens")}
@@ -185,7 +188,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prompt, reference answer, and the prompt's other messages: a role and a text each."""
+    """Prompt, reference answer, and the prompt's other messages, each with a role and a text."""
     context = record.get("context")
     asked = [_text(record.get("prompt")), _text(record.get("answer"))]
     for message in map(_table, context if isinstance(context, list) else []):
@@ -205,7 +208,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, nothing for None, and anything else as JSON."""
+    """A text unchanged, None as an empty text, and anything else as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""A run's config, metrics, events and state, from its small files."""
+"""Reads a run's config, metrics, events and state from its small files."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class RunRecord:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number with seven significant digits, integers exactly; None for anything but a finite
-    number.
+    """A number rounded to seven significant digits (integers are exact); None for anything but a
+    finite number.
 
     True becomes 1, as for a metric such as update_skipped.
     """
@@ -90,8 +90,9 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder itself, if it contains a run. Otherwise raises UserError, with the names of the
-    runs in it."""
+    """The folder itself, if it contains a run. Otherwise raises UserError, with the names of runs
+    in its subfolders.
+    """
     folder = folder.expanduser()
     if is_run_folder(folder):
         return folder
@@ -101,7 +102,8 @@ def find_run(folder: Path) -> Path:
         inside = [path.name for path in sorted(folder.iterdir()) if is_run_folder(path)]
     more = f"; it contains the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(
-        f"{folder}: this is not a run's folder: it contains neither {METRICS} nor {RESOLVED}{more}"
+        f"{folder}: this is not a run's folder, because it contains neither {METRICS} nor "
+        f"{RESOLVED}{more}"
     )
 
 
@@ -122,7 +124,7 @@ def is_running(folder: Path) -> bool:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's values by their dotted keys."""
+    """A config's values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -152,7 +154,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event in the form for the page, whatever the file contains."""
+    """An event in the form for the page, even if the file's content is invalid."""
     kept: dict[str, Any] = {
         "event": str(event.get("event", "note"))[:40],
         "time": finite_number(event.get("time")),

@@ -1,6 +1,7 @@
-"""The live page of a run, for this machine alone: it reads the run's files and writes nothing.
+"""Serves the live page of a run to this machine only; it reads the run's files and writes nothing.
 
-Only requests whose Host is the server's own are answered, so that no other web page can read one.
+Only requests whose Host is the server's own are answered, so that other web pages cannot read the
+data.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingTCPServer):
-    """Serves a run's page, with a thread for each connection."""
+    """Serves a run's page, with one thread per connection."""
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 1024  # of connections; a client beyond it tries again after seconds
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Listens on the port, or on a free one if it is taken. UserError without a run."""
+        """Listens on the port, or on a free one if it is taken. Raises UserError without a run."""
         self.page = LivePage(folder)
         try:
             super().__init__((HOST, port), _Handler)
@@ -72,16 +73,16 @@ class Server(ThreadingTCPServer):
         self.url = f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints a message for a failure other than the connection's end."""
+        """Prints a message for any failure except a closed connection."""
         error = sys.exception()
         if error is not None and not isinstance(error, OSError):
             echo(error_line(error), err=True)
 
 
 class LivePage:
-    """A run's page, and its data when its files have changed. Several threads may use it.
+    """A run's page, and its data after its files have changed. Several threads may use it.
 
-    After each read, a page with data pauses, so that watching costs at most 2.5 % of one core.
+    After each read, it pauses, so watching costs at most 2.5 % of one core.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
@@ -114,7 +115,7 @@ class LivePage:
             return _text(503, one_line(str(error), {}))
 
     def signature(self) -> str:
-        """A text that changes when a file has changed or the run has ended."""
+        """A text that changes when a file changes or the run ends."""
         found = []
         for name in (METRICS, EVENTS, COMPLETIONS, EVALUATIONS):
             with suppress(OSError):
@@ -123,8 +124,9 @@ class LivePage:
         return f"{found}{is_running(self.folder)}"
 
     def data(self) -> bytes:
-        """The run's data, compressed, with its pieces in `blobs`; read again only after a
-        change."""
+        """The run's compressed data, with its pieces in `blobs`; it is only read again after a
+        change.
+        """
         with self._guard:
             seen = self.signature()
             begun = time.monotonic()

@@ -1,1 +1,3 @@
-"""Rewards: found by name, called safely, and combined into the learner's experience."""
+"""Finds rewards by name, calls them safely, and combines their results into the learner's
+experience.
+"""

@@ -4,8 +4,8 @@
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions``
 contains one conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a
 column contains one entry per completion. ``None`` in the result means that the reward does not
-apply to that completion. Names, values and the call convention are those of the MLX-GRPO project
-(and of TRL's reward functions).
+apply to that completion. Names, values and the call convention are the same as in the MLX-GRPO
+project (and in TRL's reward functions).
 
 Everything takes linear time, because a policy writes these texts and would find inputs on which a
 backtracking pattern takes exponential time.
@@ -49,7 +49,9 @@ def answer_text(completion: Sequence[dict[str, Any]]) -> str:
 
 
 def spoken(completions: Completions, tags: Sequence[str] = TAGS) -> list[str]:
-    """The answers after the thoughts of completions; empty if a thought was cut off."""
+    """The texts of completions after their thoughts; empty if a completion was cut off inside a
+    thought.
+    """
     return [split_thoughts(answer_text(each), tags)[1] or "" for each in completions]
 
 
@@ -64,11 +66,11 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **_: Any,
     ) -> list[float | None]:
-        """2.0 if the completion's answer agrees with the reference ``answer``, else 0.0; None
-        without a reference answer.
+        """2.0 if the completion's answer equals the reference ``answer``, else 0.0; None without a
+        reference answer.
 
-        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
-        The metric ``programs/ended`` counts those that a limit of time ended.
+        For a program (`answer.form = "code"`), the reward is 2.0 times the share of its tests that
+        it passes. The metric ``programs/ended`` counts programs that reached a time limit.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
@@ -136,10 +138,10 @@ def xmlcount_reward_func(
 
 
 REWARDS = built_in()
-"""Those for ``xml``."""
+"""The rewards for the form ``xml``."""
 correctness_reward_func = REWARDS["correctness_reward_func"]
 int_reward_func = REWARDS["int_reward_func"]
-"""Those of answers in tags, to import like the three above."""
+"""The rewards for answers in tags, which can be imported like the three above."""
 
 
 def _is_shell(text: str) -> bool:

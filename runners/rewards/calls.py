@@ -1,8 +1,8 @@
-"""A reward's call in the process of its function: its arguments, the part of its result that
-counts, and its errors.
+"""Calls a reward in the process of its function: passes its arguments, and reads its result and its
+errors.
 
 `load` and `score` are operations of the process of user code (`runners.user_code`). Results are
-plain values. `trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that
+plain values. `trainer_state`, `log_extra` and `log_metric` are the same as in TRL's GRPOTrainer, so
 functions written for it run unchanged.
 """
 
@@ -46,7 +46,7 @@ class TrainerState:
 
 
 NO_RUN = TrainerState()
-"""The state that rewards get outside a run."""
+"""The state that rewards receive outside a run."""
 
 
 @attrs.frozen(eq=False)
@@ -59,33 +59,35 @@ class RewardLog:
     metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column for completions.jsonl. Raises ValueError unless it has an entry for each
-        completion."""
+        """Logs a column for completions.jsonl. Raises ValueError unless it has an entry for each
+        completion.
+        """
         if len(values) != self.size:
             raise ValueError(
-                f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions"
+                f"log_extra({column!r}, …) received {len(values)} values for {self.size} "
+                f"completions"
             )
         self.extras[column] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for training_log.jsonl, which gets the mean of an update's values. Raises
-        ValueError for a name of the log's own."""
+        """Logs a number for training_log.jsonl, which contains the mean of an update's values.
+        Raises ValueError for a reserved name.
+        """
         if name in METRICS and name != ENDED_PROGRAMS:
-            raise ValueError(
-                f"log_metric: {name} is a name that the log uses itself; choose another one"
-            )
+            raise ValueError(f"log_metric: the name {name} is reserved; choose another one")
         self.metrics.setdefault(name, []).append(float(value))
 
     def add(self, found: Mapping[str, Any]) -> None:
-        """What a call of one reward has logged."""
+        """The values logged in one call of a reward."""
         self.extras.update(found["extras"])
         for name, values in found["metrics"].items():
             self.metrics.setdefault(name, []).extend(values)
 
 
 def _plain(value: Any) -> Any:
-    """The value as one of JSON's types; of a list or an array each entry, as in the rewards of
-    turns."""
+    """The value as a JSON type; entries of a list or an array (such as rewards of turns) are
+    converted one by one.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return [_plain(each) for each in value]
@@ -104,7 +106,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Parameters:
-        """The arguments of a function in this process."""
+        """The arguments that a function in this process accepts."""
         every = inspect.signature(function).parameters.values()
         named = [
             each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
@@ -123,8 +125,9 @@ class Parameters:
 
 
 def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
-    """Imports a reward's function for `score`, and describes it. Raises UserError as
-    `ready_function`."""
+    """Imports a reward's function for `score`, and describes it. Raises UserError like
+    `ready_function`.
+    """
     function = store["reward", name] = ready_function(name, folders)
     file = function_file(name, folders)
     return {
@@ -156,7 +159,9 @@ def score(
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
             return nothing(
-                size, "failed: the environments are lost: their process was ended", ended=True
+                size,
+                "failed: the environments are lost, because their process was ended",
+                ended=True,
             )
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, size)
@@ -181,7 +186,7 @@ async def run_async(function: Callable[..., Any], arguments: dict[str, Any], siz
 
 
 def nothing(size: int, fault: str, *, ended: bool = False) -> Result:
-    """The result of a call that gives no completion a reward."""
+    """The result of a call in which no completion has a reward."""
     return {
         "values": [],
         "faults": [fault],
@@ -197,8 +202,9 @@ def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..
 
 
 def _read(result: Any, log: RewardLog) -> Result:
-    """The usable values of a reward's result (NaN: no reward), lines on the others, and for how
-    many completions there is none."""
+    """The usable values of a reward's result (NaN: no reward), messages about the others, and the
+    number of completions without a reward.
+    """
     # Arrays are read where the call ran: a lazy one of MLX can be evaluated only in that thread.
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple):
@@ -223,7 +229,9 @@ def _read(result: Any, log: RewardLog) -> Result:
 
 
 def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Result:
-    """With the fault, and the last line of the reward's own file that it passed through."""
+    """The result of a failed call, with the error and the last line of the reward's own file in its
+    traceback.
+    """
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
     line = error_line(error, file)
     line = f"{Path(str(file)).name}, {line}" if line.startswith("line ") else line
@@ -231,7 +239,9 @@ def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Re
 
 
 def _as_float(value: Any) -> tuple[float, str]:
-    """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
+    """One entry of a reward's result as a float (NaN: no reward), and a message about its fault, if
+    any.
+    """
     if value is None:
         return math.nan, ""
     if isinstance(value, Failure):

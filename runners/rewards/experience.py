@@ -1,5 +1,6 @@
-"""A scored rollout: the completions of one batch step, their conversations, rewards and
-advantages."""
+"""Scored rollouts: the completions of one batch step with their conversations, rewards and
+advantages.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from runners.rewards.scoring import Failed, Scores
 
 FAULT = "environment: "  # in front of why an episode has no reward
 COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
-"""What is counted of a conversation; "cut" are shortened results."""
+"""The counts of a conversation; "cut" is the number of truncated results."""
 
 
 @attrs.frozen
@@ -89,7 +90,7 @@ class Experience:
 
     @property
     def sampled_lengths(self) -> np.ndarray:
-        """Tokens of each completion that the model sampled."""
+        """Number of tokens of each completion that the model sampled."""
         if self.played is None:
             return np.array(self.rollout.lengths_b)
         return np.array([len(each.sampled) for each in self.played])
@@ -103,9 +104,10 @@ class Experience:
 
 
 def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
-    """Every row of all episodes, each with a prompt of its own: those of the rollout, then the
-    earlier ones; the advantages of each, [B,1] or of its turns [B,1,S]; and the number of its
-    prompt, int32 [B]."""
+    """Every row of all episodes, each with a separate prompt (the rollout's rows, then earlier
+    ones); the advantages of each row, [B,1], or of its turns, [B,1,S]; and the number of its
+    prompt, int32 [B].
+    """
     rollout = experience.rollout
     size = rollout.num_generations
     prompts = tuple(chain.from_iterable([prompt] * size for prompt in rollout.prompts))
@@ -204,7 +206,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
 
 
 def _column(parts: Sequence[Experience], column: str) -> list[Any]:
-    """A logged column of all parts; None for the completions of a part without it."""
+    """A logged column of all parts; its entries are None for parts without that column."""
     return list(
         chain.from_iterable(part.extras.get(column, [None] * len(part.texts)) for part in parts)
     )
@@ -215,7 +217,7 @@ def join_stages(
 ) -> Experience:
     """Groups of `size` from their first completions and, for `groups`, the rest.
 
-    The other groups get empty completions without a reward instead.
+    In other groups, the rest are empty completions without a reward.
     """
     begun = first.rollout.num_generations
     prompts = len(first.examples)
@@ -272,8 +274,9 @@ def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
 
 
 def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> list[str]:
-    """A line if there are more rewards than turns. Without the last reward in `scores`, a row has
-    no rewards of turns either."""
+    """A message if there are more rewards than turns. A row without the last reward in `scores` has
+    no rewards of turns either.
+    """
     column = scores.extras.setdefault(TURN_REWARDS, [None] * scores.values_kb.shape[1])
     turns_b = [each.counts["turns"] for each in played]
     lengths = [len(row or ()) for row in column]
@@ -287,7 +290,7 @@ def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> lis
     more = f" and {len(excess) - 1} more" if len(excess) > 1 else ""
     return [
         f"get_turn_rewards: expected at most {turns_b[row]} numbers, one for each of the model's "
-        f"turns, found {lengths[row]}, at completion {row}{more}: no reward from it"
+        f"turns, found {lengths[row]}, at completion {row}{more}; it has no reward"
     ]
 
 

@@ -1,5 +1,4 @@
-"""A reward from a model: each completion gets a score from a server with an OpenAI-compatible
-API."""
+"""A reward from a model: a server with an OpenAI-compatible API scores each completion."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def judge_reward(
     """An async reward, 0 to 1: a model's score for a completion, relative to `scale`.
 
     Args:
-        url: of the API, without `/chat/completions`.
+        url: the API's address, without `/chat/completions`.
         model: its name on the server; not sent if empty.
         criteria: for the default prompt.
         prompt: your own prompt, which must ask for `SCORE: number`. Names in braces are filled in:
@@ -86,12 +85,14 @@ def judge_reward(
         retries: further attempts after a temporary failure.
         request: additional keys of the request, such as temperature or max_tokens.
 
-    A completion without a score has no reward. Equal questions are asked only once.
+    A completion without a score has no reward. Identical requests are sent only once.
     """
     base = url.rstrip("/")
     names = set(_PLACEHOLDER.findall(prompt))
     if "completion" not in names:
-        raise ValueError("prompt: expected {completion} for the judged text, found no such name")
+        raise ValueError(
+            "prompt: expected {completion} where the judged text is inserted, found no such name"
+        )
     if not scale[0] < scale[1]:
         raise ValueError(f"scale: expected the lowest score below the highest one, found {scale}")
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
@@ -113,22 +114,22 @@ def judge_reward(
 
     async def ask(client: Any, question: str) -> Verdict:
         body = {"messages": [{"role": "user", "content": question}], **extra}
-        failure = Failure("was not asked")
+        failure = Failure("was not called")
         for number in range(retries + 1):
             await asyncio.sleep(min(0.5 * 2 ** (number - 1), 30.0) if number else 0)
             try:
                 async with asyncio.timeout(timeout):
                     answer = await client.post(f"{base}/chat/completions", json=body)
             except TimeoutError:
-                failure = Failure(f"got no answer in {timeout:g} s")
+                failure = Failure(f"did not answer within {timeout:g} s")
                 continue
             except httpx2.HTTPError as error:
-                failure = Failure(f"got no answer from {base}: {safe(error_line(error))}")
+                failure = Failure(f"received no answer from {base}: {safe(error_line(error))}")
                 continue
             if answer.status_code == 200:
                 return read_mark(answer.text, scale)
             failure = Failure(
-                f"got HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}"
+                f"received HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}"
             )
             if answer.status_code < 500 and answer.status_code not in _PASSING:
                 break
@@ -160,8 +161,9 @@ def judge_reward(
         return [found.get(question, 0.0) for question in questions]
 
     def check_ready() -> None:
-        """Called before a run loads its model. UserError if the server does not answer or refuses
-        the key."""
+        """Called before a run loads its model. Raises UserError if the server does not answer or
+        rejects the key.
+        """
         if api_key_env and not key():
             raise UserError(
                 f"the judge at {base}: the environment variable {api_key_env} is not set"
@@ -174,7 +176,7 @@ def judge_reward(
             ) from None
         if status in (401, 403):
             raise UserError(
-                f"the judge at {base} answers HTTP {status}: it refuses the key, or expects one"
+                f"the judge at {base} answers HTTP {status}: the key is missing or was rejected"
             )
 
     reward.check_ready = check_ready  # pyright: ignore[reportFunctionMemberAccess]
@@ -190,8 +192,9 @@ def judge_reward(
 def _question(
     prompt: str, completion: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, str]
 ) -> str:
-    """The prompt with all names filled in, in one pass: names in an inserted text stay as they
-    are."""
+    """The prompt with all names filled in, in one pass, so names in an inserted text are not
+    replaced.
+    """
     task = "\n\n".join(f"{each['role']}: {_text(each['content'])}" for each in messages)
     if len(messages) == 1:
         task = _text(messages[0]["content"])
@@ -211,22 +214,23 @@ def _question(
 
 
 def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
-    """The score in a server's answer: the last `SCORE: number` after its thoughts, or a number
-    alone."""
+    """The score in a server's answer: the last `SCORE: number` after its thoughts, or an answer
+    that is only a number.
+    """
     text = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         text = json.loads(content)["choices"][0]["message"]["content"]
     if not isinstance(text, str):
-        return Failure("got an answer that is not in the API's format", show(content[:200]))
+        return Failure("received an answer that is not in the API's format", show(content[:200]))
     said = (split_thoughts(text)[1] or "")[-_MOST:]
     alone = _ALONE.fullmatch(said)
     marks = [alone] if alone else [*_SCORE.finditer(said)]
     low, high = scale
     if not marks or marks[-1][1] is None or (marks[-1][2] and float(marks[-1][2]) != high):
-        return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
+        return Failure("received an answer without a score", show(" ".join(text.split())[-60:]))
     mark = float(marks[-1][1])
     if not low <= mark <= high:
-        return Failure(f"got a score outside of the scale from {low:g} to {high:g}", f"{mark:g}")
+        return Failure(f"received a score outside the scale from {low:g} to {high:g}", f"{mark:g}")
     return (mark - low) / (high - low)
 
 

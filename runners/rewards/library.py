@@ -1,4 +1,4 @@
-"""Rewards to use or to build on: mathematics, and functions of plain texts."""
+"""Rewards to use or to extend: mathematics, and functions of plain texts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def math_verify_reward(
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The
     answer is the text in the last <answer>…</answer>, or the one that math-verify finds after the
-    thoughts. A completion has 2 s of computing and 512 MB in a persistent process, and gets None
-    beyond that, because a policy writes texts such as 9^(9^9). Raises UserError without
-    math-verify.
+    thoughts. The comparison runs in a persistent process with limits of 2 s and 512 MB per
+    completion; beyond them the reward is None, because a policy writes texts such as 9^(9^9).
+    Raises UserError without math-verify.
     """
     _start_math()
     texts = spoken(completions, thought_tags)
@@ -42,8 +42,8 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a reward that was written for plain texts, like TRL's for data without conversations.
 
     Its `completions` are the texts, its `prompts` the last messages' texts; all other arguments are
-    passed unchanged. It has the name and the parameters of the wrapped function, which may be
-    async.
+    passed unchanged. The result has the name and the parameters of the wrapped function, which may
+    be async.
     """
 
     @functools.wraps(reward)
@@ -56,7 +56,7 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _start_math() -> None:
-    """Starts the process that compares: it takes a second or two to import."""
+    """Starts the comparison process in advance, because its imports take a second or two."""
     if importlib.util.find_spec("math_verify") is None:
         raise UserError(f"math_verify_reward requires math-verify: {install_hint('math')}")
     _compare.start()

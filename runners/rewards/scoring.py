@@ -1,7 +1,7 @@
-"""Rewards: found by name and checked before anything is loaded, called on a batch, and their
-results read.
+"""Finds rewards by name, checks them before anything is loaded, calls them on a batch, and reads
+their results.
 
-A reward that fails gives no reward (NaN) and a message; no failure is silent.
+A failure results in no reward (NaN) and a message; no failure is silent.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def resolve_rewards(
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0.
 
-    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`,
-    or without one this process, loads those that are not built in. A reward's name in logs is its
-    function's name, or the full text if two share a name. Raises UserError for an unknown name, and
-    the errors of `ready_function`.
+    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. Rewards that
+    are not built in are loaded by the `worker` or, without one, in this process. In logs, a reward
+    has its function's name, or the full text if two functions share a name. Raises UserError for an
+    unknown name, and the errors of `ready_function`.
     """
     dirs = tuple(base_dirs)
     rewards = list[Reward]()
@@ -85,8 +85,8 @@ def resolve_rewards(
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
-                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); your own is "
-                    f"written as {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); name your own "
+                    f"as {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
                 )
             function = built_in(form)[name]
         elif worker is None:
@@ -113,24 +113,25 @@ def check_columns(
     rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True
 ) -> None:
     """Raises UserError if a reward needs a column that the data lacks (with the nearest name), or
-    `environments` if there are none."""
+    if it needs `environments` and there are none.
+    """
     found = sorted(set(columns))
     for reward in rewards:
         for needed in reward.parameters.needed:
             if needed == "environments" and not environments:
                 raise UserError(
-                    f"reward {show(reward.name)} needs environments; env.factory names none"
+                    f"reward {show(reward.name)} requires environments, but env.factory is not set"
                 )
             if needed not in found and needed not in REWARD_ARGUMENTS:
                 raise UserError(
-                    f"reward {show(reward.name)} needs the column {needed}; the data has "
+                    f"reward {show(reward.name)} requires the column {needed}; the data has "
                     f"{listed(found)}{did_you_mean(needed, found)}"
                 )
 
 
 @attrs.frozen
 class Failed:
-    """Why a reward failed for every completion."""
+    """The reason why a reward failed for every completion."""
 
     line: str
     ended: bool = False  # its call was too slow, or ended its process; another may be fine
@@ -150,10 +151,10 @@ class Scores:
 
 @attrs.define(eq=False)
 class Scorer:
-    """The rewards of a run, with a time limit in seconds for calls in the process of user code (0:
+    """The rewards of a run. Calls in the process of user code have a time limit in seconds (0:
     none).
 
-    Other functions are called in the caller's thread, without a limit. `on_error` determines the
+    Other functions run in the caller's thread, without a limit. `on_error` determines the
     effect of an error: "skip" adds it to `Scores.problems` and continues without that reward,
     "raise" raises a RewardError. `thoughts` are the tags around thoughts in the completions.
     """
@@ -184,12 +185,12 @@ class Scorer:
     ) -> Scores:
         """Calls every reward on B completions; those of one prompt are adjacent.
 
-        `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each
-        completion. A reward gets, by name, those arguments of docs/rewards.md that it takes, in
-        lists of its own. With `conversations`, the messages of each are its completion;
-        `environments`, and what programs `printed`, are passed on unchanged.
+        `texts`, `prompts`, each of `columns` and `completion_ids` contain an entry for each
+        completion. A reward receives, by name, the arguments of docs/rewards.md that it accepts, as
+        separate lists. With `conversations`, a completion is its messages; `environments` and the
+        values that programs `printed` are passed unchanged.
 
-        Raises UserError for a reward that needs a missing column; RewardError for an error if
+        Raises UserError if a reward requires a missing column, and RewardError for a failure if
         `on_error` is "raise".
         """
         check_columns(self.rewards, columns, environments=environments is not None)
@@ -228,8 +229,9 @@ class Scorer:
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
-        """The outcome of each reward's call. In the process of user code async ones run together,
-        meanwhile the others one after another."""
+        """The outcome of each reward's call. In the process of user code, async rewards run
+        concurrently while the others run one after another.
+        """
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
         calls = None if self._worker is None else Calls(self._worker)
@@ -267,7 +269,9 @@ class Scorer:
 def _called_here(
     function: Callable[..., Any], arguments: dict[str, Any], size: int
 ) -> dict[str, Any]:
-    """`calls.run` of a function in this process. What it does to a list reaches no other reward."""
+    """Runs `calls.run` in this process. Changes that the function makes to a list do not affect
+    other rewards.
+    """
     arguments = {
         name: [*each] if isinstance(each, list) else each for name, each in arguments.items()
     }

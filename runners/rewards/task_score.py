@@ -1,5 +1,6 @@
-"""The score of an answer by its reasoning-gym task: the reward of `data.source =
-"reasoning-gym:TASK"`."""
+"""Scores an answer with its reasoning-gym task: the reward for `data.source =
+"reasoning-gym:TASK"`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ def task_score(
     thought_tags: Sequence[str] = TAGS,
     **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, of the text in a completion's last answer tags, or after its
-    thoughts."""
+    """The task's score, 0 to 1, for the text in a completion's last answer tags or, without tags,
+    after its thoughts.
+    """
     texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [
         float(

@@ -1,7 +1,7 @@
-"""The checks of a program's tests, made outside of its process, where it cannot change them.
+"""Makes the checks of a program's tests outside its process, where the program cannot change them.
 
-Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a
-claim of the program, and is read as plain data.
+In the program's process, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays
+here. A report is an untrusted claim of the program, and is read as plain data.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Test:
     required: frozenset[int]  # the checks that each whole run of the test reports
 
     def passed(self, reports: list[list[Any]]) -> bool:
-        """Whether the test has ended and its checks are true, according to reports (number,
-        values…)."""
+        """Whether the test has ended and all its checks are true, according to its reports (number,
+        values…).
+        """
         with suppress(*_FALSE_CLAIMS):
             seen = {number for number, *_ in reports}
             claims = [(number, values) for number, *values in reports if number != _END]
@@ -61,7 +62,7 @@ class Test:
 
 
 def read_test(text: str) -> Test:
-    """A test from its statements; text that is not Python becomes a test that nothing passes."""
+    """A test from its statements; text that is not Python becomes a test that always fails."""
     rewriting = _Rewriting()
     required = set()
     try:
@@ -77,8 +78,9 @@ def read_test(text: str) -> Test:
 
 
 def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
-    """The reports in a program's output by test, (check, values…) each; anything but plain data is
-    skipped."""
+    """The reports in a program's output by test, each as (check, values…); anything but plain data
+    is skipped.
+    """
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
@@ -94,13 +96,13 @@ def _value(tagged: dict[str, Any]) -> Any:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Puts a report in the place of each `assert`."""
+    """Replaces each `assert` by a report."""
 
     def __init__(self) -> None:
         self.checks: list[Callable[..., Any]] = []
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:
-        """The parts of an `and` are separate checks."""
+        """Splits an `and` into separate checks."""
         match node.test:
             case ast.BoolOp(ast.And(), parts):
                 return [self._report(part) for part in parts]
@@ -115,8 +117,9 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | None:
-    """What a comparison reports, and its verdict on that;
-    None: the truth of this test is found inside."""
+    """The values that a comparison reports, and a function that judges them; None if the test's
+    truth is computed in the program's process.
+    """
     match test:
         case ast.Compare(left, [kind], [right]):
             holds = _COMPARISONS[type(kind)]
@@ -140,7 +143,7 @@ def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | Non
 
 
 def _literal(test: ast.expr) -> list[Any]:
-    """A list of the value that an expression writes out; empty: it is to be computed."""
+    """A list with the value of a literal expression; empty if the expression must be computed."""
     try:
         return [ast.literal_eval(test)]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""Whether a program that a model wrote passes its tests: each runs in the sandbox."""
+"""Checks whether a program written by a model passes its tests; each test runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def extract_code(text: str) -> str | None:
     """The program in a model's text: its last complete block of Python between ``` lines, or the
     whole text.
 
-    A block without a language is used if no block is marked as Python. None if there is no block,
-    and the text as a whole is not Python.
+    A block without a language is used if no block is marked as Python. The result is None if there
+    is no block and the whole text is not Python.
     """
     blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
     for languages in (_PYTHON, ("",)):
@@ -75,26 +75,26 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
 
 @attrs.frozen
 class Verdict:
-    """How a program did."""
+    """The outcome of a program."""
 
     passed: list[bool]  # by test
     ended: bool = False  # at a limit of time
 
     @property
     def share(self) -> float:
-        """Of the tests that it passes."""
+        """The share of its tests that it passes."""
         return sum(self.passed) / len(self.passed)
 
 
 def judge_program(
     text: str, tests: Any, limits: Limits = DEFAULT, *, whole: bool = False
 ) -> Verdict:
-    """Which tests the program in a model's text passes, in order;
-    `limits` are for all of them together.
+    """Which tests the program in a model's text passes, in order; `limits` apply to all tests
+    together.
 
-    With inputs the program runs once for each, and what it prints is compared without white space
-    at the ends of lines and of the text; `whole`: until the first that it fails. Raises ValueError
-    as `read_tests`, UserError where there is no sandbox.
+    If tests have inputs, the program runs once per input, and its output is compared without white
+    space at the ends of lines and of the text. With `whole`, it stops at the first failed test.
+    Raises ValueError like `read_tests`, and UserError if there is no sandbox.
     """
     code = text
     if "```" in text:
@@ -117,20 +117,20 @@ def judge_program(
 
 
 def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
-    """Which tests the program in a model's text passes: `judge_program` for one's own code."""
+    """Which tests the program in a model's text passes; `judge_program` for use in your own code."""
     return judge_program(text, tests, limits).passed
 
 
 def looks_forged(text: str) -> list[str]:
-    """The names in a text with which a program could pass tests without solving them."""
+    """The names in a text that a program could use to pass tests without solving them."""
     return sorted(set(_FORGES.findall(text)))
 
 
 def score_programs(
     texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT, *, whole: bool = False
 ) -> list[Verdict]:
-    """How each text's program did, as many at a time as there are processors; with `whole`, only
-    whether it passes all of its tests.
+    """The outcome of each text's program; one program runs per processor at a time. With `whole`,
+    only whether a program passes all of its tests.
 
     Raises UserError if there is no sandbox, and ValueError as in `read_tests`.
     """
@@ -159,7 +159,7 @@ def _is_python(text: str) -> bool:
 
 
 def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits, *, whole: bool) -> Verdict:
-    """Which outputs are as wanted; after a program that a limit has ended, none."""
+    """Which outputs are as expected; none if a limit ended the program."""
     end = time.monotonic() + limits.seconds
     passed = [False] * len(cases)
     for number, case in enumerate(cases):

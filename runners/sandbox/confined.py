@@ -1,10 +1,10 @@
-"""A process that isolates itself from its machine and then runs programs; `sandbox.py` starts it.
+"""A process that isolates itself from the machine and then runs programs; `sandbox.py` starts it.
 
-It is a script that needs the standard library alone. It answers the first message with the
-protections that are missing, and each task (limits, then the program) with the program's exit code,
-processor time and output. It forks for each program, and enforces the time limit. A program
-therefore starts with its modules loaded, and needs nothing of the machine but the files of the
-standard library. This process never holds a program or its output, which the next fork could read.
+This script requires only the standard library. It answers the first message with the missing
+protections, and each task (limits, then the program) with the program's exit code, processor time
+and output. It forks for each program and enforces the time limit, so a program starts with its
+modules loaded and needs only the files of the standard library. This process never stores a program
+or its output, because the next fork could read them.
 """
 
 # pyright: basic
@@ -68,7 +68,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """A function of the C library, which raises OSError if it fails."""
+    """A function of the C library that raises OSError if it fails."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = getattr(libc, name)(*given)
     if result < 0:
@@ -82,8 +82,9 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 class Sandbox:
-    """The isolation of this process's programs; `missing` lists missing protections with their
-    reasons."""
+    """The isolation of the programs of this process; `missing` lists missing protections with the
+    reasons.
+    """
 
     def __init__(self, filters):
         """Isolates this process; `filters` of system calls: with and without the program's own
@@ -123,8 +124,9 @@ class Sandbox:
             self.missing.append(f"seccomp (not for {os.uname().machine})")
 
     def enter_namespaces(self):
-        """A root that contains only the standard library (read-only), a null device and a
-        folder."""
+        """Changes to a root that contains only the standard library (read-only), a null device and
+        a folder.
+        """
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         flags = NEW_MOUNTS | NEW_PROCESSES | NEW_OTHERS
         try:
@@ -159,7 +161,9 @@ class Sandbox:
         mount(None, "/", flags=REMOUNT | BIND | READ_ONLY | BARE)
 
     def restrict_files(self):
-        """Only the standard library's files can be read, and no file can be written."""
+        """Restricts access: only the standard library's files can be read, and no file can be
+        written.
+        """
         rules = call("syscall", LANDLOCK, struct.pack("Q", ALL_RIGHTS), 8, 0)
         for place in LIBRARY:
             rule = struct.pack("=Qi", READING, os.open(place, os.O_PATH | os.O_CLOEXEC))
@@ -168,14 +172,14 @@ class Sandbox:
         call("syscall", LANDLOCK + 2, rules, 0)
 
     def fork(self):
-        """`os.fork`; the child has process numbers of its own."""
+        """`os.fork` with a new namespace of process numbers for the child."""
         if self.namespaces:
             call("setns", self.processes, NEW_PROCESSES)
             call("unshare", NEW_PROCESSES)
         return os.fork()
 
     def enter(self, limits):
-        """In the program: a folder for it alone."""
+        """Runs in the program: creates a folder for this program only."""
         if self.namespaces:
             call("unshare", NEW_MOUNTS)
             options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
@@ -185,7 +189,7 @@ class Sandbox:
             os.chdir(os.environ["HOME"])
 
     def drop_rights(self, limits):
-        """In the program: its limits, then a user without rights, then the filter."""
+        """Runs in the program: sets its limits, then a user without rights, then the filter."""
         most = {
             "CORE": 1,  # byte: the one limit at which a handler of dumps is not called either
             "CPU": limits["processor_seconds"],
@@ -215,7 +219,9 @@ class Sandbox:
 
 
 def answer(sandbox, connection):
-    """One task: runs its program within its limits, and answers. False: it did not begin."""
+    """Handles one task: runs its program within its limits, and answers. False if the program did
+    not start.
+    """
     limits = json.loads(connection.recv_bytes())
     output = new_file()
     lives, leash = os.pipe()
@@ -244,7 +250,7 @@ def answer(sandbox, connection):
 
 
 def begin(sandbox, connection, limits, output, leash):
-    """In the program's process: reads the task, gives up all rights and runs it."""
+    """Runs in the program's process: reads the task, drops all rights and runs the program."""
     task = json.loads(connection.recv_bytes())
     sandbox.enter(limits)
     stdin = new_file()
@@ -266,7 +272,7 @@ def new_file():
 
 
 def perform(code, tests, mark, leave=os._exit):
-    """In the program's process: runs its text, then its tests, and exits."""
+    """Runs in the program's process: runs its text, then its tests, and exits."""
     main = sys.modules["__main__"] = type(sys)("__main__")
     result = 0
     try:
@@ -294,9 +300,10 @@ def run(code, names):
 
 
 def check(mark, test, number, *values, write=os.write):
-    """Reports the values in a check of a test; the number -1, without any, is the test's end.
+    """Reports the values in a check of a test; the number -1 without values marks the test's end.
 
-    Two values that are not plain data are compared here, with their own classes' methods.
+    Two values that are not plain data are compared in this process, with the methods of their
+    classes.
     """
     told = [plain(value) for value in values]
     if told == [{"object": []}] * 2:
@@ -307,8 +314,9 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of Python's own types in JSON's form, regardless of its class; otherwise `{"object":
-    []}`."""
+    """A value of a built-in type (or of a subclass) in JSON's form; any other value is `{"object":
+    []}`.
+    """
     for base, told in PLAIN.items():
         if isinstance(value, base):
             return told(value)
@@ -316,7 +324,7 @@ def plain(value):
 
 
 def items(name, base):
-    """How a kind of collection is represented: its name and its items."""
+    """The representation of a collection: its kind's name and its items."""
     return lambda value: {name: [plain(each) for each in base.__iter__(value)]}
 
 
@@ -336,7 +344,7 @@ PLAIN = {
 
 
 def serve():
-    """Answers tasks until the other end is closed."""
+    """Answers tasks until the connection is closed."""
     connection = Connection(os.dup(0))
     os.umask(0o022)
     for name in MODULES.split():

@@ -1,7 +1,7 @@
 """Runs an untrusted Python program, isolated from network, files, processes and secrets.
 
 Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program
-sees this Python's standard library, read-only, and an empty folder. `confined.py` runs inside, one
+can only access the standard library (read-only) and an empty folder. `confined.py` runs inside, one
 process per core.
 """
 
@@ -52,7 +52,7 @@ DEFAULT = Limits()
 
 @attrs.frozen
 class Outcome:
-    """How a program ended, and its output."""
+    """The outcome of a program, and its output."""
 
     output: bytes  # its standard output, up to the limit
     code: int  # exit code
@@ -60,12 +60,12 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        """Whether a limit of time ended it."""
+        """Whether a time limit ended it."""
         return self.code == -signal.SIGKILL
 
 
 class _Server:
-    """A process that runs programs, one at a time; `missing`: the protections that it lacks."""
+    """A process that runs programs, one at a time; `missing` lists the protections that it lacks."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
@@ -96,12 +96,12 @@ class _Server:
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(60.0, filters)
-        self.missing: list[str] = ["a Python that starts alone"]
+        self.missing: list[str] = ["a Python that starts in isolation"]
         if greeting is not None:
             self.missing = json.loads(greeting)
 
     def ask(self, seconds: float, *messages: Any) -> bytes | None:
-        """The answer to messages; None: the process has ended, or has been ended."""
+        """The answer to messages; None if the process has ended or was ended."""
         with suppress(EOFError, OSError):
             for message in messages:
                 self.connection.send_bytes(json.dumps(message).encode())
@@ -132,8 +132,8 @@ def run_program(
     mark: str = "",
     limits: Limits = DEFAULT,
 ) -> Outcome:
-    """Runs a Python program's text until it ends or reaches a limit; nothing of it remains
-    afterwards.
+    """Runs a Python program's text until it ends or reaches a limit. No process or file of it
+    remains.
 
     With `tests`, Python statements, the output consists of their reports, one per line, each
     starting with `mark`, as written by `confined.check`. Raises UserError if the sandbox is
@@ -172,9 +172,9 @@ def check_sandbox(*, partial: bool = False) -> list[str]:
     missing = _missing()
     if missing and not partial:
         raise UserError(
-            "a model's programs run only in a whole sandbox, and this machine lacks "
-            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, "
-            "or accept what is missing (SECURITY.md) with answer.partial_sandbox = true"
+            "a model's programs run only in a complete sandbox, and this machine lacks "
+            f"{', '.join(missing)}; on Linux, allow user namespaces (also in a container), "
+            "or accept the missing protections (SECURITY.md) with answer.partial_sandbox = true"
         )
     return missing
 

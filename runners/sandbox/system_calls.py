@@ -1,8 +1,8 @@
-"""The system calls that a Python program needs, as a filter for the kernel that hides all others.
+"""A filter for the kernel that permits the system calls that a Python program needs, and no others.
 
-Not among them: processes, sockets but a pair of connected ones, memory outside of the address space
-(files in memory, shared segments, rings), keys, namespaces, tracing, and settings of other
-processes.
+It does not permit creating processes, sockets (except a pair of connected ones) or memory outside
+the address space (files in memory, shared segments, rings), nor keys, namespaces, tracing, and
+settings of other processes.
 """
 
 from __future__ import annotations
@@ -103,5 +103,5 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
 
 
 def _step(code: int, value: int, if_so: int = 0, else_: int = 0) -> bytes:
-    """One instruction; the last two are how many to skip."""
+    """One instruction; the last two arguments are the numbers of instructions to skip."""
     return struct.pack("HBBI", code, if_so, else_, value)

@@ -1,4 +1,4 @@
-"""A run's output: log lines, completions, the display, dashboards, warnings.
+"""Writes a run's output: log lines, completions, the display, dashboards, warnings.
 
-It does not change the run.
+Nothing here changes the run.
 """

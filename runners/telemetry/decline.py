@@ -1,7 +1,8 @@
-"""Whether a run has become worse: its last reading against its best one, with their errors.
+"""Detects that a run has become worse: compares its last reading with its best one, given their
+errors.
 
-A reading is a held-out score, or the mean reward of the last updates. Beside it are means of what
-explains it.
+A reading is a held-out score, or the mean reward of the last updates, with the means of metrics
+that explain it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Reading:
 
 @attrs.frozen
 class Progress:
-    """The best readings of a run, and what is worse than them; a part of its state."""
+    """The best readings of a run, and the readings that are now worse; part of the run's state."""
 
     recent: dict[str, tuple[float, ...]] = attrs.field(factory=dict)  # values of the last updates
     best: dict[str, Reading] = attrs.field(factory=dict)
@@ -52,16 +53,16 @@ class Progress:
 
     @property
     def held_out(self) -> Reading | None:
-        """The best evaluation; None: there is none yet."""
+        """The best evaluation; None if there is none yet."""
         return self.best.get(EXACT_MATCH) or self.best.get(HELD_OUT_REWARD)
 
     @property
     def line(self) -> str:
-        """What is worse now; empty: nothing."""
+        """The readings that are worse now; empty if there are none."""
         return "; ".join(self.worse.values())
 
     def updated(self, metrics: Mapping[str, float], config: Config) -> Progress:
-        """After an update. The reward is not compared where the prompts become harder."""
+        """The state after an update. The reward is not compared if the prompts become harder."""
         if REWARD not in metrics:  # a supervised one
             return self
         recent = {
@@ -81,7 +82,7 @@ class Progress:
         return progress._compared(REWARD, last, config)
 
     def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Progress:
-        """After an evaluation."""
+        """The state after an evaluation."""
         scored = "em" in metrics
         value = metrics.get("em" if scored else "eval/reward")
         if value is None:
@@ -92,13 +93,14 @@ class Progress:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of the last updates."""
+        """The reading of the last updates."""
         return {name: statistics.fmean(values[-WINDOW:]) for name, values in self.recent.items()}
 
     def _compared(self, name: str, last: Reading, config: Config) -> Progress:
-        """With this reading as the best one, or as one that is worse if it is far below it.
+        """The state after this reading, which may be the best one or, if it is far below the best,
+        a worse one.
 
-        It stays worse until it is closer than half as far.
+        It counts as worse until less than half of that distance remains.
         """
         best = self.best.get(name)
         worse = dict(self.worse)
@@ -118,7 +120,9 @@ class Progress:
 
 
 def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
-    """What has fallen, what changed with it, and the key that is the likeliest cause."""
+    """The warning: the reading that fell, the metrics that changed with it, and the key that is the
+    likeliest cause.
+    """
     form = ".1%" if name == EXACT_MATCH else ".3g"
     was = f"{best.value:{form}} (update {best.update})"
     now = f"{last.value:{form}} (update {last.update})"
@@ -130,7 +134,7 @@ def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
 
 
 def _changes(last: Reading, best: Reading) -> list[str]:
-    """The means that confirm a fall."""
+    """The means that confirm a decline."""
     found = []
     for name, most in _CHANGES.items():
         factor = last.means.get(name, 0.0) / (best.means.get(name) or math.inf)
@@ -140,17 +144,19 @@ def _changes(last: Reading, best: Reading) -> list[str]:
 
 
 def _cause(name: str, last: Reading, best: Reading, config: Config) -> str:
-    """The likeliest key, with a value to try."""
+    """The key that is the likeliest cause, with a value to try."""
     optim = config.optim
     if last.means and name != REWARD and last.means[REWARD] > best.means.get(REWARD, math.inf):
         key = "reward.functions" if name == EXACT_MATCH else "optim.num_epochs"
-        return f"{key} is the likeliest cause, since the reward rose: read completions.jsonl"
+        return f"{key} is the likeliest cause, because the reward rose: read completions.jsonl"
     if last.means.get(_CLIPPED, 0.0) > 0.2:
         uses = optim.num_iterations * optim.minibatches
         keys = "optim.num_iterations or optim.minibatches"
-        return f"{uses} updates a rollout are the likeliest cause: lower {keys}"
+        return f"{uses} updates per rollout are the likeliest cause: lower {keys}"
     if last.means.get("sampling/effective_sample_size", 1.0) < 0.5:
-        return "the likeliest cause is that sampler and learner differ: set loss.correction"
+        return (
+            "the likeliest cause is a difference between sampler and learner: set loss.correction"
+        )
     key = "optim" if last.means else "sft"  # only supervised updates so far
     rate = (optim if last.means else config.sft).learning_rate
     return f"{key}.learning_rate = {rate:g} is the likeliest cause: try {rate / _LOWER:g}"

@@ -1,4 +1,4 @@
-"""A run's stream of events for its log and its display, and the file events.jsonl."""
+"""Sends a run's events to its log and its display, and writes the file events.jsonl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 class Diary(Report):
     """Sends a run's events to its listeners (log and display), and records the important ones.
 
-    Events from before the log exists are written when it does. Times are seconds since 1970.
+    Events that occur before the log exists are written once it does. Times are seconds since 1970.
     """
 
     def __init__(self, report: Report) -> None:
@@ -38,15 +38,14 @@ class Diary(Report):
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
-        """From now on events are sent to `log` too, before the display.
+        """Adds `log` as a listener; it receives events before the display.
         The event "start" contains `facts`."""
         self._log = log
         self._facts = facts
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert, which may come from another thread, affects only the
-        display."""
+        """Handles an event. An alert, which may come from another thread, affects only the display."""
         match event:
             case Started(updates, header, done):
                 self._update = done
@@ -79,7 +78,7 @@ class Diary(Report):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Records how the block ended: "finished", "stopped" (by a signal) or "failed"."""
+        """Records the outcome of the block: "finished", "stopped" (by a signal) or "failed"."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -111,8 +110,7 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """The report's facts about machine and versions, and the keys that the config or the command
-    line set."""
+    """Facts for the report: machine, versions, and the keys set by the config or the command line."""
     facts = {
         "system": f"{platform.system()} {platform.machine()}",
         "backend": machine.backend,

@@ -39,7 +39,7 @@ class Advanced:
 
 @attrs.frozen
 class Updated:
-    """An update is done. `metrics` uses the log's names, none of which is required."""
+    """An update is finished. `metrics` uses the log's names; all of them are optional."""
 
     metrics: Mapping[str, Any]
     logged: bool = False  # whether the log gets it: every log.every-th, and the last
@@ -47,7 +47,7 @@ class Updated:
 
 @attrs.frozen
 class Evaluated:
-    """An evaluation is done."""
+    """An evaluation is finished."""
 
     name: str
     score: float | None  # share of exact matches, 0 to 1; None: there are no gold answers
@@ -68,7 +68,7 @@ class Completions:
 
 @attrs.frozen
 class Note:
-    """A message worth reading: a notice, a checkpoint."""
+    """A message for the user, such as a notice or a new checkpoint."""
 
     text: str
 
@@ -82,7 +82,7 @@ class Alert:
 
 @attrs.frozen
 class Finished:
-    """The run is over. `summary` is name -> value, shown once."""
+    """The run has ended. `summary` maps names to values that are shown once."""
 
     summary: Mapping[str, Any]
 
@@ -91,8 +91,9 @@ Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note |
 
 
 class Report:
-    """A listener that shows nothing, such as for a rank whose run is shown by another rank. A
-    context manager that restores the terminal."""
+    """A listener that shows nothing, for example on a rank whose run is shown by another rank. A
+    context manager that restores the terminal.
+    """
 
     @property
     def fault(self) -> Exception | None:
@@ -101,7 +102,7 @@ class Report:
         return None
 
     def handle(self, event: Event) -> None:
-        """Takes one event. Raises nothing if standard output fails: see `fault`."""
+        """Handles one event. Raises nothing if standard output fails (see `fault`)."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +111,7 @@ class Report:
 
 
 class Quiet(Report):
-    """Shows only the answer to a signal: for tests, and for use from other programs."""
+    """Shows only the response to a signal; for tests and for use in other programs."""
 
     def handle(self, event: Event) -> None:
         """See `Report.handle`."""

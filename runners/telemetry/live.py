@@ -1,4 +1,4 @@
-"""The display on a terminal: the run's lines, and below them a line that is updated."""
+"""The display on a terminal: the run's lines, followed by a status line that is updated in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LiveReport(PlainReport):
         every: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Writes to `stream`, or to a given `console`; for the others see `PlainReport`."""
+        """Writes to `stream`, or to a given `console`; for other arguments, see `PlainReport`."""
         super().__init__(stream or sys.stdout, every=every, clock=clock)
         self._console = console or Console(file=cast(TextIO, self._stream), highlight=False)
         # Two refreshes a second keep the time current and leave the cores to the run.

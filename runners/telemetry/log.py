@@ -1,5 +1,4 @@
-"""The logs of a run: files of JSON lines that docs/report.md describes,
-and the dashboards of [log]."""
+"""The logs of a run: files of JSON lines, described in docs/report.md, and the dashboards of [log]."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _ID_FILE = "wandb_run_id"
 
 
 Dashboard = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
-"""Another place that gets the metrics: takes them with their update; ends."""
+"""A dashboard that receives each update's metrics."""
 
 
 def _tensorboard(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
@@ -68,7 +67,7 @@ def check_dashboards_installed(config: Config) -> None:
     for key, (package, _) in _DASHBOARDS.items():
         if getattr(config.log, key) and find_spec(package) is None:
             raise UserError(
-                f"log.{key} = true needs the package {package}: `pip install {package}`"
+                f"log.{key} = true requires the package {package}: `pip install {package}`"
             )
 
 
@@ -87,7 +86,8 @@ class MetricsLog:
         be opened.
 
         `keep` is a result of `positions`: the files continue from there, and dashboards from the
-            run's `update`. Events are appended, including interruptions. None: all start over.
+        run's `update`. Events are always appended, including interruptions. If it is None,
+        everything starts over.
         """
         resumed_at = None if keep is None else update
         self._dashboards: list[Dashboard] = []
@@ -132,22 +132,24 @@ class MetricsLog:
                 log(numbers, int(plain.get("update") or 0))
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Appends records to one of the files, if the config enables it; otherwise they are not
-        made."""
+        """Appends records to one of the files if the config enables it; otherwise they are not
+        computed.
+        """
         if name in self._files:
             for record in records:
                 self._files[name].write(record)
 
     def fault(self) -> str | None:
-        """Why a line could not be written yet; None if all lines are written."""
+        """The reason why a line could not be written yet; None if all lines are written."""
         for lines in self._files.values():
             if lines.fault:
                 return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
         return None
 
     def positions(self) -> dict[str, int]:
-        """The sizes in bytes to which a resume truncates the files. Raises UserError if a line is
-        not written yet."""
+        """The sizes in bytes to which a resumed run truncates the files. Raises UserError if a line
+        is not written yet.
+        """
         for lines in self._files.values():
             lines.push()
         fault = self.fault()

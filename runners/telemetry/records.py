@@ -1,4 +1,4 @@
-"""The records of completions.jsonl and evaluations.jsonl."""
+"""Creates the records of completions.jsonl and evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def completion_records(
 
 
 def _of_turns(experience: Experience) -> list[list[float]]:
-    """The advantages of each row's turns; empty if they are those of whole completions."""
+    """The advantages of each row's turns; empty if advantages belong to whole completions."""
     played = experience.played
     if experience.advantages_pg.ndim == 2 or played is None:
         return []
@@ -81,8 +81,9 @@ def evaluation_records(
 
 
 def _prompt(example: Example) -> dict[str, Any]:
-    """The user's last message (without one, the last message), the others,
-    and the names of images."""
+    """The last user message (or, without one, the last message), the other messages, and the names
+    of images.
+    """
     messages = list(example.messages)
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
     prompt = messages.pop(asked[-1] if asked else -1)

@@ -1,4 +1,4 @@
-"""The display of a run: plain lines, on a terminal with a live line below them, or nothing."""
+"""The display of a run: plain lines, with a live line below them on a terminal, or nothing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
 
 
 class PlainReport(Report):
-    """Plain lines of at most 100 columns, without colour or cursor movement;
-    one every `every` updates."""
+    """Prints plain lines of at most 100 columns, without colour or cursor movement, one every
+    `every` updates.
+    """
 
     def __init__(
         self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic
     ):
-        """Writes to `stream`, flushing each line. `clock` gives seconds."""
+        """Writes to `stream`, flushing each line. `clock` returns seconds."""
         self._stream = Output(stream)
         self._every = every
         self._clock = clock
@@ -104,7 +105,9 @@ class PlainReport(Report):
         return self._clock() - self._started
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last update at the recent pace; None before the first update."""
+        """Estimated seconds until the last update, from the recent pace; None before the first
+        update.
+        """
         if not self._step_times:
             return None
         recent = [*self._step_times][1:] or self._step_times  # the first compiles, and is slower
@@ -126,7 +129,7 @@ class PlainReport(Report):
             self._remind()
 
     def _remind(self) -> None:
-        """Says what goes on if nothing was said for long."""
+        """Prints the current activity if nothing was printed for a long time."""
         if self._status and self._clock() >= self._said + PAUSE:
             self._line(self.activity())
 
@@ -135,7 +138,7 @@ class PlainReport(Report):
         return LINE_WIDTH
 
     def _update_line(self, metrics: Mapping[str, Any]) -> str:
-        """One update; if there is no room for all, the least important parts are left out."""
+        """The line for an update; the least important parts are omitted if the line is too long."""
         headline = f"em {percent_text(self._score)}"
         if self._score is None and self._reward is not None:  # there are no gold answers
             headline = f"held-out reward {number_text(self._reward)}"
@@ -183,8 +186,9 @@ class PlainReport(Report):
 
 
 def number_text(value: float | None) -> str:
-    """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" unchanged, "-" for
-    None."""
+    """A number with up to three significant digits, such as 0.0123, -1.23, 123 or 3.1e-04; NaN is
+    "nan", None is "-".
+    """
     if value is None:
         return "-"
     if not math.isfinite(value) or value == 0:
@@ -195,12 +199,12 @@ def number_text(value: float | None) -> str:
 
 
 def percent_text(score: float | None) -> str:
-    """52.0% of a share in 0..1; "-" for None."""
+    """A share from 0 to 1 as a percentage such as 52.0%; "-" for None."""
     return "-" if score is None else f"{100 * score:.1f}%"
 
 
 def duration_text(seconds: float | None) -> str:
-    """0:41, 12:05, 1:02:03; "-" for None."""
+    """A duration such as 0:41, 12:05 or 1:02:03; "-" for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The metrics of one update, under TRL's names."""
+"""Computes the metrics of one update, under TRL's names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tally:
 
     @classmethod
     def of(cls, experience: Experience, update: int = 0) -> Tally:
-        """Of one batch step, from which the learner learns after this update."""
+        """The statistics of one batch step that the learner uses after this update."""
         played = experience.played or ()
         version_b = experience.rollout.version_b
         versions_b = np.zeros(0) if version_b is None else np.array(version_b, np.float64)
@@ -73,7 +73,7 @@ def rollout_metrics(
     `reward_std` is the mean over groups of the standard deviation within a group.
     `frac_reward_zero_std` is the share of groups without an advantage from `loss.baseline`: groups
     without variance, or, with `batch_mean`, all groups of a batch step without variance. A metric
-    that a reward logged keeps its name, unless one of these has that name.
+    logged by a reward keeps its name unless one of these metrics has the same name.
     """
     steps = [tally.rewards_pg for tally in tallies]
     rewards_pg = np.concatenate(steps)
@@ -127,7 +127,7 @@ def rollout_metrics(
 
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
-    """Turns and tool calls of an update's conversations; the frequencies are TRL's."""
+    """Turns and tool calls of an update's conversations; frequencies are defined as in TRL."""
     names = tallies[0].counts
     counts = {name: np.concatenate([tally.counts[name] for tally in tallies]) for name in names}
     calls = int(counts["calls"].sum())
@@ -206,7 +206,7 @@ PARTS = ("rollout", "reward", "learner", "update", "sync", "checkpoint")
 
 
 class PartTimes:
-    """Seconds of each part since the clock was started."""
+    """Measures the seconds of each part since the clock was started."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Starts the clock."""
@@ -215,12 +215,12 @@ class PartTimes:
         self._started = clock()
 
     def add(self, part: str, seconds: float) -> None:
-        """Adds time of one of PARTS that was measured elsewhere."""
+        """Adds time that was measured elsewhere to one of PARTS."""
         self._seconds[part] += seconds
 
     @contextmanager
     def timing(self, part: str | None) -> Iterator[None]:
-        """Adds the time of the `with` block to one of PARTS; None: it is not part of a step."""
+        """Adds the time of the `with` block to one of PARTS; None if it is not part of a step."""
         started = self._clock()
         try:
             yield
@@ -232,8 +232,9 @@ class PartTimes:
                 self.add(part, seconds)
 
     def take(self) -> dict[str, float]:
-        """`step_time`, `time/PART` of each part and `time/rest` in seconds;
-        counting restarts at 0."""
+        """`step_time`, `time/PART` for each part, and `time/rest`, in seconds; the clock restarts
+        at 0.
+        """
         now = self._clock()
         whole = now - self._started
         parts = self._seconds

@@ -1,8 +1,7 @@
-"""Checks the metrics of updates and evaluations: warns when training goes wrong,
-and decides when a run may end early.
+"""Checks the metrics of updates and evaluations, warns when training goes wrong, and decides when a
+run ends early.
 
-It depends only on logged values and on `Seen`, so that a resumed run warns and ends at the same
-updates.
+It depends only on logged values and on `Seen`, so a resumed run warns and ends at the same updates.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from runners.telemetry.decline import Progress
 
 @attrs.frozen
 class Seen:
-    """The run's readings so far, as a part of its state."""
+    """The run's readings so far, as part of its state."""
 
     counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
     reached: str | None = None  # the condition that ends the run
@@ -30,7 +29,7 @@ class Seen:
 
 @attrs.frozen
 class Watch:
-    """Counts, for each sign of trouble, for how many consecutive readings it has lasted."""
+    """Counts the consecutive readings for which each sign of trouble has lasted."""
 
     config: Config
     conditions: Sequence[Condition]  # of stop.when
@@ -38,10 +37,10 @@ class Watch:
     def see(
         self, metrics: Mapping[str, Any], seen: Seen, evaluated_at: int | None = None
     ) -> tuple[Seen, list[str]]:
-        """Takes in the logged metrics of an update, or of the evaluation after an update; returns
-        what was seen so far, and the warnings that are due, a line each.
+        """Processes the logged metrics of an update or of the evaluation after it. Returns the
+        readings so far, and the warnings that are due, one line each.
 
-        A metric that is missing or not finite is ignored: it neither counts nor resets a count.
+        A metric that is missing or not finite is ignored; it does not change a count.
         """
         counts = dict(seen.counts)
         reached = seen.reached
@@ -79,7 +78,7 @@ class Watch:
 
 
 def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tuple[str, bool, str]]:
-    """For each kind of trouble: its name, whether the metrics show it, and the warning."""
+    """For each kind of trouble, its name, whether the metrics show it, and the warning."""
     row = f"for {settings.patience} updates"
     flat = metrics.get("frac_reward_zero_std")
     if flat is not None:
@@ -92,7 +91,7 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
             "collapsed: lower optim.learning_rate "
             f"(now {metrics.get('learning_rate', 0):.3g}) or raise loss.beta, and resume from an "
             "earlier checkpoint. If it has risen, use harder prompts. Otherwise, use prompts of "
-            "another difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or "
+            "a different difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or "
             "rollout.temperature, or try `grpo check CONFIG`",
         )
     entropy = metrics.get("entropy")
@@ -118,7 +117,9 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
 
 
 def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[str, bool, str]]:
-    """A sign for each reward: that it gave all completions of an update the same value, or none."""
+    """A sign of trouble for each reward: all completions of an update have the same value, or none
+    has a value.
+    """
     for metric, std in metrics.items():
         name = metric.removeprefix("rewards/").removesuffix("/std")
         if metric != f"rewards/{name}/std":
@@ -127,9 +128,9 @@ def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[
         yield (
             f"constant {name}",
             std <= 1e-12 * abs(mean),
-            f"reward {name} gave all completions the same value, or none, {row}, so it gives no "
-            "gradient; check completions.jsonl and the columns that it reads, and what `grpo "
-            "check` shows for a right answer",
+            f"reward {name} returned the same value, or none, for all completions {row}, so it "
+            f"has no gradient; check completions.jsonl, the columns that it reads, and the "
+            f"result of `grpo check` for a right answer",
         )
 
 

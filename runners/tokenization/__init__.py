@@ -1,4 +1,5 @@
-"""Tokenizers and prompt settings: checks before the first use, text to tokens and back.
+"""Tokenizers and prompt settings: checks a tokenizer before its first use, and converts between
+text and tokens.
 
-No weights.
+Nothing here loads weights.
 """

@@ -43,14 +43,14 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From a resolved config's sections, as returned by `Config.to_dict`; raises KeyError if
-        one lacks a key.
+        """From a resolved config's sections, as returned by `Config.to_dict`. Raises KeyError if a
+        key is missing.
         """
         values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The same by section and key, in JSON's types, for `load_config`."""
+        """The settings by section and key, in JSON's types, for `load_config`."""
         found: dict[str, dict[str, Any]] = {}
         fields = attrs.asdict(self) | {"stop": list(self.stop)}
         for name, value in fields.items():
@@ -59,7 +59,7 @@ class PromptSettings:
 
 
 _KEYS: dict[str, tuple[str, attrs.Attribute]] = {}
-"""The section and the key of the config that each field is."""
+"""The config's section and key of each field."""
 for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
     for _field in attrs.fields(_kind):
         if _field.name in attrs.fields_dict(PromptSettings):
@@ -74,8 +74,8 @@ def write_prompt(folder: Path, settings: PromptSettings) -> None:
 def read_prompt(folder: Path) -> PromptSettings | None:
     """The settings in a model's folder, or in a folder of adapters; None if there are none.
 
-    Raises UserError for a file of another format or version, a missing or unknown key, and an
-    invalid value.
+    Raises UserError for a different format or version, a missing or unknown key, and an invalid
+    value.
     """
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):

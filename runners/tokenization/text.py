@@ -1,7 +1,8 @@
-"""Tokens of a prompt, text of tokens (at once or as a stream), and the token at which a completion
-ends.
+"""Converts text to tokens and tokens to text (at once or as a stream), and finds the token at which
+a completion ends.
 
-Completions are scored as text but never tokenized again, so the loops need only these functions.
+Completions are scored as text but never tokenized again, so these functions are sufficient for
+training.
 """
 
 from __future__ import annotations
@@ -48,15 +49,14 @@ def _foreign(what: str) -> Iterator[None]:
 
 
 class TextDecoder:
-    """The text of completions: what rewards, evaluation, logs and commands read.
+    """Decodes completions to the text that rewards, evaluation, logs and commands read.
 
-    Tokens that end a completion, and padding, are omitted at its end. All other special tokens are
-    kept, such as a `</think>`, because rewards may look for them.
+    Tokens that end a completion, and padding, are omitted at its end. All other special tokens,
+    such as `</think>`, are kept, because rewards may look for them.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
-        """Determines which tokens end a completion; the tokenizer is that of
-        `LoadedModel.tokenizer`."""
+        """Determines which tokens end a completion; `tokenizer` is `LoadedModel.tokenizer`."""
         self.tokenizer = tokenizer
         self.ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
 
@@ -80,13 +80,13 @@ class TextDecoder:
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to the number to keep, or None if it continues.
 
-        Its second argument is the number of tokens that earlier calls have checked (0: none), which
-        are not checked again.
+        Its second argument is the number of tokens that earlier calls have checked and that are not
+        checked again (0: none).
 
         The last kept token is the one that completes the earliest stop string; text of that token
-        after the stop string is kept, because tokens cannot be split. A stop string that is a
-        special token's name makes that token end completions: `decode` omits it at the end. Without
-        stop strings the result is None.
+        after the stop string is kept, because tokens cannot be split. If a stop string is a special
+        token's name, that token ends completions, and `decode` omits it at the end. Without stop
+        strings, the result is None.
 
         Text is decoded only if a token contains a stop string's last character, and only as far
         back as the string reaches. A call without such a token costs about a microsecond. Raises
@@ -121,10 +121,10 @@ class TextDecoder:
         return find
 
     def _tail(self, tokens: Sequence[int], number: int) -> str:
-        """The text of the last `number` tokens, and of up to three more if it would begin inside a
-        character.
+        """The text of the last `number` tokens, and of up to three more if it would otherwise start
+        inside a character.
 
-        Some decoders drop all bytes after such a beginning.
+        Some decoders drop all bytes after such a start.
         """
         text = ""
         for more in range(4):
@@ -137,14 +137,14 @@ class TextDecoder:
 class TextStream:
     """A completion's text as its tokens arrive: the pieces together equal `decode` of all tokens.
 
-    (Only nearly, if characters are damaged, because some decoders then change earlier text.) A
+    (Damaged characters are an exception, because some decoders then change earlier text.) A
     piece is held back while it ends inside a character. Only the last few tokens are decoded again:
-    those since the previous piece, preceded by that piece's tokens, because decoders treat the
-    first token of a text differently.
+    the tokens of the previous piece and all later ones, because decoders treat the first token of a
+    text differently.
     """
 
     def __init__(self, decoder: TextDecoder):
-        """An empty text."""
+        """Starts with an empty text."""
         self._decoder = decoder
         self._last: list[int] = []  # tokens of the last piece
         self._waiting: list[int] = []  # tokens after it
@@ -158,7 +158,7 @@ class TextStream:
         return "" if text.endswith("\ufffd") else self._advance(text)
 
     def finish(self) -> str:
-        """The rest, if the last character was incomplete."""
+        """The rest of the text if the last character was incomplete."""
         return self._advance(self._decoder.decode([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:

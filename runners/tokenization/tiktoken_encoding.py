@@ -38,11 +38,11 @@ _NANOCHAT_TEMPLATE = """\
 
 def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or
-    for the name of one of tiktoken's own.
+    for the name of an encoding in tiktoken.
 
     A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or
     the like, if the encoding contains them. Existing values in the folder's generation_config.json
-    are kept. With nanochat's turn marks, a chat template is written.
+    are kept. If the encoding contains nanochat's turn marks, a chat template is written too.
     """
     import tiktoken
     from tokenizers import (
@@ -96,8 +96,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The tokens by name, and all pairs that make one, by rank: in this order tiktoken joins
-    neighbours.
+    """The tokens by name, and all pairs that form a token, by rank, which is the order in which
+    tiktoken joins neighbours.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

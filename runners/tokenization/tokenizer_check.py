@@ -1,9 +1,9 @@
 """Limits the time and memory of a model's tokenizer and chat template at their first use.
 
-The libraries have no such limits: a one-line template can require gigabytes, and so can a
-    tokenizer.json of a few kilobytes. So their first use is in a process that can be ended. This
-    costs a second, once for each content, because contents that have passed are remembered in the
-    user's cache folder.
+The libraries have no such limits, but a one-line template or a tokenizer.json of a few kilobytes
+can require gigabytes. Therefore, the first use takes place in a process that can be ended. This
+takes a second, once per file content: contents that have passed are recorded in the user's cache
+folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 def check_tokenizer(folder: Path) -> None:
     """Raises UserError, in one line, if the first use takes too much time or memory.
 
-    The shipped model is not checked, nor is a content that has passed before.
+    The shipped model and contents that have passed before are not checked.
     """
     if folder.resolve() == MODEL_DIR.resolve():
         return
@@ -56,6 +56,6 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a model's folder that its tokenizer and template are read from."""
+    """The files in a model's folder that its tokenizer and template are read from."""
     named = [folder / name for name in _FILES]
     return [file for file in (*named, *sorted(folder.glob(_MORE_TEMPLATES))) if file.is_file()]

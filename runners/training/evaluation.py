@@ -1,4 +1,4 @@
-"""Evaluations during a run: the held-out problems, with the learner's weights."""
+"""Evaluates a run during training: held-out problems, with the learner's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards. Meanwhile no rollout is under way."""
+    """Measures exact match and the run's own rewards. No rollout runs meanwhile."""
     if session.ahead is not None:
         session.shown.status("sampling")
         session.ahead.settle()
@@ -47,8 +47,9 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss of the held-out reference completions with the learner's weights; empty if there are
-    none."""
+    """The loss on the held-out reference completions with the learner's weights; empty if there are
+    none.
+    """
     run, state, ranks = session.run, session.state, session.ranks
     examples = run.data.gold_evaluation
     if not examples:
@@ -72,7 +73,7 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 
 
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
-    """The problems, and the answers to them."""
+    """Evaluates the problems."""
     config, run, state = session.config, session.run, session.state
     problems = run.data.evaluation
     engine = run.learner.held_out

@@ -1,4 +1,4 @@
-"""The parts of a rollout that the ranks have sampled, on every rank."""
+"""Gathers the parts of a rollout that the ranks have sampled, on every rank."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from runners.rewards.scoring import Failed
 def gather_rollout(
     ranks: Ranks, examples: Sequence[Example], part: Experience | None
 ) -> Experience:
-    """The whole experience of these examples of all ranks, from every rank's part; the same on all
-    ranks.
+    """The complete experience of these examples from all ranks' parts; the same on all ranks.
 
-    `part` is this rank's, None if it has no example.
+    `part` is this rank's part, None if it has no example.
     """
     messages = ranks.all_gather_object("the rollout", part and _packed(part))
     parts = {
@@ -61,7 +60,9 @@ def gather_rollout(
 
 
 def _packed(experience: Experience) -> dict[str, Any]:
-    """Plain values and arrays. An environment stays on its rank: only its rewards need it."""
+    """Converts an experience to plain values and arrays. An environment stays on its rank, because
+    only its rewards need it.
+    """
     return {
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
@@ -76,7 +77,7 @@ def _packed(experience: Experience) -> dict[str, Any]:
 
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
-    """The inverse of `_packed`, whose tuples have become lists and whose arrays are NumPy's."""
+    """The inverse of `_packed`, after tuples have become lists and arrays have become NumPy arrays."""
     rollout, played = value["rollout"], value["played"]
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()

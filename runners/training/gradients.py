@@ -1,6 +1,7 @@
-"""Gradients and log-probs of micro-batches, repeated with smaller ones if memory runs out.
+"""Computes gradients and log-probs of micro-batches, and repeats them with smaller ones if memory
+runs out.
 
-On Metal and CUDA, MLX raises an exception. On a CPU the system ends the process: nothing can be
+On Metal and CUDA, MLX raises an exception. On a CPU, the system ends the process, which cannot be
 caught.
 """
 
@@ -29,7 +30,7 @@ LogprobStep = Callable[[Tree, g.Batch], mx.array]
 
 @attrs.frozen(eq=False)
 class Computed(Generic[_Result]):
-    """The result of computing micro-batches, and how they were computed."""
+    """The result of computing micro-batches, with the micro-batches and the budget that were used."""
 
     value: _Result
     steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step
@@ -46,8 +47,7 @@ class Gradients:
 
 @attrs.frozen(eq=False)
 class MicroBatches:
-    """Computes micro-batches; each rank computes its share. All ranks reduce the budget
-    together."""
+    """Computes micro-batches, each rank its share. All ranks reduce the budget together."""
 
     grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
     asked: int  # tokens: system.micro_batch_tokens
@@ -59,7 +59,7 @@ class MicroBatches:
     def gradients(
         self, start: g.TrainState, steps: Sequence[Pieces], budget: int
     ) -> Computed[Gradients]:
-        """`start` with the gradients of these batch steps added."""
+        """Adds the gradients of these batch steps to `start`."""
 
         def act(steps: Sequence[Pieces]) -> Gradients:
             state = start
@@ -89,8 +89,8 @@ class MicroBatches:
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
     ) -> Computed[dict[int, mx.array]]:
         """The log-probs of micro-batches' tokens under these parameters, by the number of each
-        micro-batch that has rows. With several ranks, each computes its share, and all get the
-        whole."""
+        micro-batch that has rows. With several ranks, each computes its share, and all return the
+        complete result."""
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
@@ -111,8 +111,9 @@ class MicroBatches:
         return computed
 
     def _reported(self, total: int) -> Callable[[mx.array], None]:
-        """Reports how many micro-batches are computed; the device stays one ahead of the
-        reports."""
+        """Reports the number of computed micro-batches; the device stays one micro-batch ahead of
+        the reports.
+        """
         waiting: list[mx.array] = []
         self.advance("micro-batches", 0, total)
 
@@ -138,8 +139,9 @@ class MicroBatches:
     def _in_halves(
         self, act: Callable[[Sequence[Pieces]], _Result], steps: Sequence[Pieces], budget: int
     ) -> Computed[_Result]:
-        """`act` of the steps' micro-batches, cut in halves as often as memory asks for, down to one
-        row each."""
+        """Applies `act` to the steps' micro-batches, which are halved as often as memory requires,
+        down to one row each.
+        """
         while True:
             if budget < self.asked:  # they were made when it was larger
                 steps = [_all_fitting(pieces, budget) for pieces in steps]
@@ -162,8 +164,9 @@ class MicroBatches:
             budget = self._smaller(steps, budget, reason)
 
     def _paced(self, seconds: float, computed: Computed[_Result]) -> Computed[_Result]:
-        """With a budget whose micro-batches take at most `longest` at this pace; all ranks have the
-        same."""
+        """Lowers the budget so that micro-batches take at most `longest` at this pace; it is the
+        same on all ranks.
+        """
         tokens = list(map(_tokens, chain.from_iterable(computed.steps)))
         pace = seconds * self.ranks.count / max(sum(tokens), 1)
         paces = self.ranks.all_gather_object("the pace", pace)
@@ -178,8 +181,9 @@ class MicroBatches:
         return attrs.evolve(computed, micro_batch_tokens=fits)
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
-        """A budget that cuts the largest micro-batches. Raises UserError if each has a single
-        row."""
+        """A budget that splits the largest micro-batches. Raises UserError if each has a single
+        row.
+        """
         pieces = chain.from_iterable(steps)
         cuttable = [_tokens(piece) for piece in pieces if piece.targets_bt.shape[0] > 1]
         if not cuttable:
@@ -191,13 +195,13 @@ class MicroBatches:
         large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
             f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated "
-            f"with half as many; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
+            f"with half of that; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
         )
         return max(large // 2, 1)
 
 
 def _fitting(piece: g.Batch, budget: int) -> list[g.Batch]:
-    """A micro-batch cut to a budget, down to single rows."""
+    """Splits a micro-batch to fit a budget, down to single rows."""
     if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
         return [piece]
     return _all_fitting(halve_batch(piece), budget)
@@ -208,5 +212,5 @@ def _all_fitting(pieces: Sequence[g.Batch], budget: int) -> list[g.Batch]:
 
 
 def _tokens(piece: g.Batch) -> int:
-    """Tokens that the learner computes for a micro-batch."""
+    """The number of tokens that the learner computes for a micro-batch."""
     return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)

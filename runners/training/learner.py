@@ -73,9 +73,9 @@ def build_learner(
     advance: Advance | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Learner:
-    """Policies, steps and the initial state; the loaded module is emptied of its trainable weights.
+    """Builds policies, steps and the initial state; the loaded module loses its trainable weights.
 
-    With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
+    If `prompts` (token ids of the run) are given, the model is checked on them: see `check_model`.
     """
     rollout = config.rollout
     share_prompts = _shares_prompts(config, loaded, platform)
@@ -195,7 +195,7 @@ def build_learner(
 
 
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
-    """AdamW; its schedule begins again after the supervised updates."""
+    """AdamW; its schedule restarts after the supervised updates."""
     optim = config.optim
     rates = []
     for rate, updates in (
@@ -226,7 +226,7 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def check_backend(loaded: LoadedModel, platform: Platform) -> None:
-    """Raises UserError for a model whose gradient is known to be wrong on this backend."""
+    """Raises UserError if the model's gradient is known to be wrong on this backend."""
     family = str(loaded.config.get("model_type"))
     if family in _WRONG_GRADIENTS.get(platform.backend, ()):
         raise UserError(
@@ -236,7 +236,7 @@ def check_backend(loaded: LoadedModel, platform: Platform) -> None:
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
-    """Raises UserError if this model cannot have loss.router_aux_coef or loss.router_replay."""
+    """Raises UserError if this model does not support loss.router_aux_coef or loss.router_replay."""
     for key, off, check in (
         ("router_aux_coef", "0", experts_per_token),
         ("router_replay", "false", check_replay),
@@ -246,7 +246,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
         try:
             if config.system.grad_checkpoint:
                 raise ValueError(
-                    "with system.grad_checkpoint, blocks do not return their routers' decisions"
+                    "blocks do not return their routers' decisions if system.grad_checkpoint is on"
                 )
             check(loaded.module)
         except ValueError as error:
@@ -254,13 +254,14 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Whether the learner computes a group's prompt once. Raises UserError where it cannot but
-    should."""
+    """Whether the learner computes a group's prompt once. Raises UserError if this is required but
+    impossible.
+    """
     shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:
         raise UserError(
             f'{config.where("system.share_prompts")}: expected "auto" or "never", found "always": '
-            "this model has a layer without a plain cache of keys and values, or "
+            "this model has a layer without a plain key-value cache, or "
             "system.grad_checkpoint, loss.router_aux_coef or loss.router_replay is on"
         )
     return shares

@@ -1,7 +1,7 @@
 """`Plan`: the unchanging parts of a run's steps, with the phases that its config requires.
 
-`before_learn` makes micro-batches of an experience, phase by phase. `after_rollout` and
-`after_update` are called after a batch step and an update.
+The phases of `before_learn` convert an experience to micro-batches. The phases of `after_rollout`
+and `after_update` run after a batch step and after an update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALL = 2_500_000
 
 @attrs.frozen(eq=False)
 class Lesson:
-    """An experience on its way to micro-batches."""
+    """An experience that is being converted to micro-batches."""
 
     experience: Experience
     batch: g.Batch
@@ -55,7 +55,7 @@ AfterUpdate = Callable[["Plan", RunState], RunState]
 
 @attrs.frozen(eq=False)
 class Plan:
-    """A run's parts, and the phases of its steps."""
+    """The parts of a run, and the phases of its steps."""
 
     run: Run
     micro_batches: MicroBatches
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def config(self) -> Config:
-        """The run's, checked."""
+        """The run's checked config."""
         return self.run.config
 
     @property
@@ -91,12 +91,12 @@ class Plan:
         return state.batch_step <= self.run.length.supervised
 
     def update_due(self, state: RunState) -> bool:
-        """Whether there are enough batch steps for an update."""
+        """Whether enough batch steps are available for an update."""
         enough = state.batch_step % self.config.optim.gradient_accumulation_steps == 0
         return bool(state.waiting) and (enough or state.batch_step == self.run.length.batch_steps)
 
     def syncs(self, state: RunState) -> bool:
-        """Whether the sampler gets the learner's weights after the next update."""
+        """Whether the sampler receives the learner's weights after the next update."""
         due = state.batch_step - state.synced_at >= self.config.loss.sync_every
         return due or self.is_supervised(state)
 
@@ -105,7 +105,7 @@ class Plan:
         return weights_of(self.run.learner.sampling, state.train.old_params, state.sampler)
 
     def load(self, state: RunState) -> None:
-        """The engine gets the sampler's weights; with rollouts ahead, each brings its own."""
+        """Passes the sampler's weights to the engine. Rollouts ahead include their own weights."""
         if not self.config.rollout.max_staleness:
             self.engine.load(self.weights(state))
 
@@ -151,7 +151,7 @@ def graded_by_teacher(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
 
 
 def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """The micro-batches of each minibatch, without the rows that have no gradient."""
+    """The micro-batches of each minibatch; rows without a gradient are omitted."""
     run, config = plan.run, plan.config
     learner = run.learner
     gold = state.batch_step < run.length.supervised
@@ -179,8 +179,9 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
 
 
 def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with the sampler's choice of experts for their tokens, which needs one more
-    forward pass."""
+    """Micro-batches with the experts that the sampler chooses for their tokens; this requires an
+    additional forward pass.
+    """
     weights = plan.weights(state)
     # In full precision the learner's own module is the same function, and the sampler's may be in use.
     policy = plan.run.learner.policy if state.sampler.role is None else weights.policy
@@ -198,10 +199,11 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
 
 
 def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """Micro-batches with log π_old, if π_θ will differ from it: because a rollout serves several
-    updates, or because the sampler's weights are older than the learner's. π_old is the learner
-    when it begins with a rollout, or at the sampler's last sync; a row that older weights sampled is
-    corrected by π_old/μ."""
+    """Micro-batches with log π_old if π_θ will differ from it, because a rollout is used for
+    several updates or the sampler's weights are older than the learner's. π_old is the learner at
+    the start of a rollout's updates, or at the sampler's last sync. A row sampled by older weights
+    is corrected by π_old/μ.
+    """
     if plan.uses == 1 and state.sampler.version == state.update:
         return lesson
     parts = []
@@ -225,15 +227,16 @@ def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
 
 
 def calibrated_roles(run: Run) -> list[QuantizedRole]:
-    """The roles of this run whose rounding is calibrated."""
+    """The roles in this run with calibrated rounding."""
     loss, rollout, learner = run.config.loss, run.config.rollout, run.learner
     roles = ((rollout.quantization, learner.quantized), (loss.ref_quantization, learner.reference))
     return [role for name, role in roles if role is not None and is_calibrated(run.config, name)]
 
 
 def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After the first rollout with tokens: the moments of its layers' inputs, with which the roles
-    are rounded from now on."""
+    """After the first rollout with tokens, collects the moments of the layers' inputs, which
+    determine the roles' rounding from then on.
+    """
     config, learner = plan.config, plan.run.learner
     gold = plan.is_supervised(state)
     if state.sampler.moments is not None or gold or not experience.rollout.prompts:
@@ -265,7 +268,7 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
 
 
 def moved_reference(plan: Plan, state: RunState) -> RunState:
-    """Updates the reference from the learner every loss.ref_sync_every batch steps."""
+    """Updates the reference model from the learner every loss.ref_sync_every batch steps."""
     loss = plan.config.loss
     due = loss.ref_sync_every and state.batch_step - state.ref_synced_at >= loss.ref_sync_every
     if not due or state.train.ref_params is None:
@@ -276,8 +279,9 @@ def moved_reference(plan: Plan, state: RunState) -> RunState:
 
 
 def started_grpo(plan: Plan, state: RunState) -> RunState:
-    """After the last supervised update, GRPO starts with new moments of the optimizer, and a
-    reference with these weights."""
+    """After the last supervised update, GRPO starts with new optimizer moments, and these weights
+    become the reference.
+    """
     length = plan.run.length
     if not state.batch_step == length.supervised < length.batch_steps:
         return state
@@ -289,7 +293,7 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 
 def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
-    """The current rounding of the reference; None if it is not rounded."""
+    """The current rounding of the reference model; None if it is not rounded."""
     role = plan.run.learner.reference
     name = plan.config.loss.ref_quantization
     moments = state.sampler.moments
@@ -299,14 +303,15 @@ def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
 
 
 def shapes_of(pieces: Pieces) -> set[Shape]:
-    """The shapes for which the steps are compiled."""
+    """The shapes for which the steps have been compiled."""
     return {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
-    """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that
-    tracing the step takes. On a CPU almost any number, once an epoch has shown all lengths; a GPU
-    would then compute mostly padding if completions have become shorter."""
+    """The number of padding tokens accepted to avoid a new shape: computing them takes as long as
+    tracing the step. On a CPU, it is almost unlimited once an epoch has shown all lengths; on a
+    GPU, that would be mostly padding once completions have become shorter.
+    """
     return (
         number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000
     )

@@ -1,8 +1,9 @@
-"""From prompts to an experience: sample completions, score them, turn rewards into advantages.
+"""Creates an experience from prompts: samples completions, scores them, and converts rewards to
+advantages.
 
-Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get
-the complete result. A completion's random draws depend on its prompt's number, so that N ranks
-sample the same as one rank.
+Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks
+receive the complete result. A completion's random numbers depend on its prompt's number, so N ranks
+sample the same completions as one rank.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from runners.tokenization.text import TextDecoder
 from runners.training.gathering import gather_rollout
 
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
-NOT_FINITE = "its log-probs are not finite; the rollout was sampled again"
+NOT_FINITE = "log-probs were not finite; the rollout was sampled again"
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Draw:
-    """The inputs of a batch step's rollout, besides an engine."""
+    """The inputs of a batch step's rollout, apart from the engine."""
 
     drawn: Drawn  # its prompts
     gold: bool = False  # whether their gold completions are learned from: nothing is sampled
@@ -78,7 +79,7 @@ class _Round:
 
 @attrs.frozen(eq=False)
 class Collector:
-    """Makes experiences, with the settings for sampling and scoring."""
+    """Creates experiences with the settings for sampling and scoring."""
 
     sampling: g.Sampling
     scorer: Scorer
@@ -92,14 +93,15 @@ class Collector:
     should_stop: ShouldStop = never
 
     def collect(self, engine: Engine, draw: Draw) -> Experience:
-        """Samples and scores completions of a draw's prompts with the engine's weights.
+        """Samples and scores completions of the prompts with the engine's weights.
 
         With dynamic sampling, groups without variance are replaced by new prompts for at most
-        `max_resample` rounds. If groups are still missing, the last ones without variance fill the
-        batch; the learner skips them.
+        `max_resample` rounds. If groups are still missing then, the last ones without variance fill
+        the batch, and the learner skips them.
 
         Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail
-        is off. A call that was too slow, or that ended its process, must be the third in a row.
+        is off. For calls that time out or end their process, it is raised only at the third failure
+        in a row.
         """
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         missing = len(draw.drawn.examples)
@@ -140,7 +142,9 @@ class Collector:
         )
 
     def _outcomes(self, part: Experience) -> list[Outcome]:
-        """How many completions of each group passed, of those with a reward."""
+        """For each group, the example's number, the number of passed completions, and the number of
+        completions with a reward.
+        """
         shape = part.rewards_pg.shape
         at_least = self.config.data.pass_reward
         passed_b = passed(part.reward_names, part.values_kb, part.rewards_pg.reshape(-1), at_least)
@@ -151,17 +155,17 @@ class Collector:
 
     @property
     def _turn_rewards(self) -> bool:
-        """Whether the last reward is the sum of those of the turns."""
+        """Whether the last reward is the sum of the rewards of turns."""
         return self.environments is not None and self.environments.turn_reward is not None
 
     def _slow_rewards(
         self, parts: Sequence[Experience], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """In how many batch steps in a row a reward was too slow, or ended its process, at all
-        completions.
+        """The number of consecutive batch steps in which a reward timed out or ended its process
+        for all completions.
 
-        Raises RewardError for a reward that failed at every completion of the batch step, and may
-        not.
+        Raises RewardError if a reward failed for every completion of the batch step and this is not
+        allowed.
         """
         failed = {
             name: fault
@@ -185,7 +189,7 @@ class Collector:
     def _on_all_ranks(
         self, engine: Engine, examples: Sequence[Example], step: _Round
     ) -> Experience:
-        """One round; each rank does its share."""
+        """Runs one round; each rank samples its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
         size = self.sampling.num_generations
@@ -213,7 +217,7 @@ class Collector:
         key: mx.array,
         weights: Weights | None,
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """Completions, or conversations; None without examples. The engine gets new `weights`."""
+        """Completions or conversations; None without examples. The engine receives new `weights`."""
         if weights is not None:
             engine.load(weights)
         if not examples:
@@ -235,7 +239,7 @@ class Collector:
     def _sampled_aside(
         self, *arguments: Any
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """`_sampled`, in the thread that samples."""
+        """Calls `_sampled` in the sampling thread."""
         if self.sampler is None or self.environments is not None:
             return self._sampled(*arguments)
         return self.sampler.submit(self._sampled, *arguments).result()
@@ -248,9 +252,9 @@ class Collector:
         sampling: g.Sampling,
         step: _Round,
     ) -> Experience | None:
-        """This rank's completions, or conversations, with their rewards; None without examples.
+        """This rank's completions or conversations with their rewards; None without examples.
 
-        `numbers` are the examples' places among those of all ranks.
+        `numbers` are the examples' positions among the examples of all ranks.
         """
         started = time.perf_counter()
         fallback = None
@@ -328,8 +332,9 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Reference completions as a batch step: groups of one with an advantage of 1, and without
-    rewards."""
+    """Reference completions as a batch step: groups of one, with an advantage of 1 and without
+    rewards.
+    """
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None
     rows = len(examples)

@@ -1,8 +1,8 @@
-"""`RunState`: everything that a run must remember between two steps, and the content of a
+"""`RunState`: everything that a run must remember between two steps, which is also the content of a
 checkpoint.
 
-It is saved and restored field by field, and all ranks start from the same one. A field that is not
-saved gives the reason in its metadata.
+It is saved and restored field by field, and all ranks start from the same state. The metadata of a
+field that is not saved contains the reason.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def _unsaved(default: Any, why: str) -> Any:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Flight:
-    """A batch step whose rollout is under way: those fields of the state from which it was proposed,
-    and is proposed again after a resume."""
+    """A batch step whose rollout is running: the fields of the state from which it was proposed,
+    and from which it is proposed again after a resume.
+    """
 
     batch_step: int = rules.key(0, "rollouts made before", _COUNT)
     update: int = rules.key(0, "whose weights sample it", _COUNT)
@@ -58,7 +59,7 @@ class Flight:
 
     @classmethod
     def of(cls, state: RunState, batch_step: int, position: int) -> Flight:
-        """One that begins in this state."""
+        """A batch step that starts in this state."""
         return cls(
             batch_step=batch_step,
             update=state.update,
@@ -70,7 +71,7 @@ class Flight:
         )
 
     def state(self, state: RunState) -> RunState:
-        """The state as it was when this began, as far as a proposal reads it."""
+        """The state at the start of this batch step, restored as far as a proposal reads it."""
         return attrs.evolve(
             state,
             batch_step=self.batch_step,
@@ -88,7 +89,7 @@ class RunState:
     """The state of a run between two steps: a value, replaced as a whole after each step."""
 
     train: g.TrainState = _unsaved(
-        attrs.NOTHING, "a checkpoint has it in files of its own, as a model"
+        attrs.NOTHING, "a checkpoint stores it in separate files, as a model"
     )
     batch_step: int = rules.key(0, "rollouts made", _COUNT)
     update: int = rules.key(0, "optimizer updates taken", _COUNT)
@@ -124,11 +125,11 @@ class RunState:
 
     @property
     def em(self) -> float | None:
-        """Exact match at the last evaluation, 0 to 1; None if it was not measured."""
+        """Exact match at the last evaluation, from 0 to 1; None if it was not measured."""
         return self.scores[-1] if self.scores else None
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Every saved field: plain values in JSON's types, and those with arrays as trees."""
+        """All saved fields: plain values in JSON's types, and values with arrays as trees."""
         plain: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         for field in attrs.fields(type(self)):
@@ -174,15 +175,15 @@ _ROUNDING = (
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     """The state of a checkpoint.
 
-    `changed` is --allow-config-change: it allows other training data, and roles with another
+    `changed` is --allow-config-change: it allows different training data and roles with a different
     precision.
 
-    Raises UserError if the checkpoint belongs to another model or to other data.
+    Raises UserError if the checkpoint belongs to a different model or to different data.
     """
     if origin.facts.data != data_digest(run.data.train) and not changed:
         raise UserError(
-            f"{origin.folder} was trained on data other than that of {run.config.data.source}; "
-            "--allow-config-change continues anyway"
+            f"{origin.folder} was trained on data that differs from {run.config.data.source}; "
+            f"--allow-config-change continues anyway"
         )
     train, trees = load_trees(origin.folder)
     state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
@@ -198,7 +199,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         "key",
     ):
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
-            raise UserError(f"{file}: {name} belongs to another model, or to another model.tune")
+            raise UserError(f"{file}: {name} belongs to a different model or model.tune")
     if changed and (
         train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)
     ):
@@ -209,7 +210,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     flown = [flight.old_params for flight in state.flights]
     for tree in (train.old_params, train.ref_params, *flown):
         if tree is not None and _shape(tree) not in known:
-            raise UserError(f"{file}: a role's weights belong to another model or precision")
+            raise UserError(f"{file}: a role's weights belong to a different model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
     if (
         origin.facts.config.get("stop") != run.config.to_dict()["stop"]
@@ -240,10 +241,10 @@ def _shape(tree: Any) -> tuple[Any, Any]:
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
-    """Raises UserError, on all ranks, if one has other data, weights, rewards or versions than rank
-    0.
+    """Raises UserError, on all ranks, if the data, weights, rewards or versions of one differ from
+    rank 0's.
 
-    `inputs` are the digests that a resumed run compares too.
+    `inputs` are the digests that a resumed run also compares.
     """
     if ranks.is_alone:
         return
@@ -271,7 +272,9 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
 
 
 def _weights(params: Any) -> list[int]:
-    """A sum over the bits of each leaf: cheap, and almost always different for other weights."""
+    """A sum over the bits of each leaf: cheap to compute, and almost always different for different
+    weights.
+    """
     leaves = [
         mx.contiguous(leaf).reshape(-1).view(mx.uint16) for leaf in named_leaves(params).values()
     ]
@@ -282,10 +285,10 @@ def _weights(params: Any) -> list[int]:
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
-    """Distributes rank 0's initial state to all ranks; each keeps its part of it.
+    """Distributes rank 0's initial state to all ranks; each keeps its part.
 
-    `state`: rank 0's from `restore` if the run is `resumed`, which only rank 0 knows; otherwise the
-        first.
+    `state` is rank 0's result of `restore` if the run is `resumed`, which only rank 0 knows;
+    otherwise it is the first state.
     """
     if ranks.is_alone:
         return state

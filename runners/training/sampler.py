@@ -1,4 +1,4 @@
-"""`Sampler`: the source of a run's completions, as a value. Nothing else contains any part of it.
+"""`Sampler`: the source of a run's completions, as a single value.
 
 Its weights are the learner's, in full precision or rounded to few bits. A format that is too coarse
 is replaced by a finer one, and finally by full precision.
@@ -34,7 +34,7 @@ FULL = "none"
 class Sampler:
     """The current sampler of a run."""
 
-    version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
+    version: int = rules.key(0, "the update that produced its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
     # of the weights that have another one, by rollout.bits_budget
     formats: Mapping[str, str] | None = None
@@ -45,7 +45,7 @@ class Sampler:
     )
     # How its weights are rounded; None: they are not, for good or until there are `moments`.
     role: QuantizedRole | None = attrs.field(
-        default=None, metadata={"unsaved": "it is made again from format, formats and moments"}
+        default=None, metadata={"unsaved": "it is created again from format, formats and moments"}
     )
 
     @property
@@ -62,7 +62,7 @@ class Sampler:
 
 
 def first_sampler(config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """The initial sampler; with calibrated rounding, it starts in full precision."""
+    """The initial sampler. With calibrated rounding, it starts in full precision."""
     rows = config.rollout.max_batch
     if quantized is None:
         return Sampler(rows=rows)
@@ -77,10 +77,10 @@ def rounded_as(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> Sampler:
-    """The sampler with weights of that format, or of each weight's format in `formats`.
+    """The sampler with weights in that format, or in each weight's format in `formats`.
 
-    `quantized` is the role as checked at the start: the check's results for its policy hold for
-        every format.
+    `quantized` is the role that was checked at the start; the results of this check apply to every
+    format.
     """
     made = quantized.remade(name, moments, formats)
     new = made.policy
@@ -104,22 +104,22 @@ def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) 
 
 
 def given_up(sampler: Sampler, reason: str) -> Sampler:
-    """The sampler in full precision, from now on."""
+    """The sampler, permanently switched to full precision."""
     return attrs.evolve(sampler, fallback=reason, role=None)
 
 
 def fallback_line(sampler: Sampler) -> str:
-    """The message about a sampler that was given up."""
+    """The message about a sampler that was abandoned."""
     return f"sampling continues in full precision: {sampler.format}: {sampler.fallback}"
 
 
 def judged(
     sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
 ) -> tuple[Sampler, str | None]:
-    """A sampler with a finer format, or finally full precision, if the weights π/μ of an update are
-    too uneven, and a message about it; otherwise the same sampler, and None.
+    """A sampler with a finer format, or finally full precision, with a message, if the weights π/μ
+    of an update are too uneven; otherwise the same sampler and None.
 
-    rollout.mismatch_limit is the KL(μ ‖ π) in nats per token above which a format is too coarse.
+    A format is too coarse if KL(μ ‖ π), in nats per token, exceeds rollout.mismatch_limit.
     """
     limit = config.rollout.mismatch_limit
     if sampler.role is None or quantized is None or not limit or not stats.num_tokens.item():
@@ -145,8 +145,7 @@ def judged(
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """The weights for an engine: the learner's `params`, rounded if the sampler rounds, and
-    computed."""
+    """The evaluated weights for an engine: the learner's `params`, rounded if the sampler rounds."""
     role = sampler.role
     if role is None or params is None:
         return Weights(policy, params, sampler.version, sampler.rows)

@@ -1,4 +1,4 @@
-"""A run in progress: its current state, and how it is committed, saved and ended."""
+"""A run in progress: holds its current state, and commits, saves and ends it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from runners.training.setup import Run
 class Session:
     """A run in progress.
 
-    `state` is replaced only within `committing`, on all ranks or on none. So a signal may interrupt
-    anything else: the current step is dropped, and the state before it is saved.
+    `state` is replaced only within `committing`, on all ranks or on none. Therefore, a signal may
+    interrupt anything else: the current step is dropped, and the state before it is saved.
     """
 
     def __init__(
         self, run: Run, state: RunState, *, log: MetricsLog, shown: Diary, facts: Mapping[str, Any]
     ) -> None:
-        """`state`: where the run starts or resumes; `facts`: constant entries of every
-        trainer_state.json."""
+        """`state` is the state in which the run starts or resumes; `facts` are constant entries of
+        every trainer_state.json.
+        """
         self.run = run
         self.config = run.config
         self.ranks = run.ranks
@@ -64,11 +65,11 @@ class Session:
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:
-        """The progress of the run, for lines of the log."""
+        """The progress of the run, for log entries."""
         return {"update": self.state.update, "batch_step": self.state.batch_step}
 
     def elapsed(self) -> float:
-        """Seconds that the run has taken, including those before a resume."""
+        """Seconds that the run has taken, including the time before a resume."""
         return self.state.elapsed + time.perf_counter() - self._started
 
     @property
@@ -79,8 +80,7 @@ class Session:
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
-        """The block replaces the run's state: on all ranks or on none, and no signal interrupts
-        it."""
+        """A block that replaces the run's state, on all ranks or on none; no signal interrupts it."""
         fault = self.shown.fault
         with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
             self._lost = messages[0].value
@@ -111,8 +111,9 @@ class Session:
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
-        """Saves before the run ends early, unless the last checkpoint is current or no step was
-        done."""
+        """Saves before the run ends early, unless the last checkpoint is current or no step has
+        finished.
+        """
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self._saved != (state.batch_step, state.update)
@@ -121,8 +122,9 @@ class Session:
             self.save(why, strict=True)
 
     def save_best_if_due(self) -> None:
-        """Writes the weights to best/ if their evaluation is the best one so far, unless they are
-        there."""
+        """Writes the weights to best/ if their evaluation is the best so far, unless best/ already
+        contains them.
+        """
         state = self.state
         best = state.seen.progress.held_out
         if best is None or best.update != state.update or not self.config.checkpoint.keep_best:
@@ -148,7 +150,7 @@ class Session:
             self.failed(error)
 
     def save_final(self) -> Path:
-        """Writes the final model. UserError if it fails."""
+        """Writes the final model. Raises UserError if that fails."""
         final = self.run.folder / "final"
         fault = None
         try:
@@ -167,7 +169,7 @@ class Session:
         return final
 
     def _write(self, why: str, strict: bool) -> None:
-        """Writes the complete state of the run, once its logs are on the disk up to here."""
+        """Writes the complete state of the run after its logs have been written to the disk."""
         folder = self.run.folder
         keep = self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
@@ -210,7 +212,7 @@ class Session:
     # ends
 
     def check_output(self) -> None:
-        """If the display has no reader: saves, and raises OutputLost."""
+        """If the display's output was closed, saves and raises OutputLost."""
         if self._lost is None:
             return
         end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
@@ -220,8 +222,9 @@ class Session:
         raise end
 
     def check_bad_updates(self) -> None:
-        """If too many updates in a row were skipped: saves the last good state, and raises
-        NumbersError."""
+        """If too many consecutive updates were skipped, saves the last good state and raises
+        NumbersError.
+        """
         limit = self.config.optim.max_bad_updates
         in_a_row = self.state.bad_updates_in_a_row
         if not limit or in_a_row < limit:
@@ -229,15 +232,16 @@ class Session:
         self.shown.status("saving")
         self.save("the last good state: ", strict=True)
         raise NumbersError(
-            f"{in_a_row} consecutive updates had values that are not finite "
+            f"{in_a_row} consecutive updates contained NaN or infinite values "
             "(optim.max_bad_updates = "
-            f"{limit}); the last good state has been saved; lower optim.learning_rate, or look at "
+            f"{limit}); the last good state was saved; lower optim.learning_rate, or look at "
             "these updates' completions"
         )
 
     def check_swap(self) -> None:
-        """If the system has swapped out more than system.swap_limit_gb since the start: saves, and
-        raises UserError."""
+        """If the system has swapped out more than system.swap_limit_gb since the start, saves and
+        raises UserError.
+        """
         limit = 1e9 * self.config.system.swap_limit_gb
         if not limit:
             return
@@ -251,8 +255,7 @@ class Session:
             )
 
     def check_log(self) -> None:
-        """Reports once that a line of the log cannot be written; it is written when there is
-        space."""
+        """Reports once that a line of the log cannot be written; it is written once there is space."""
         fault = self.log.fault()
         if fault and fault != self._log_fault:
             self.failed(UserError(fault))

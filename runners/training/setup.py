@@ -1,4 +1,4 @@
-"""Builds a run up to its first step. Steps that can fail quickly come first."""
+"""Builds a run up to its first step, beginning with the parts that can fail quickly."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Run:
 
 @attrs.define(eq=False)
 class SetUp:
-    """The parts from which a run is built.
+    """The parts of a run that are built first.
 
-    Rewards come first, then data, then the model, so that a misspelt name fails quickly.
+    Rewards are built first, then data, then the model, so that a misspelt name fails quickly.
     """
 
     config: Config  # checked; `build` resolves what it leaves open
@@ -96,15 +96,15 @@ class SetUp:
     note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
     def build(self) -> Run:
-        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any
-        fault."""
+        """Everything that `train` needs. Raises UserError or ConfigError with a one-line message
+        for any fault.
+        """
         config, platform, ranks = self.config, self.platform, self.ranks
         worker = self.worker or start_worker(config)
         if config.data.image and not ranks.is_alone:
             raise UserError(
-                f"{config.where('data.image')}: prompts with images can be trained only on one "
-                "rank, found "
-                f"{ranks.count}"
+                f"{config.where('data.image')}: training on prompts with images is only possible "
+                f"on one rank, found {ranks.count}"
             )
         if config.rollout.max_staleness and not ranks.is_alone:
             raise UserError(
@@ -184,8 +184,8 @@ class SetUp:
         sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
-                f"{loaded.path}: completions of prompts with images are decoded with one copy of "
-                "their prompt, which gives different numbers with this model on this machine"
+                f"{loaded.path}: completions of prompts with images share one copy of their "
+                f"prompt when decoded, which changes the numbers of this model on this machine"
             )
         return Run(
             config=config,
@@ -219,7 +219,7 @@ class SetUp:
         )
 
     def _loaded(self) -> LoadedModel:
-        """The model, while programs are compiled that every run needs."""
+        """Loads the model, while programs that every run needs are compiled."""
         config, platform = self.config, self.platform
         compile_header(platform)
         self.say(f"loading the model {config.model.path}")
@@ -288,16 +288,16 @@ class SetUp:
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
-    """Warnings about settings that are allowed but probably a mistake."""
+    """Warnings about settings that are allowed but probably mistakes."""
     rollout = config.rollout
     spec = learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     rounded = learner.quantized is not None
     if not (truncated or rounded) or spec.correction != "none":
         return []
-    cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
+    cause = "truncated sampling" if truncated else f"rollout.quantization = {rollout.quantization}"
     return [
-        f"{cause} samples from a distribution other than the learner's; watch "
+        f"{cause} samples from a distribution that differs from the learner's; watch "
         "sampling/sampling_logp_"
         'difference, or set loss.correction = "token_truncate"'
     ]

@@ -1,4 +1,4 @@
-"""A run's start: its folder, its parts, and its initial state or a checkpoint's."""
+"""Starts a run: its folder, its parts, and its initial state or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def start_or_resume(
     allow_config_change: bool,
     overwrite: bool,
 ) -> Iterator[Session]:
-    """The run, ready for its next step; see `run_training`. Its files are closed at the end of the
-    block."""
+    """A run that is ready for its next step; see `run_training`. Its files are closed at the end of
+    the block.
+    """
     config = config.check()
     ranks.watchdog.timeout = config.system.collective_timeout
     check_dashboards_installed(config)
@@ -146,8 +147,8 @@ def start_or_resume(
             stack.callback(session.ahead.close)
             for flight in state.flights:
                 shown.note(
-                    f"batch step {flight.batch_step + 1} was under way: it is sampled again, with "
-                    f"the weights of update {flight.update}"
+                    f"batch step {flight.batch_step + 1} was in progress: it is sampled again "
+                    f"with the weights of update {flight.update}"
                 )
         del state
 
@@ -156,7 +157,7 @@ def start_or_resume(
 
 
 def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
-    """The report of a run that is still where it began."""
+    """Writes the report of a run whose folder has not been moved."""
     if place_of(folder) == place:
         final_report(folder, note)
 
@@ -164,8 +165,9 @@ def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
 def _files(
     run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary
 ) -> MetricsLog:
-    """The log, in a folder that has only files of this run, those before `origin` included; the
-    notices."""
+    """The log, in a folder that contains only files of this run up to and including `origin`, and
+    the notices.
+    """
     config = run.config
     writes = run.ranks.is_rank_zero
     keep = None
@@ -176,15 +178,15 @@ def _files(
     free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
     if writes and free < needed:
         raise UserError(
-            f"{config.where('run.name')}: {folder}: the final and the best model take "
-            f"{gigabytes(needed)}, and the disk has {gigabytes(free)} free; make room, or choose "
-            "another run.output_dir"
+            f"{config.where('run.name')}: {folder}: the final and the best model need "
+            f"{gigabytes(needed)}, but the disk has {gigabytes(free)} free; free space, or "
+            f"choose a different run.output_dir"
         )
     if origin is None:
         clear(folder)
     else:
         for name, aside in set_aside(folder, origin.facts.step):
-            shown.note(f"{name} belongs to a later step: renamed to {aside}")
+            shown.note(f"{name} belongs to a later step and was renamed to {aside}")
         keep = origin.facts.logs  # their bytes
     if writes:
         remember(OWN_RUNS, digest(write_resolved(config)))
@@ -201,8 +203,8 @@ def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
     """Plain lines, with a live one below them if `stream` (stdout) is a terminal that can move its
     cursor.
 
-    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is
-    closed, nothing is shown.
+    NO_COLOR in the environment turns off colours, and TERM=dumb turns off the live line. If
+    standard output is closed, nothing is shown.
     """
     output: TextIO | None = stream or sys.stdout
     if output is None or output.closed:

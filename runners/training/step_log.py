@@ -1,4 +1,4 @@
-"""A run's reports about its steps: log lines, the display, warnings."""
+"""Reports a run's steps: log lines, the display, warnings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def show_start(session: Session) -> None:
 
 
 def show_summary(session: Session, final: Path) -> None:
-    """The run's result on the display: the final model, and the results of its evaluations."""
+    """The run's result on the display: the final model and the results of its evaluations."""
     state = session.state
     folder = final.parent
     held_out = len(session.run.data.evaluation)
@@ -99,7 +99,7 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step, and its completions, unless they are reference completions."""
+    """The problems of a batch step and its completions, unless they are reference completions."""
     if session.plan.is_supervised(session.state):
         return
     for line in experience.problems:
@@ -133,7 +133,8 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     session.shown.handle(Updated(metrics, logged=due))
     if skipped:
         session.shown.note(
-            f"update {state.update} skipped: the new weights would not be finite; its loss is "
+            f"update {state.update} was skipped because the new weights would not be finite; its "
+            f"loss is "
             f"{metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
         )
     for line in warnings:
@@ -179,8 +180,10 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
 
 
 def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
-    """How evenly the last rollout uses the experts, from a forward pass over some of its rows.
-    Empty for a model without known routers, with checkpointed blocks, or if no token counts."""
+    """Metrics of how evenly the last rollout uses the experts, from a forward pass over some of its
+    rows. Empty for a model without known routers, with checkpointed blocks, or if all tokens are
+    masked.
+    """
     policy = plan.run.learner.policy
     if (
         plan.config.system.grad_checkpoint
@@ -199,7 +202,7 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
 
 
 def _epoch(session: Session, gold: bool) -> float:
-    """Epochs done of the training examples, or of the reference completions."""
+    """The number of epochs over the training examples or the reference completions so far."""
     run, state = session.run, session.state
     if gold:
         return state.batch_step * gold_batch(session.config) / len(run.data.gold)
@@ -207,7 +210,7 @@ def _epoch(session: Session, gold: bool) -> float:
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
-    """The costs of several ranks: seconds in exchanges and sums, and of each rank's rollouts."""
+    """The cost of several ranks: seconds for exchanges and sums, and for each rank's rollouts."""
     ranks = session.ranks
     own = "rollout_seconds/"
     if ranks.is_alone:

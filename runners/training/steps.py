@@ -1,9 +1,9 @@
-"""The steps of a run, as functions of values: propose → experience → learn → gradients → update →
+"""The steps of a run as functions of values: propose → experience → learn → gradients → update →
 sync.
 
-Each takes a `RunState` and returns the next one; the given state does not change. The gradients of
-an update are not part of `learn`, because a checkpoint must not depend on the number of ranks: it
-contains the waiting micro-batches, and no rank's sums.
+Each function accepts a `RunState` and returns the next one; the given state does not change. The
+gradients of an update are not part of `learn`, because a checkpoint must not depend on the number
+of ranks: it contains the waiting micro-batches, but no rank's sums.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class UpdateResult:
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """The inputs of the next rollout: prompts, random key, and the weights to fall back on.
+    """The inputs of the next rollout: prompts, random key, and fallback weights.
 
-    All arrays are computed, so that another thread can read them.
+    All arrays are evaluated, so another thread can read them.
     """
     run, config = plan.run, plan.config
     if state.batch_step < run.length.supervised:
@@ -75,9 +75,9 @@ def propose(plan: Plan, state: RunState) -> Draw:
 
 
 def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
-    """A scored rollout of a draw's prompts, or its reference completions.
+    """A scored rollout of the proposed prompts, or the proposed reference completions.
 
-    It does not touch the state, and its result is computed, so it may run in another thread.
+    It does not access the state, and its result is evaluated, so it may run in another thread.
     """
     if draw.gold:
         found = gold_experience(draw.drawn.examples, plan.run.loaded.vision)
@@ -88,7 +88,7 @@ def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
 
 
 def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After a rollout: its micro-batches wait for their updates. The engine is not used."""
+    """Runs after a rollout: its micro-batches then wait for their updates. The engine is not used."""
     config = plan.config
     gold = state.batch_step < plan.run.length.supervised
     with plan.times.timing("learner"):
@@ -135,8 +135,9 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
 
 
 def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
-    """After `learn`: the engine gets the sampler's weights if the rollout has determined how to
-    round them."""
+    """Runs after `learn`: passes the sampler's weights to the engine if the rollout has determined
+    their rounding.
+    """
     role = learned.sampler.role
     if role is not None and role is not before.sampler.role:
         with plan.times.timing("sync"):
@@ -144,7 +145,7 @@ def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
 
 
 def release_sampler(plan: Plan, state: RunState) -> RunState:
-    """Before an update after which the sampler takes the new weights: the old ones are freed."""
+    """Runs before an update after which the sampler receives new weights: frees the old ones."""
     if not plan.syncs(state) or plan.config.rollout.max_staleness:
         return state
     plan.engine.load(None)
@@ -166,8 +167,9 @@ def gradients(plan: Plan, state: RunState) -> RunState:
 
 
 def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
-    """One optimizer step with these gradients. The new weights use the old ones' memory if nothing
-    else refers to them: pass the state, and keep no reference to it."""
+    """One optimizer step with these gradients. The new weights reuse the old ones' memory if
+    nothing else refers to them, so the caller must not keep a reference to the state.
+    """
     train = state.train
     state = attrs.evolve(state, train=None)
     with plan.times.timing("update"), plan.ranks.moving_arrays():
@@ -179,8 +181,9 @@ def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
 
 
 def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
-    """After an update: changes to a sampler with finer weights, if its numbers differ too much from
-    the learner's."""
+    """Runs after an update: switches to a sampler with finer weights if its numbers differ too much
+    from the learner's.
+    """
     drawn_as = {tally.quantization for tally in state.tallies}
     # a coarser format drew them
     if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:
@@ -196,7 +199,9 @@ def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
 
 
 def sync(plan: Plan, state: RunState) -> RunState:
-    """After an update: prepares the next rollout, unless the current ones serve further updates."""
+    """Runs after an update: prepares the next rollout, unless the current rollouts are used for
+    further updates.
+    """
     if state.reused + 1 < plan.uses and not plan.is_supervised(state):
         return attrs.evolve(state, reused=state.reused + 1)
     syncs = plan.syncs(state)
@@ -214,7 +219,7 @@ def sync(plan: Plan, state: RunState) -> RunState:
 
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:
-    """A batch step as one batch; its mask is True on the tokens that count in the loss."""
+    """A batch step as one batch; its mask is True for the tokens that contribute to the loss."""
     rollout, adv_pg, group_b = experience.rollout, experience.advantages_pg, None
     if any(each.earlier for each in experience.played or ()):
         rollout, adv_pg, group_b = all_rows(experience)

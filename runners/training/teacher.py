@@ -1,5 +1,6 @@
-"""The teacher of [teacher]: loaded next to the student, it scores the tokens that the student
-sampled."""
+"""The teacher of [teacher], which is loaded next to the student and scores the tokens that the
+student sampled.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from runners.training.gradients import Computed, MicroBatches
 
 @attrs.frozen(eq=False)
 class Grader:
-    """A teacher, and what it adds to a batch before the batch is split."""
+    """A teacher; it extends a batch before the batch is split."""
 
     teacher: Teacher
     logprob_step: Callable[[Tree, g.Batch], mx.array]
@@ -44,8 +45,9 @@ class Grader:
     def graded(
         self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
     ) -> Computed[g.Batch]:
-        """The batch with the teacher's prompts if there are hints, and its advantages: those of the
-        task, and, if the KL is a reward, −(log π − log μ) of each token."""
+        """The batch with its advantages and, if there are hints, the teacher's prompts. The
+        advantages are the task's plus, if the KL is a reward, −(log π − log μ) of each token.
+        """
         config = self.config.teacher
         if config.hint:
             batch = self._hinted(batch, experience)
@@ -90,7 +92,7 @@ class Grader:
         )
 
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The teacher's prompt: the student's, with the hint after the question."""
+        """The teacher's prompt: the student's prompt with the hint after the question."""
         data = self.config.data
         *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
@@ -110,8 +112,8 @@ def make_grader(
     share_prompts: bool,
     compile: bool,
 ) -> Grader | None:
-    """The teacher of a checked config, None if it has none; `policy` and `params` are the student's
-    initial ones.
+    """The teacher of a checked config, or None. `policy` and `params` are the student's initial
+    policy and parameters.
 
     Raises UserError if the vocabulary differs from the student's, and the errors of
     `load_inference`.
@@ -135,8 +137,9 @@ def make_grader(
 
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
-    """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not
-    known)."""
+    """The teacher's policy in the compute dtype; `rows` is the number of rows of the student's
+    embedding (None if unknown).
+    """
     folder = resolve_model(config.teacher.path, "teacher.path")
     trust = config.model.trust_remote_code
     found = load_inference(str(folder), platform, dtype=config.model.dtype, trust_remote_code=trust)
@@ -144,8 +147,9 @@ def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int |
     for token, number in loaded.tokenizer.get_vocab().items():
         if theirs.get(token) != number and (rows is None or number < rows):
             raise UserError(
-                f"{config.where('teacher.path')}: expected the vocabulary of {loaded.path}, whose "
-                f"{show(token)} is the id {number}, found {theirs.get(token, 'no such token')} in "
+                f"{config.where('teacher.path')}: expected the vocabulary of {loaded.path}, in "
+                f"which {show(token)} has the id {number}, found "
+                f"{theirs.get(token, 'no such token')} in "
                 f"{folder}"
             )
     return found.policy

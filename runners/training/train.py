@@ -1,4 +1,4 @@
-"""Runs a config, from the start or a checkpoint, to its final model."""
+"""Runs a config from the start or a checkpoint to its final model."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def run_training(
     Args:
         config: see `load_config`.
         report: the display; by default the terminal.
-        resume: resume from the last complete checkpoint of the run's folder (True), or from the one
-            in this folder. A run without a checkpoint starts over.
-        allow_config_change: continue even if keys differ on which the weights depend.
+        resume: resume from the last complete checkpoint of the run's folder (True), or from the
+            checkpoint in this folder. A run without a checkpoint starts over.
+        allow_config_change: continue even if keys that affect the weights differ.
         overwrite: start over even if the folder contains an interrupted run, and remove its
             checkpoints. run.overwrite replaces only a finished run.
-        ranks: those that share the run; by default all that `mlx.launch` has started, including
-            this process. Rank 0 owns the folder and the display.
-        signals: those that stop the run, already active; None: SIGINT, SIGTERM and SIGHUP while it
-            runs.
+        ranks: the ranks that share the run; by default, all that `mlx.launch` has started,
+            including this process. Rank 0 owns the folder and the display.
+        signals: the handlers of signals that stop the run, already active; None handles SIGINT,
+            SIGTERM and SIGHUP during the run.
 
-    Raises UserError or ConfigError for bad input, before the first step. After the state is saved,
-    raises Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display
-    can no longer be written, and NumbersError if too many consecutive updates were skipped.
+    Raises UserError or ConfigError for invalid input, before the first step. After the state is
+    saved, raises Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the
+    display can no longer be written, and NumbersError if too many consecutive updates were skipped.
     """
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
@@ -113,7 +113,7 @@ def run_training(
 
 
 def train(session: Session) -> RunResult:
-    """All remaining steps of the run, then the final evaluation, and the final model."""
+    """Runs all remaining steps, then the final evaluation, and writes the final model."""
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
     session.save_best_if_due()
@@ -133,7 +133,7 @@ def train(session: Session) -> RunResult:
 
 
 def take_batch_step(session: Session) -> None:
-    """One rollout, with its rewards: its micro-batches wait for their updates."""
+    """Runs one rollout with its rewards; its micro-batches then wait for their updates."""
     plan, state = session.plan, session.state
     session.shown.status("sampling")
     if session.ahead is None or state.batch_step < session.run.length.supervised:
@@ -153,7 +153,7 @@ def take_batch_step(session: Session) -> None:
 
 
 def take_update(session: Session) -> None:
-    """One optimizer update, with its gradients."""
+    """Runs one optimizer update with its gradients."""
     plan = session.plan
     session.shown.status("learning")
     session.state = release_sampler(plan, session.state)
@@ -167,7 +167,7 @@ def take_update(session: Session) -> None:
 
 
 def finish(session: Session) -> RunResult:
-    """The evaluation at the end, and the final model."""
+    """Runs the final evaluation, and writes the final model."""
     if session.state.seen.reached:
         session.shown.note(f"the run ends early: {session.state.seen.reached}")
     if session.state.evaluated_at != session.state.update:

@@ -1,8 +1,8 @@
-"""The process that runs user code for `worker.Worker`: reads calls from a connection, and answers
-each.
+"""The process that runs user code for `worker.Worker`: reads calls from a connection and answers
+each one.
 
-Its main thread imports the user's files and calls plain rewards, so that code that needs a main
-thread works. It computes nothing for the run, and imports no MLX unless the user's code does.
+Its main thread imports the user's files and calls plain rewards, for code that requires the main
+thread. It computes nothing for the run, and imports MLX only if the user's code does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def finished(value: Any) -> Any:
-    """The value; awaitables are awaited."""
+    """Returns the value, after awaiting it if it is awaitable."""
 
     async def wait() -> Any:
         return await value
@@ -91,8 +91,9 @@ class _Server:
         self.new_thread(self.loop.run_forever)
 
     def read(self) -> None:
-        """Starts calls as they arrive; a message without the name of an operation means that a call
-        is too late."""
+        """Starts calls as they arrive. A message without an operation's name means that a call has
+        exceeded its time limit.
+        """
         while True:
             number, mode, name, arguments = pickle.loads(self.connection.recv_bytes())
             act = functools.partial(self.operate, name, arguments)
@@ -134,8 +135,9 @@ class _Server:
         self.answer(number, outcome, begun)
 
     async def wait(self, value: Awaitable[Any]) -> Outcome:
-        """The outcome of a coroutine, including KeyboardInterrupt, which would end the event loop
-        of all calls."""
+        """The outcome of a coroutine. KeyboardInterrupt is included, because it would end the event
+        loop of all calls.
+        """
         try:
             outcome = Outcome(await value)
         except BaseException as error:
@@ -146,8 +148,9 @@ class _Server:
         return outcome
 
     def cancel(self, number: int) -> None:
-        """Ends a call that is a coroutine or computes in Python, and reports it; a blocking call
-        continues."""
+        """Ends a call that is a coroutine or runs Python code, and reports it; a blocking call
+        continues.
+        """
         coroutine = self.coroutines.get(number)
         if coroutine:  # its thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
@@ -161,8 +164,9 @@ class _Server:
         self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
-        """Handles SIGINT: the main thread's call is too late. No signal may arrive during an
-        answer."""
+        """Handles SIGINT: ends the main thread's call, which has exceeded its time limit. No signal
+        may arrive while an answer is sent.
+        """
         if self.main_thread in self.threads.values():
             raise KeyboardInterrupt
 
@@ -171,7 +175,7 @@ class _Server:
         threading.Thread(target=act, name="grpo-call", daemon=True).start()
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
-        """Sends an outcome as JSON, which runs no code where it is read."""
+        """Sends an outcome as JSON, because reading JSON runs no code."""
         timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
         fault = f"returned more than {LARGEST:,} bytes"
         try:

@@ -1,8 +1,8 @@
-"""A separate process for user code: it can be ended whatever it does, and ends with the run.
+"""A separate process for user code, which can be ended in any state and ends with the run.
 
-It is persistent, so that a call costs only a message in each direction. Arguments are sent as
-pickles; results come back as JSON. It leads a session: Ctrl-C in the terminal does not reach it or
-its children.
+It is persistent, so a call costs only one message in each direction. Arguments are sent as pickles;
+results are returned as JSON. It leads a session: Ctrl-C in the terminal does not reach it or its
+children.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Call:
 
 
 class _Process:
-    """One process, with a thread that sends to it and one that receives."""
+    """One process, with a thread that sends messages to it and another that receives them."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
@@ -83,8 +83,9 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up. The process is ended if it does not react, or if its main thread
-        continues."""
+        """Abandons a call. The process is ended if it does not respond, or if its main thread
+        continues.
+        """
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
@@ -102,8 +103,9 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """In a forked child of the run: only the run ends the process, and holds the pipe that does
-        so."""
+        """Runs in a forked child of the run: closes the child's copy of the pipe, so that only the
+        run can end the process.
+        """
         self._process.returncode = 0
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -142,7 +144,7 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 
 
 class Worker:
-    """The process: started when needed, and again after it was ended.
+    """Manages the process: starts it when it is needed, and again after it was ended.
 
     Calls name an operation, a function `package.module:name` of this package that receives the
     process's store and the arguments. `notices` are messages about restarts, for the caller to
@@ -150,14 +152,14 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        """Nothing is started yet."""
+        """Does not start a process yet."""
         self.notices: list[str] = []
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
         self._starting = threading.RLock()  # one thread at a time starts the process again
 
     def preload(self, name: str, *arguments: Any) -> None:
-        """Starts an operation that later calls need; it is repeated in each new process."""
+        """Starts an operation that later calls depend on; it is repeated in each new process."""
         if (name, *arguments) not in self._loads:
             self._loads[name, *arguments] = self.submit(name, *arguments, mode=MAIN)
 
@@ -178,7 +180,7 @@ class Worker:
         return call
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up."""
+        """Abandons a call."""
         if self._process is not None:
             self._process.cancel(call)
 
@@ -216,8 +218,7 @@ class Worker:
 
 
 class Calls:
-    """Calls by key; for each key, one call runs at a time.
-    A time limit counts from a call's start."""
+    """Runs calls by key, one at a time per key. A call's time limit starts with the call."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
@@ -228,8 +229,9 @@ class Calls:
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0: no
-        limit."""
+        """Starts an operation (for its name and arguments, see `Worker`) for a key; a `timeout` of
+        0 means no limit.
+        """
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
             self._start_waiting()
@@ -239,7 +241,7 @@ class Calls:
     def collect(self, least: int, check: Callable[[], None] | None = None) -> Mapping[Any, Outcome]:
         """The available outcomes, by key; waits until there are at least `least`.
 
-        `check` is called meanwhile; an exception from it ends the wait.
+        `check` is called while waiting; an exception from it ends the wait.
         """
         found: dict[Any, Outcome] = {}
         while True:

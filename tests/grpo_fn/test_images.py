@@ -155,7 +155,7 @@ def test_positions_are_the_paper_s():
 @pytest.mark.parametrize(
     ("tokens", "grids", "message"),
     [
-        ([1, 9, 9, 2], [(1, 1, 3)], "wants 3 image tokens in a row"),
+        ([1, 9, 9, 2], [(1, 1, 3)], "requires 3 consecutive image tokens"),
         ([1, 9, 9, 2], [], "more image tokens than its 0 images"),
         ([1, 9, 2], [(1, 1, 1), (1, 1, 1)], "fewer than 2 images"),
     ],
@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused(policy, params, prompts):
         g.generate(blind, blind.params, [tokens], images=[images], **how)
     with pytest.raises(ValueError, match=r"features_fd has shape \(2, 4\)"):
         PromptImages(mx.zeros((2, 4)), (1,), ((0, 1), (0, 1), (0, 1)))
-    with pytest.raises(ValueError, match="three of one length"):
+    with pytest.raises(ValueError, match="three of the same length"):
         PromptImages(mx.zeros((1, 4)), (1,), ((0, 1), (0, 1), (0,)))
     with pytest.raises(ValueError, match="add up to 8"):
         use_multimodal_rope(make_language_part(multimodal=False), (2, 2, 2))

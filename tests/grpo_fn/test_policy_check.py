@@ -122,7 +122,7 @@ def test_blocks_that_cannot_be_checkpointed_are_refused():
     checkpoint_layers(module)
     of = g.Policy.from_module(module)
     with pytest.raises(
-        ValueError, match="cannot be trained here: checkpointed blocks give a different gradient"
+        ValueError, match="cannot be trained here: checkpointed blocks compute a different gradient"
     ):
         checked(of, share_prompts=False)
 

@@ -161,7 +161,7 @@ def test_no_link_of_a_model_takes_a_file_of_the_user_along(folder, tmp_path, nam
     link = folder / name
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(tmp_path / "secret" if link.suffix == "" else tmp_path / "secret" / "key")
-    with pytest.raises(UserError, match=f"{name} is a link to a file outside of the folder"):
+    with pytest.raises(UserError, match=f"{name} is a link to a file outside the folder"):
         open_source(str(folder), tmp_path / "out")
 
 

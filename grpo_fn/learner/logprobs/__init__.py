@@ -1,2 +1,3 @@
-"""Log-probs of a batch's tokens: their positions, shared prompts, and the step from hidden
-states."""
+"""Computes the log-probs of a batch's tokens: their positions, shared prompts, and log-probs from
+hidden states.
+"""

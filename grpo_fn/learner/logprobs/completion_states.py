@@ -35,7 +35,7 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
         return _predicting(batch, hidden_bld)
     if batch.experts_blnk is not None:
         raise ValueError(
-            "experts_blnk are those of whole rows: make micro-batches without shared prompts"
+            "experts_blnk applies to whole rows: expected micro-batches without shared prompts"
         )
     lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
     images = batch.images
@@ -64,15 +64,15 @@ def completion_hidden_and_routing(
     tokens.
 
     Raises:
-        ValueError: the batch shares prompts or has images, or the errors of
+        ValueError: the batch shares prompts or has images; and the errors of
             `Policy.hidden_and_routing`.
     """
     if batch.prompt_index_b is not None:
         raise ValueError(
-            "routers are recorded over whole rows: make micro-batches without shared prompts"
+            "routers are recorded over whole rows: expected micro-batches without shared prompts"
         )
     if batch.images is not None:
-        raise ValueError("routers are recorded over text: expected a batch without images")
+        raise ValueError("routers are only recorded for text: expected a batch without images")
     hidden_bld, logits = policy.hidden_and_routing(
         params, batch.tokens_bl, frozen, batch.experts_blnk
     )
@@ -82,11 +82,11 @@ def completion_hidden_and_routing(
 
 
 def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
-    """[B,T,D]: the first token is predicted at the prompt's last position. Past a row's end: any
-    states.
+    """States [B,T,D]: the first token is predicted at the prompt's last position. States past a
+    row's end are arbitrary.
 
-    The gradient also picks rows. That of an indexed read would add up row by row, atomically on a
-    GPU.
+    The gradient also picks rows. The gradient of an indexed read would be summed row by row,
+    atomically on a GPU.
     """
     rows, width = batch.targets_bt.shape
     length = states_bld.shape[1]
@@ -107,15 +107,16 @@ def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
 
 
 def _taken(values_bnd: mx.array, column_bm: mx.array) -> mx.array:
-    """[B,M,D]: of each row the values at these columns."""
+    """The values of each row at these columns, [B,M,D]."""
     rows, columns, width = values_bnd.shape
     index_bm = mx.arange(0, rows * columns, columns)[:, None] + column_bm
     return values_bnd.reshape(-1, width)[index_bm.reshape(-1)].reshape(rows, -1, width)
 
 
 def _last(size: int) -> mx.array:
-    """The last index as an array: a fused kernel contains each number, and would be compiled for
-    each."""
+    """The last index as an array, because a fused kernel contains its numbers and would be compiled
+    for each one.
+    """
     return mx.arange(size - 1, size)
 
 
@@ -131,7 +132,7 @@ def can_share(module: nn.Module) -> bool:
 
 
 class _PromptLayer:
-    """Keeps a layer's keys and values of the prompts."""
+    """Stores a layer's keys and values of the prompts."""
 
     def __init__(self, offset: int | Positions = 0) -> None:
         self.offset = offset
@@ -150,7 +151,7 @@ class _PromptLayer:
 
 
 class _CompletionLayer:
-    """Puts the row's prompt in front of a layer's keys and values of the completions."""
+    """Prepends the row's prompt to a layer's keys and values of the completions."""
 
     def __init__(
         self,
@@ -176,8 +177,9 @@ class _CompletionLayer:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the current
-        token."""
+        """The mask [B,1,T,L+T]: the prompt without its padding, and the completion up to the
+        current token.
+        """
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
         offset = self._length_b[:, None, None, None]
@@ -192,6 +194,6 @@ class _CompletionLayer:
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:
-    """True if a token may attend to the token `back` places before it."""
+    """True if a token may attend to the token `back` positions before it."""
     seen = back >= 0
     return seen & (back < window_size) if window_size else seen

@@ -25,8 +25,8 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 def chunk_rows(vocabulary: int) -> int:
     """The default number of positions per chunk.
 
-    On a CPU 96, fewer above 16 MB and more below 1 MB; on a GPU as many as fit in 128 MB (Metal) or
-    512 MB (CUDA).
+    On a CPU, 96, or fewer if they exceed 16 MB and more if they need less than 1 MB. On a GPU, as
+    many as fit in 128 MB (Metal) or 512 MB (CUDA).
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -49,7 +49,7 @@ def token_logprobs(
         head: the [V,D] matrix of a plain linear head, or a Head.
         targets_bt: token ids [B,T], integers.
         temperature: divides the logits; > 0.
-        chunk: positions per chunk; None: see `chunk_rows`.
+        chunk: positions per chunk; for None, see `chunk_rows`.
 
     Returns:
         logp_bt, float32, nats. Gradients flow to `hidden_btd` and the head's parameters.
@@ -121,8 +121,9 @@ def _chunked(
     lse_n]."""
 
     def divided(x: mx.array) -> mx.array:
-        """By the temperature. Each pass over a chunk's logits takes time, so the pass is skipped
-        for a cotangent of one."""
+        """Divides by the temperature. Each pass over a chunk's logits takes time, so it is skipped
+        for a cotangent of one.
+        """
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 
     def forward_chunk(params: Tree, h_cd: mx.array, t_c: mx.array) -> list[mx.array]:
@@ -170,8 +171,9 @@ def _chunked(
 
 
 def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
-    """The array with one number added in each row; in the same pass, unless the backend has a
-    faster way."""
+    """Adds a number to one entry of each row, in the same pass unless the backend has a faster
+    method.
+    """
     fast = find("add_at", array_cv)
     if fast is not None:
         return fast(array_cv, index_c, values_c)
@@ -190,19 +192,19 @@ def reverse_kl(
 ) -> mx.array:
     """KL(π ‖ μ) = Σ_j p_j (log p_j − log q_j) at each position, over the vocabulary.
 
-    p = softmax(head(hidden)/temperature), q likewise.
+    p = softmax(head(hidden)/temperature), and q is the teacher's.
 
-    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and data from the
-    student alone, or MiniLLM's divergence (arXiv 2306.08543) for single tokens. Vocabularies that
-    are padded to different sizes are compared on the ids that both contain.
+    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and data only from
+    the student, or MiniLLM's divergence (arXiv 2306.08543) per token. Vocabularies with different
+    padding are compared on the ids that both contain.
 
     Args:
         hidden_btd: the student's final hidden states [B,T,D].
-        head: the student's.
+        head: the student's head.
         teacher_bte: the teacher's hidden states at the same positions, [B,T,E].
         teacher_head: the teacher's head; no gradient flows to it or to its states.
         temperature: divides the logits of both; > 0.
-        chunk: positions per chunk; None: half of `chunk_rows`.
+        chunk: positions per chunk; None means half of `chunk_rows`.
 
     Returns:
         kl_bt float32, nats; gradients flow to `hidden_btd` and the head's parameters.

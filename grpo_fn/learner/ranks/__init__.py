@@ -1,1 +1,1 @@
-"""Several ranks together: sums of gradients and distribution of rows."""
+"""Several ranks: sums gradients and distributes rows."""

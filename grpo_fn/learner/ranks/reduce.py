@@ -1,10 +1,8 @@
-"""Many devices: distributes a batch for the grad step, and sums over ranks between it and the
-update step.
+"""Distributes a batch over ranks for the grad step, and sums over ranks before the update step.
 
 Every rank adds the gradients of its own completions to its state. Before the update, these sums and
-their denominators are added over all ranks, so that the update divides by the whole batch's
-denominator. Nothing is averaged per rank: any distribution of a batch over ranks gives the same
-update.
+their denominators are added over all ranks, so the update divides by the whole batch's denominator.
+Nothing is averaged per rank, so any distribution of a batch over ranks results in the same update.
 """
 
 import itertools
@@ -26,8 +24,8 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     """Splits a batch into `number` parts with similar numbers of tokens; the rows of a prompt stay
     together.
 
-    Assigns the largest groups first, each to the part with the fewest tokens so far. The parts'
-    counts add up to the batch's: the first part also counts the rows that were dropped. Parts
+    It assigns the largest groups first, each to the part with the fewest tokens so far. The parts'
+    counts add up to the batch's, and the first part also counts the rows that were dropped. Parts
     without a row are omitted, except the first. Waits for the device.
 
     Raises:
@@ -82,8 +80,9 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
 
 
 def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
-    """The keys in `number` parts of about the same cost: the largest first, each to the cheapest
-    part."""
+    """Distributes the keys to `number` parts of about the same cost: the largest first, each to the
+    cheapest part.
+    """
     parts: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number
     for key in sorted(cost, key=lambda key: -cost[key]):  # stable: in order where costs are equal
@@ -97,7 +96,7 @@ BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
 
 
 class Collectives(Protocol):
-    """The required operations on a group of ranks; `collectives` makes them from MLX's group.
+    """The required operations on a group of ranks; `collectives` creates them from MLX's group.
 
     Every rank must call the same methods in the same order, with arrays of the same shapes.
     """
@@ -111,11 +110,11 @@ class Collectives(Protocol):
         ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of all ranks' arrays, evaluated, on all ranks."""
+        """The sum of all ranks' arrays on all ranks, evaluated."""
         ...
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """All ranks' [n] as [N·n], in rank order, evaluated."""
+        """The arrays [n] of all ranks as [N·n] in rank order, evaluated."""
         ...
 
 
@@ -124,7 +123,7 @@ class MlxCollectives:
     """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
     afterwards.
 
-    Otherwise a Metal GPU's command buffer would wait for the slowest rank, and the system ends a
+    Otherwise, a Metal GPU's command buffer would wait for the slowest rank, and the system ends a
     buffer that waits for some seconds.
     """
 
@@ -153,8 +152,8 @@ class MlxCollectives:
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
     """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, otherwise on the CPU.
 
-    For another combination (ring on a machine with CUDA) pass an `MlxCollectives` with its own
-    stream.
+    For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with
+    its own stream.
     """
     if not isinstance(group, mx.distributed.Group):
         return cast(Collectives, group)
@@ -166,15 +165,15 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
 
     Call it between the grad step and the update step, once per update. With one rank it returns the
     state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine small
-    leaves; a larger leaf is sent alone. If a loss is not finite on one rank, the sum of the
-    denominators is NaN on all ranks, and all skip the update.
+    leaves; a larger leaf is sent separately. If a loss is not finite on one rank, the sum of the
+    denominators is NaN on all ranks, and all ranks skip the update.
 
     Args:
         state: this rank's state after its grad steps.
         group: `mx.distributed.init()`, or other `Collectives`.
 
     Raises:
-        RuntimeError: a rank is gone (raised by MLX).
+        RuntimeError: a rank has ended (raised by MLX).
     """
     ranks = collectives(group)
     if ranks.size() == 1:
@@ -207,8 +206,9 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
 
 
 def _by_buckets(tree: Tree, act: Callable[[Sequence[mx.array]], list[mx.array]]) -> Tree:
-    """The tree with the leaves that `act` makes of each bucket's; only one bucket is in memory
-    twice."""
+    """Applies `act` to the leaves of each bucket, and returns the tree; only one bucket is in
+    memory twice.
+    """
     leaves = list(arrays_of(tree))
     made = []
     for low, high in buckets([leaf.nbytes for leaf in leaves]):
@@ -224,7 +224,7 @@ def _words(leaf: mx.array) -> mx.array:
 
 
 def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
-    """The sums of a bucket's arrays, all of one dtype, over the ranks."""
+    """The sums of a bucket's arrays (all of the same dtype) over the ranks."""
     total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
     bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
     return [

@@ -1,2 +1,1 @@
-"""Keys and values of rows: shared prompts, the rows' own tokens, and tokens that are given
-later."""
+"""Keys and values of rows: shared prompts, the rows' own tokens, and tokens that are added later."""

@@ -1,4 +1,4 @@
-"""Operations on all kinds of mlx-lm's caches for decoding: make, fork, keep some rows."""
+"""Operations on all kinds of mlx-lm's caches for decoding: create them, fork them, keep some rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +38,9 @@ def takes_ragged(model: nn.Module) -> bool:
     """Whether rows of different lengths can share a batch: both the caches and the model must
     support it.
 
-    This is determined by building a call without computing it: some attention layers do not accept
-        a mask for each row. Only a model that `shares_keys` is actually computed, because it may
-        derive a position from the number of keys (afm7).
+    This is determined by building a call without evaluating it, because some attention layers do
+    not accept a mask for each row. Only a model that `shares_keys` is evaluated, because it may
+    derive a position from the number of keys (afm7).
     """
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
@@ -69,10 +69,10 @@ def shares_keys(model: nn.Module) -> bool:
 
 
 def needs_caches(model: nn.Module) -> bool:
-    """Whether logits differ with and without caches, so that training would not match sampling.
+    """Whether logits with and without caches differ, so that training would not match sampling.
 
-    Only models that `shares_keys` are checked, by computing a few tokens: without shared caches,
-        layers of gemma3n use their own keys.
+    Only models that `shares_keys` are checked, on a few tokens: without shared caches, layers of
+    gemma3n use their own keys.
     """
     if not hasattr(model, "make_cache") or not shares_keys(model):
         return False
@@ -87,8 +87,9 @@ _PROBE = list(range(1, 13))  # token ids
 
 
 def _ragged_is_right(model: nn.Module) -> bool:
-    """Whether a long and a short row that are decoded together have the logits that each has
-    alone."""
+    """Whether a long and a short row have the same logits when decoded together as when decoded
+    separately.
+    """
     rows = [_PROBE, _PROBE[:3]]
     caches = ragged_caches(model, 2)
     longest = len(rows[0]) - 1
@@ -104,7 +105,7 @@ def _ragged_is_right(model: nn.Module) -> bool:
 
 
 def _same_numbers(one: mx.array, other: mx.array) -> bool:
-    """Whether two arrays of logits are the same but for rounding."""
+    """Whether two arrays of logits are equal up to rounding."""
     tolerance = 1e-2 if one.dtype == mx.float32 else 0.1
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     finite = mx.isfinite(one) & mx.isfinite(other)
@@ -126,7 +127,7 @@ def finish_padding(caches: Caches) -> None:
 
 
 def keep_rows(caches: Caches, rows: list[int]) -> None:
-    """Keeps the given rows, in that order; a row may be repeated, which forks it."""
+    """Keeps the given rows, in that order; a repeated row is forked."""
     index = mx.array(rows, mx.int32)
     for cache in caches:
         _drop_spare_room(cache)
@@ -134,8 +135,7 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
 
 
 def hold_all_tokens(caches: Caches) -> bool:
-    """Whether caches contain keys and values of every token, so that they can be truncated and
-    joined."""
+    """Whether caches contain keys and values of every token, so they can be truncated and joined."""
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
     return all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
@@ -163,7 +163,7 @@ def drop_padding(caches: Caches) -> None:
 
 
 def _padded(cache: Any) -> Any:
-    """A plain cache as one that can hold padding."""
+    """Converts a plain cache to one that can contain padding."""
     from mlx_lm.models.cache import BatchKVCache
 
     if hasattr(cache, "left_padding"):
@@ -177,7 +177,7 @@ def _padded(cache: Any) -> Any:
 
 
 def _drop_spare_room(cache: Any) -> None:
-    """Cut a KV buffer to its used part, so that keeping rows does not copy its spare room."""
+    """Cuts a KV buffer to its used part, so that keeping rows does not copy the spare part."""
     from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
     if isinstance(cache, CacheList):

@@ -2,10 +2,9 @@
 
     attention of a row = softmax over [its prompt's keys | its own keys]
 
-The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it
-would be a product with a separate matrix for each row. So it needs and reads G times less memory
-(Hydragen, arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own
-part.
+The prompt's part is a product of all its rows' queries with a single matrix, instead of one matrix
+per row with copied prompts. It therefore needs and reads G times less memory (Hydragen, arXiv
+2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ ROOM = 64  # tokens by which the rows' own part grows
 
 @attrs.frozen(eq=False)
 class Layout:
-    """Which rows continue which prompt; equal for all layers."""
+    """The assignment of rows to prompts; the same for all layers."""
 
     prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
     lengths: tuple[int, ...]  # P: tokens of each prompt
@@ -76,7 +75,7 @@ class Layout:
         )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
-        """[B,...] to [P,G,...]: each prompt's rows; smaller groups repeat their last row."""
+        """Converts [B,...] to [P,G,...], each prompt's rows; smaller groups repeat their last row."""
         if self.grid_n is not None:
             row_bx = row_bx[self.grid_n]
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
@@ -88,10 +87,10 @@ class Layout:
 
 
 class PrefixCache:
-    """One layer's cache: prompts once, and each row's own tokens."""
+    """One layer's cache: one copy of each prompt, and each row's own tokens."""
 
     def __init__(self, prompt: Pair, layout: Layout) -> None:
-        """`prompt`: [P,K,L,D] each."""
+        """`prompt` contains keys and values, [P,K,L,D] each."""
         from mlx_lm.models.cache import KVCache
 
         self.prompt, self.layout = prompt, layout
@@ -108,13 +107,13 @@ class PrefixCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """All its arrays, for evaluation."""
+        """All arrays of the cache, for evaluation."""
         return [*self.prompt, self._own.keys, self._own.values]
 
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """No mask: a new token sees all earlier ones."""
+        """No mask, because a new token attends to all earlier ones."""
         if length != 1 or window_size is not None:
             raise ValueError(
                 f"length = {length}, window_size = {window_size}: expected 1 and no window"
@@ -157,7 +156,7 @@ class PrefixCache:
         return self._own.offset
 
     def join(self, other: "PrefixCache", layout: Layout) -> None:
-        """Appends the prompts of another cache and its rows, which have no own tokens yet."""
+        """Appends the prompts and rows of another cache; these rows have no own tokens yet."""
         self.prompt = (
             _stacked(self.prompt[0], other.prompt[0]),
             _stacked(self.prompt[1], other.prompt[1]),
@@ -171,9 +170,9 @@ class PrefixCache:
         self.layout = layout
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout, spare: int) -> None:
-        """Keeps these rows, and the prompts that still have a row (None: all).
+        """Keeps these rows, and the prompts that still have rows (None means all).
 
-        The first `spare` columns of the own parts are removed, as no row uses them.
+        The first `spare` columns of the own parts are removed, because no row uses them.
         """
         self.layout = layout
         if prompts is not None:
@@ -198,8 +197,9 @@ def shares_prefix(module: nn.Module) -> bool:
     """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in
     every layer.
 
-    This is determined by building a call without computing it. Every layer must ask its cache to
-    attend: a layer that takes the keys and attends itself (phi3small) would not see the prompt.
+    This is determined by building a call without evaluating it. Every layer must let its cache
+    compute attention: a layer that reads the keys and computes attention itself (phi3small) would
+    miss the prompt.
     """
     from mlx_lm.models.cache import KVCache
 
@@ -220,8 +220,8 @@ def shares_prefix(module: nn.Module) -> bool:
 def fork(
     caches: Caches, lengths: list[int], groups: Sequence[int], shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
-    """Converts plain caches after P prompts, padded on the right, into caches of their rows,
-    `groups` of each prompt.
+    """Converts plain caches of P prompts, padded on the right, to caches of their rows, `groups`
+    rows per prompt.
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
@@ -273,7 +273,7 @@ def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> No
 
 
 def _stacked(one: mx.array, other: mx.array) -> mx.array:
-    """[P,K,L,D] of both, the shorter L filled up with zeros."""
+    """Concatenates both, [P,K,L,D]; the shorter L is padded with zeros."""
     longest = max(one.shape[2], other.shape[2])
     widths = [(0, 0), (0, 0), (0, longest), (0, 0)]
     return mx.concatenate([mx.pad(each, widths)[:, :, :longest] for each in (one, other)])

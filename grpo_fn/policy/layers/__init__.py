@@ -1,6 +1,6 @@
-"""Layers of a model as the policy uses them: the same functions, but faster, differentiable, or in
-few bits.
+"""Variants of a model's layers for the policy: the same functions, but faster, differentiable, or
+with few bits.
 
-Functions that change layers affect only one module instance. Nothing here depends on caches or
+Functions that change layers affect a single module instance. Nothing here depends on caches or
 decoding.
 """

@@ -1,19 +1,20 @@
-"""The gated delta rule over whole sequences, a chunk of tokens at a time, with a gradient.
+"""Computes the gated delta rule over whole sequences, one chunk of tokens at a time, with a
+gradient.
 
     S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t
 
 ("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, it is Kimi Delta
 Attention, arXiv 2510.26692.)
 
-mlx-lm computes token by token, and its backward pass keeps a few states [Dv,Dk] for each head and
-token. In a chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, what token t writes is u_t k_tᵀ:
+mlx-lm computes token by token, and its backward pass stores a few states [Dv,Dk] for each head and
+token. In a chunk that starts from S, with G_{ti} = Π_{i<j≤t} g_j, token t writes u_t k_tᵀ:
 
     u_t = β_t (v_t − S·Diag(G_{t0})·k_t − Σ_{i<t} u_i k_iᵀ·Diag(G_{ti})·k_t)
     so (I + A) U = β(V − K'Sᵀ)
 
 which requires one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) and matrix
-products. Only S is passed from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never
-differences of two long sums.
+products. Only S is passed between chunks. Decays are computed as sums of logarithms over i < j ≤ t,
+never as differences of two long sums.
 """
 
 from typing import cast
@@ -42,7 +43,8 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's function of the same name, computed in chunks where mlx-lm would loop over tokens.
+    """Replaces mlx-lm's function of the same name, and computes in chunks where mlx-lm loops over
+    tokens.
 
     mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel
     has no gradient; a layer requests it with `use_kernel` only outside training.
@@ -92,20 +94,20 @@ def chunked_gated_delta(
     floating inputs.
 
     Args:
-        q: queries [B,T,Hk,Dk]; each serves Hv / Hk heads of values, as keys do. Nothing is scaled
-            here.
+        q: queries [B,T,Hk,Dk]; like keys, each is used by Hv / Hk heads of values. Nothing is
+            scaled here.
         k: keys [B,T,Hk,Dk].
         v: values [B,T,Hv,Dv].
         log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one per channel.
         beta: the share of the difference that is written, [B,T,Hv].
         state: [B,Hv,Dv,Dk], the state before the first token; None means zeros.
         mask: [B,T], False where there is no token: the state does not change, and the output is 0.
-        chunk: tokens of a chunk, a power of two; None: `CHUNK` or `CHANNEL_CHUNK`, less for short
-            sequences.
+        chunk: number of tokens per chunk, a power of two; None means `CHUNK` or `CHANNEL_CHUNK`, or
+            less for short sequences.
 
     Returns:
-        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32);
-        computed in float32.
+        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, otherwise
+        float32). It computes in float32.
     """
     rows, length, key_heads, key_width = q.shape
     heads, value_width = v.shape[2:]
@@ -118,8 +120,9 @@ def chunked_gated_delta(
         arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
 
     def in_chunks(x: mx.array, split: int) -> mx.array:
-        """[B,T,H,…] to [N,B,Hk,H/Hk,C,…]; the tokens that fill up the last chunk have k, β and ln g
-        of 0."""
+        """Converts [B,T,H,…] to [N,B,Hk,H/Hk,C,…]; in the tokens that fill the last chunk, k, β and
+        ln g are 0.
+        """
         missing = -length % chunk
         if missing:
             x = mx.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
@@ -163,7 +166,7 @@ def chunked_gated_delta(
 def _decayed_products(
     queries: mx.array, keys: mx.array, logs: mx.array, later: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """What the tokens of a chunk are to each other.
+    """The products and decays between the tokens of a chunk.
 
     Args:
         queries, keys: [...,C,D].
@@ -193,8 +196,9 @@ def _decayed_products(
 def _inverse_with_ones(lower: mx.array) -> mx.array:
     """(I + A)⁻¹ of matrices [...,C,C] that are zero on and above the diagonal; C is a power of two.
 
-    The blocks on the diagonal are inverted first, and joined in pairs: [[P,0],[R,Q]] has −Q⁻¹RP⁻¹
-    below. The shorter product (I − A)(I + A²)(I + A⁴)… loses all digits where keys repeat.
+    The blocks on the diagonal are inverted first and then joined in pairs: the lower left block of
+    the inverse of [[P,0],[R,Q]] is −Q⁻¹RP⁻¹. The shorter product (I − A)(I + A²)(I + A⁴)… loses all
+    digits if keys repeat.
     """
     size = lower.shape[-1]
     place = mx.arange(size)

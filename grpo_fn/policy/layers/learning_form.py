@@ -1,11 +1,11 @@
 """The form of a model for the learner: layers with a gradient, and blocks that save memory.
 
 If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
-that has no gradient. Only these layers are switched; dropout, which also depends on it, does not
-change.
+that has no gradient. Only these layers are switched; dropout, which also depends on it, is
+unchanged.
 
-Gradient checkpointing: less memory in the learner for about 1.4 × its time; of gated MLPs alone, the
-largest part of that memory for less of the time.
+Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. For gated MLPs
+alone, it saves the largest part of that memory and takes less additional time.
 """
 
 import functools
@@ -25,8 +25,7 @@ _GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """The module with `training` turned on in the layers of mlx-lm that depend on it, inside the
-    block."""
+    """Inside the block, `training` is turned on in the layers of mlx-lm that depend on it."""
     switched = [
         part for part in module.modules() if asks_for_training(type(part)) and not part.training
     ]
@@ -41,8 +40,9 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def asks_for_training(kind: type[nn.Module]) -> bool:
-    """Whether a layer, of mlx-lm's models folder or derived from it here, depends on
-    `self.training`."""
+    """Whether a layer (from mlx-lm's models folder, or derived from one here) depends on
+    `self.training`.
+    """
     values = flat(
         vars(base).values()
         for base in kind.__mro__
@@ -73,7 +73,9 @@ def checkpoint_layers(module: nn.Module) -> int:
 
 
 def checkpoint_mlps(module: nn.Module) -> int:
-    """As `checkpoint_layers`, of each gated MLP alone, in learning alone; returns how many."""
+    """Like `checkpoint_layers`, but only for gated MLPs, and only while learning; returns their
+    number.
+    """
     gated = gated_mlps(module)
     for part in gated:
         if not hasattr(type(part), "recomputes"):
@@ -82,7 +84,7 @@ def checkpoint_mlps(module: nn.Module) -> int:
 
 
 def gated_mlps(module: nn.Module) -> list[nn.Module]:
-    """The MLPs that are made of a gate and two projections, not those of experts."""
+    """The MLPs that consist of a gate and two projections, except those of experts."""
     return [part for part in module.modules() if set(part.children()) == _GATED]
 
 

@@ -1,8 +1,8 @@
-"""Fixes for faults in mlx-lm's experts, in one of its models, and in tables of positions, for one
+"""Fixes faults in mlx-lm's experts, in one of its models, and in tables of positions, for one
 instance.
 
 MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
-there, which corrupts other arrays or crashes.
+past it, which corrupts other arrays or crashes.
 """
 
 import functools
@@ -38,7 +38,9 @@ def _replace_classes(module: nn.Module, classes: dict[type[Any], type[Any]]) -> 
 
 @functools.cache
 def _sorting(kind: type[Any]) -> type[Any]:
-    """A class whose learner's pass repeats a small number of tokens; only the first copy counts."""
+    """A class that repeats a small number of tokens in the learner's pass; only the first copy is
+    used.
+    """
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
         copies = -(-_SORTED_FROM // max(indices.size, 1)) if self.training else 1
@@ -51,8 +53,9 @@ def _sorting(kind: type[Any]) -> type[Any]:
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
-    """Outside training it caches products of two weights at the first call, and on Metal a compiled
-    step with a layer's weights: neither follows an update."""
+    """Outside training, the layer caches products of two weights at the first call and, on Metal, a
+    compiled step with a layer's weights; neither is refreshed after an update.
+    """
     from mlx_lm.models import kimi_k3
 
     class DecoderLayer(kimi_k3.KimiK3DecoderLayer):
@@ -77,8 +80,8 @@ def bound_positions(module: nn.Module) -> int | None:
     """The number of positions that the module has learned; None if it has no table of positions.
 
     A table is recognized by being indexed with the tokens' positions. This is determined by a call
-    of which only the positions are computed. Afterwards, positions beyond the table, which only
-    padding can have, use its last row.
+    in which only the positions are evaluated. Afterwards, positions beyond the table, which occur
+    only in padding, use its last row.
     """
     from mlx_lm.tuner.dora import DoRAEmbedding
     from mlx_lm.tuner.lora import LoRAEmbedding
@@ -113,7 +116,7 @@ def is_position_table(layer: Any) -> bool:
 
 @functools.cache
 def _bounded(kind: type[Any], last: int) -> type[Any]:
-    """A class that takes row `last` for every place behind it."""
+    """A class that uses the row `last` for every position beyond it."""
     if "bounded" in vars(kind):
         return kind
 

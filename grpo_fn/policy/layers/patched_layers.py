@@ -1,9 +1,9 @@
 """Replaces functions that mlx-lm's layers call by name, for one model instance.
 
-mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the
-layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals contain
-ours, and `nn.RMSNorm` a new `__call__`. The classes, their modules and other models in the process
-do not change.
+mlx-lm's attention layers call `scaled_dot_product_attention`, and its MLPs call `swiglu`; both are
+globals of the layer's module. `patch_layers` replaces `__call__` in the layers of one model by a
+copy whose globals contain our functions, and replaces `__call__` in `nn.RMSNorm` layers. The
+classes, their modules and other models in the process do not change.
 """
 
 import functools
@@ -29,11 +29,11 @@ from grpo_fn.policy.layers.quantized_layers import (
 
 
 def patch_layers(module: nn.Module) -> int:
-    """Lets this model's layers call the functions of this library; returns the number of patched
+    """Makes this model's layers call the functions of this library; returns the number of patched
     layers.
 
-    The model's results stay the same up to rounding. Layers that access those functions in another
-    way are not patched, and a second call has no effect.
+    The model's results stay the same up to rounding. Layers that access these functions in a
+    different way are not patched. A second call has no effect.
     """
     fix_known_faults(module)
     if not enabled("patched_layers"):
@@ -48,9 +48,9 @@ def patch_layers(module: nn.Module) -> int:
 
 
 def attends_through_cache(module: nn.Module) -> bool:
-    """Whether every attention layer of the model asks its cache to attend if the cache can.
+    """Whether every attention layer of the model lets its cache compute attention if the cache can.
 
-    This is determined by counting these layers: each block has one.
+    This is determined by counting such layers, because each block contains one.
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
@@ -83,7 +83,9 @@ def attention(
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:
             found = "a mask" if sinks is None else "attention sinks"
-            raise ValueError(f"{found} cannot be combined with a cache that attends by itself")
+            raise ValueError(
+                f"{found} cannot be combined with a cache that computes attention itself"
+            )
         return cache.attend(queries, keys, values, scale)
     fast = find("attention", queries, keys, mask) if sinks is None else None
     if fast is not None:
@@ -98,7 +100,7 @@ def _gather_mm(*arrays: mx.array, **options: Any) -> mx.array:
 
 
 class _Module:
-    """A module of mlx with one of its functions replaced, for the globals of a layer's module."""
+    """An mlx module with one function replaced, for the globals of a layer's module."""
 
     def __init__(self, module: Any, name: str, function: Callable[..., mx.array]) -> None:
         self.module, self.name = module, name
@@ -144,7 +146,9 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class _PackedLinear(_QuantizedLinear):
-    """A linear layer of a quantized role; without `computes_as`, so that no rollout unpacks it."""
+    """A linear layer of a quantized role. It does not set `computes_as`, so that no rollout unpacks
+    it.
+    """
 
 
 class _PackedEmbedding(_QuantizedEmbedding):
@@ -162,7 +166,7 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
     """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's
     experts.
 
-    `dtype` is that of an embedding's rows.
+    `dtype` is the dtype of an embedding's rows.
     """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -202,8 +206,9 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _patched(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose `__call__` uses our functions in place of mlx-lm's; `kind` if there are
-    none."""
+    """A subclass whose `__call__` uses our functions instead of mlx-lm's; `kind` itself if there
+    are none.
+    """
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "patched") or not isinstance(call, FunctionType):
         return kind

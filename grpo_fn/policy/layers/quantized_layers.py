@@ -1,8 +1,9 @@
-"""Layers with few-bit weights that choose the form of a product by the number of rows.
+"""Layers with few-bit weights that choose the method for a product by the number of rows.
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each
-row. From `unpack_rows` rows on, the weight is therefore unpacked for one dense product: the same
-numbers, memory for a part of one layer at a time, and a cost independent of the rows.
+row. Therefore, from `unpack_rows` rows on, the weight is unpacked for a dense product. The numbers
+are the same, only a part of one layer is in memory at a time, and the cost of unpacking does not
+depend on the rows.
 """
 
 import functools
@@ -27,8 +28,9 @@ def unpack_rows() -> int:
 def is_unpacked(x: mx.array, group_size: int) -> bool:
     """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
 
-    Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there
-    for more than one row (benchmarks/architectures/upstream.md), and such a weight is small.
+    Always true if a row of the weight is a single group: on CUDA, the packed product of MLX 0.32.4
+    is then wrong for more than one row (benchmarks/architectures/upstream.md), and such a weight is
+    small.
     """
     rows = x.size // x.shape[-1]
     return 0 < unpack_rows() <= rows or (x.shape[-1] == group_size and rows > 1)
@@ -44,13 +46,14 @@ class QuantMode:
 
     @property
     def bits_stored(self) -> float:
-        """Bits per weight including its share of a scale: 8 bits, or of two 16-bit numbers in
-        affine modes."""
+        """Bits per weight, including its share of an 8-bit scale or, in affine modes, of two 16-bit
+        numbers.
+        """
         return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
 
 
 def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
-    """A matrix [out,in] as packed weights, scales and, in affine modes, biases."""
+    """Packs a matrix [out,in] as weights, scales and, in affine modes, biases."""
     packed = mx.quantize(weight, group_size=mode.group_size, bits=mode.bits, mode=mode.mode)
     return dict(zip(("weight", "scales", "biases"), packed, strict=False))
 
@@ -70,8 +73,8 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
 
 @functools.cache
 def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
-    """The function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] part
-    by part.
+    """A function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] in
+    parts.
 
     Its backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
     size. Packed weights have no gradient.
@@ -97,7 +100,7 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
 
 
 def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> Iterable[mx.array]:
-    """The matrix from packed weights, scales and biases, in parts of some rows each."""
+    """Unpacks the matrix from weights, scales and biases, in parts of some rows each."""
     out, words = packed[0].shape
     width = words * 32 // mode.bits
     rows = max(int(PART_BYTES / (width * dtype.size)), 1)

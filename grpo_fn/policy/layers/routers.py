@@ -1,7 +1,7 @@
 """Records or replaces the decisions of a model's routers, in one instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
-outputs. During a call, that layer is replaced by one that records the outputs, or excludes all
+outputs. During a call, that layer is replaced by one that records the outputs or excludes all
 experts except those chosen before. Blocks that add biases or choose by groups are not supported.
 """
 
@@ -37,7 +37,7 @@ def experts_per_token(module: nn.Module) -> int:
     """k of the model's first router.
 
     Raises:
-        ValueError: as `recorded_routing`.
+        ValueError: see `recorded_routing`.
     """
     block, _, top_k, _ = _known_blocks(module)[0]
     return int(getattr(block, top_k))
@@ -50,8 +50,8 @@ def check_replay(module: nn.Module) -> None:
         if by_all or not getattr(block, "norm_topk_prob", True):
             raise ValueError(
                 f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax "
-                "over all of them, including those that are not chosen: with given experts, the "
-                "weights would differ"
+                f"over all of them, including those that are not chosen, so the weights would "
+                f"differ with given experts"
             )
 
 
@@ -61,8 +61,8 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
     Args:
         module: a model that `check_replay` accepts.
-        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None:
-            those that the routers choose, for any model.
+        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None
+            means the experts that the routers choose, for any model.
 
     Raises:
         ValueError: see `check_replay`, or the number of layers or experts is wrong.
@@ -97,7 +97,7 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
 
     Raises:
         ValueError: the model's experts are not chosen in a supported way, or its blocks are
-            checkpointed, so that recorded values would have no gradient.
+            checkpointed, so recorded values would have no gradient.
     """
     blocks = _known_blocks(module)
     logits: list[mx.array] = []
@@ -113,8 +113,9 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
 def _through(
     blocks: _Blocks, function: Callable[[int, mx.array], mx.array]
 ) -> AbstractContextManager[None]:
-    """In the block each router's logits go through a function of the router's number and the
-    logits."""
+    """Inside the block, each router's logits are replaced by a function of the router's number and
+    the logits.
+    """
     gates = [(block, name, block[name]) for block, name, _, _ in blocks]
     return calls_replaced(
         (block, name, lambda x, number=number, gate=gate: function(number, gate(x)))
@@ -126,9 +127,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
     blocks = _blocks(module)
     if not blocks:
         raise ValueError(
-            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts with a supported way "
-            "of choosing; supported are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and "
-            "olmoe"
+            f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a "
+            f"supported way; supported models: qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):
         raise ValueError("checkpointed blocks do not return their routers' decisions")
@@ -136,8 +136,9 @@ def _known_blocks(module: nn.Module) -> _Blocks:
 
 
 def _blocks(module: nn.Module) -> _Blocks:
-    """Blocks with experts from the first to the last layer; a block may be of a class made of a
-    known one."""
+    """Blocks with experts, from the first to the last layer. A block's class may be derived from a
+    known one.
+    """
     found: _Blocks = []
     for layer in getattr(module, "layers", None) or []:
         for part in layer.modules():

@@ -1,3 +1,3 @@
-"""GGUF, the format of llama.cpp: its header, and its names for models and tokenizers, in both
+"""GGUF, the format of llama.cpp: reads its header, and converts models and tokenizers in both
 directions.
 """

@@ -32,7 +32,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @attrs.frozen
 class Family:
-    """How GGUF represents a family's models."""
+    """GGUF's representation of a family of models."""
 
     arch: str  # GGUF's name
     model_type: str  # config.json's, of a folder made from GGUF
@@ -97,7 +97,7 @@ _DEFAULTS = {  # by architecture, where both have one and files leave it out
 
 
 def _query_size(family: Family, config: Mapping[str, Any]) -> int:
-    """What llama.cpp divides the queries' products by, squared."""
+    """The square of llama.cpp's divisor for the products of queries and keys."""
     wide = config["num_hidden_layers"] == family.wide
     return config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
 
@@ -108,14 +108,14 @@ def metadata_of(
     """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its
     rotation.
 
-    Raises UserError for models that llama.cpp would compute differently.
+    Raises UserError for models whose computation in llama.cpp differs.
     """
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config = {**config, "head_dim": head}
     size = _query_size(family, config)
     if family.wide and config["query_pre_attn_scalar"] != size:
         raise UserError(
-            f"query_pre_attn_scalar: llama.cpp computes with {size}, found "
+            f"query_pre_attn_scalar: expected llama.cpp's {size}, found "
             f"{config['query_pre_attn_scalar']}"
         )
     if family.arch != "gemma3":  # gemma2's windows are in llama.cpp, of the others none
@@ -158,9 +158,10 @@ def metadata_of(
 def config_of(
     arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """config.json from a GGUF header: `metadata` is its `get`, `factors` the rotation's tensors.
+    """config.json from a GGUF header: `metadata` is the header's `get`, and `factors` are the
+    rotation's tensors.
 
-    Raises UserError for an architecture without a family, and for missing sizes.
+    Raises UserError for an unknown architecture and for missing sizes.
     """
     family = next((family for family in FAMILIES.values() if family.arch == arch), None)
     if family is None:
@@ -208,7 +209,9 @@ def _scaling(
         scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
         if not np.allclose(_llama3_factors(config, scaling), found, rtol=1e-4):
-            raise UserError(f"{ROPE_FACTORS[0]}: expected the factors of a Llama 3, found others")
+            raise UserError(
+                f"{ROPE_FACTORS[0]}: expected the factors of Llama 3, found different ones"
+            )
         return scaling
     if ROPE_FACTORS[1] in factors:
         both = {"long_factor": factors[ROPE_FACTORS[1]], "short_factor": factors[ROPE_FACTORS[2]]}
@@ -232,11 +235,12 @@ def _scaling(
 
 
 def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np.ndarray:
-    """By how much Llama 3 slows each frequency down [head_dim / 2] (transformers' `llama3`
+    """The factors by which Llama 3 reduces each frequency [head_dim / 2] (transformers' `llama3`
     rotation).
 
-    Waves shorter than the old context / high_freq_factor stay, longer ones than / low_freq_factor
-    are slower by `factor`, and between them 1 / f goes linearly in the number of waves.
+    Wavelengths below old context / high_freq_factor are unchanged, and those above old context /
+    low_freq_factor are multiplied by `factor`. In between, the frequency is interpolated linearly
+    in the number of waves per old context.
     """
     size = config["head_dim"]
     old = scaling["original_max_position_embeddings"]
@@ -247,8 +251,8 @@ def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np
 
 
 def swap_pairs(rows: Any, heads: int, *, apart: bool) -> Any:
-    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, otherwise as
-    neighbours.
+    """Rows [heads · D, …] of q or k, reordered so that a head's rotated pairs are half a head
+    `apart` or, otherwise, adjacent.
     """
     inner = (-1, 2) if apart else (2, -1)
     return rows.reshape(heads, *inner, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, which is untrusted and fully checked.
+"""Reads the header of a GGUF file, which is untrusted and fully checked.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 The `gguf` package defines the types of tensors; its own reader is slow, and does not check bounds.
@@ -30,7 +30,7 @@ _MOST = 2**31 - 1  # MLX's shapes are int32
 
 @attrs.frozen
 class Tensor:
-    """Where a tensor is in the file."""
+    """The location of a tensor in the file."""
 
     kind: str
     shape: tuple[int, ...]  # outermost first, as in MLX; the file has it the other way round
@@ -49,7 +49,7 @@ class GGUF:
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """A value of the metadata.
 
-        Raises UserError for another type, and for a missing value without a default.
+        Raises UserError if the type differs, or if the value is missing and there is no default.
         """
         found = self.metadata.get(key, default)
         if found is default is not ...:
@@ -61,7 +61,7 @@ class GGUF:
     def numbers(self, key: str, count: int) -> list[float] | None:
         """A list of finite numbers of this length in the metadata; None if it is missing.
 
-        UserError for others.
+        Raises UserError for any other value.
         """
         found = self.metadata.get(key)
         if found is None:
@@ -80,14 +80,15 @@ def gguf_package() -> Any:
     try:
         import gguf  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError(f"GGUF needs the package gguf: {install_hint('gguf')}") from error
+        raise UserError(f"GGUF requires the package gguf: {install_hint('gguf')}") from error
     return gguf
 
 
 def read_header(file: Path) -> GGUF:
-    """The header of a GGUF file; every tensor is inside the file, and tensors do not overlap.
+    """Reads the header of a GGUF file, and checks that all tensors are inside the file and do not
+    overlap.
 
-    Raises UserError otherwise.
+    Raises UserError for any other file.
     """
     gguf = gguf_package()
     try:
@@ -129,7 +130,7 @@ class _Reader:
     reads: int = 0
 
     def take(self, size: int) -> int:
-        """Skips this many bytes and returns where they begin."""
+        """Skips this many bytes and returns their start."""
         if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
@@ -158,7 +159,7 @@ class _Reader:
             return [self.text() for _ in range(count)]
         if inner not in _NUMBERS:
             raise ValueError(
-                f"expected an array of numbers or texts, found one of the type {inner}"
+                f"expected an array of numbers or texts, found elements of type {inner}"
             )
         dtype = np.dtype(_NUMBERS[inner]).newbyteorder("<")
         return np.frombuffer(self.content, dtype, count, self.take(count * dtype.itemsize))
@@ -173,5 +174,7 @@ class _Reader:
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if not all(1 <= part <= _MOST for part in shape) or shape[0] % block:
-            raise ValueError(f"expected a shape in blocks of {block}, found {show(shape)}")
+            raise ValueError(
+                f"expected a shape that is a multiple of blocks of {block}, found {show(shape)}"
+            )
         return kind.name, tuple(reversed(shape)), offset, prod(shape) // block * size

@@ -1,5 +1,6 @@
-"""`grpo convert FILE.gguf`: weights under mlx-lm's names, still packed if the format is MLX's
-own."""
+"""`grpo convert FILE.gguf`: reads weights under mlx-lm's names, and keeps them packed if MLX
+supports their format.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _GROUP = 32
 def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
-    If most numbers are packed in one of `_PACKED`, these weights stay packed, with the same
-    numbers, unless `dequantize`. The `gguf` package unpacks all others. Raises UserError for a
+    If most numbers are packed in one of `_PACKED`, these weights stay packed with the same numbers,
+    unless `dequantize` is set. The `gguf` package unpacks all other weights. Raises UserError for a
     damaged or unsupported file.
     """
     # a shape, or a type that gguf only names
@@ -99,11 +100,11 @@ def _array(header: GGUF, tensor: Tensor) -> np.ndarray:
 
 
 def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]:
-    """Blocks of 32 as MLX packs them: w = scale · q + bias with q from 0, the first weight in the
-    low bits.
+    """Blocks of 32 in MLX's packing: w = scale · q + bias with q ≥ 0, the first weight in the low
+    bits.
 
-    Q8_0 and Q4_0 have q around 0 and no bias; Q4_1 has both. A block's four-bit weights stand as
-    0…15 in the low halves of its bytes and 16…31 in the high ones.
+    In Q8_0 and Q4_0, q is centred on 0 and there is no bias; Q4_1 has scale and bias. The low
+    halves of a block's bytes contain its four-bit weights 0…15, the high halves 16…31.
     """
     rows = tensor.shape[0]
     blocks = header.bytes_of(tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)

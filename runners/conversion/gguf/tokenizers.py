@@ -1,6 +1,6 @@
-"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named pre-tokenizer, or a BPE like
-SentencePiece's ("llama") with scores instead of merges. Converted both from and to
-tokenizer.json."""
+"""Converts tokenizers between GGUF and tokenizer.json: a byte-level BPE ("gpt2") with a named
+pre-tokenizer, or a BPE like SentencePiece's ("llama") with scores instead of merges.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     }
     beyond = [i for i in ids.values() if i >= len(tokens)]
     if beyond:
-        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is not one of {len(tokens)}")
+        raise UserError(
+            f"tokenizer.ggml: the token {beyond[0]} is not among the {len(tokens)} tokens"
+        )
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -178,8 +180,8 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
 
 
 def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
-    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their
-    names.
+    """The tokens that end a generation in llama.cpp, found by their keys in the metadata, then by
+    their names.
     """
     names = set(_ENDS)
     for key, texts in _FILE_ENDS.items():
@@ -190,7 +192,9 @@ def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
 
 
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, whether it is a sequence or not."""
+    """The steps of a normalizer, pre-tokenizer or decoder; a list with one step if it is not a
+    sequence.
+    """
     found = stated.get(key)
     if not found:
         return []
@@ -198,7 +202,7 @@ def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str,
 
 
 def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
-    """llama.cpp's name for how a tokenizer.json cuts a text into words."""
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json."""
     found = []
     for step in _steps(stated, "pre_tokenizer", "pretokenizers"):
         if step["type"] == "Split":
@@ -212,8 +216,8 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
     names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
     if not names:
         raise UserError(
-            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a "
-            "folder instead"
+            f"tokenizer.json: llama.cpp does not support the pre-tokenizer {show(found)}; --out "
+            f"writes a folder instead"
         )
     return next((name for name in names if (name == _WHOLE_WORDS) == whole_words), names[0])
 
@@ -241,7 +245,7 @@ def _bytewise(
         raise UserError(f"tokenizer.ggml.pre: expected {listed([*_CUTS])}, found {show(name)}")
     merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
     if not all(len(pair) == 2 for pair in merges):
-        raise UserError("tokenizer.ggml.merges: expected two parts in each")
+        raise UserError("tokenizer.ggml.merges: expected two parts in each merge")
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -268,8 +272,8 @@ def _bytewise(
 def _sentences(
     header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> dict:
-    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that
-    order.
+    """Converts scores to merges: SentencePiece's BPE always joins the two neighbours whose union
+    has the best score.
     """
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))
     if scores is None:

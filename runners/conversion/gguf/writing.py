@@ -1,4 +1,4 @@
-"""`grpo export --gguf`: a model for llama.cpp and programs based on it, written with the `gguf`
+"""`grpo export --gguf`: writes a model for llama.cpp and programs based on it, with the `gguf`
 package.
 """
 
@@ -21,12 +21,12 @@ from runners.errors import UserError, listed, show
 from runners.files.durable import new_file
 
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3}
-"""Of weights, and llama.cpp's number for a file of them."""
+"""The types of weights, with llama.cpp's number for a file of each type."""
 
 
 @attrs.frozen
 class _Leaf:
-    """What becomes a tensor: a leaf of the module, or the rotation's factors."""
+    """The source of a tensor: a leaf of the module, or the rotation's factors."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ class _Leaf:
     offset: float = 0.0
 
     def data(self) -> np.ndarray:
-        """The numbers, float32."""
+        """The numbers in float32."""
         found = np.array(mx.array(self.array).astype(mx.float32)) + np.float32(self.offset)
         return swap_pairs(found, self.heads, apart=False) if self.heads else found
 
@@ -59,9 +59,10 @@ def write_gguf(
 ) -> None:
     """Writes a model without adapters and packed layers as one file, atomically.
 
-    Matrices have the type `kind`, everything else is float32. With four bits, token embedding and
-    head have eight, and rows whose length is not a multiple of 32 stay in float16. Raises UserError
-    for a model that llama.cpp does not support or computes differently, and if writing fails.
+    Matrices have the type `kind`; everything else is float32. If `kind` has four bits, the token
+    embedding and the head have eight. Rows whose length is not a multiple of 32 are float16. Raises
+    UserError for a model that llama.cpp does not support or computes differently, and if writing
+    fails.
     """
     gguf = check_gguf(kind)
     family = FAMILIES.get(str(config["model_type"]))
@@ -74,7 +75,7 @@ def write_gguf(
     inner: Any = getattr(module, "language_model", module)
     config = {**config, **(config.get("text_config") or {}), **vars(inner.args)}
     if family.arch == "llama" and "sliding_attention" in (config.get("layer_types") or ()):
-        raise UserError("layer_types: llama.cpp supports no sliding windows for llama, found some")
+        raise UserError("layer_types: llama.cpp does not support sliding windows for llama")
     sizes, factors = metadata_of(family, config)
     leaves = _leaves(module, family, config, kind, tied="lm_head" not in inner)
     leaves += [_Leaf(name, "F32", array) for name, array in factors.items()]
@@ -103,7 +104,9 @@ def write_gguf(
         for leaf in leaves:
             data = leaf.data()
             if leaf.kind == "F16" and np.abs(data).max(initial=0) > np.finfo(np.float16).max:
-                raise UserError(f"{leaf.name}: beyond float16's range; use --type bf16 or f32")
+                raise UserError(
+                    f"{leaf.name}: values exceed float16's range; use --type bf16 or f32"
+                )
             writer.write_tensor_data(
                 gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind])
             )
@@ -118,7 +121,7 @@ def _leaves(
     for name, array in named_leaves(module.parameters()).items():
         stem, _, leaf = name.removeprefix("language_model.").rpartition(".")
         if stem not in names:
-            raise UserError(f"{name}: llama.cpp's {family.arch} has no such part")
+            raise UserError(f"{name}: llama.cpp's {family.arch} has no such tensor")
         theirs = f"{names[stem]}.{leaf}"
         if tied and theirs == "output.weight":
             continue

@@ -79,7 +79,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_ratio_of_a_sequence(name):
     """They are defined with the ratio of a token."""
-    with pytest.raises(ValueError, match=f"'{name}' takes no ratio of a whole completion"):
+    with pytest.raises(ValueError, match=f"'{name}' does not use a ratio of a whole completion"):
         g.LossSpec(surrogate=name, level="sequence")
 
 

@@ -241,7 +241,7 @@ def of(adv_pg=(2, 3), **options):
     [
         (lambda: of(top_entropy_quantile=0.0), "top_entropy_quantile = 0.0"),
         (lambda: of(top_entropy_quantile=1.5), "top_entropy_quantile = 1.5"),
-        (lambda: of(top_entropy_quantile=0.5), "needs the rollout's entropies"),
+        (lambda: of(top_entropy_quantile=0.5), "requires the rollout's entropies"),
         (lambda: of((3, 2)), r"adv_pg has shape \(3, 2\), expected \(2, 3\)"),
         (lambda: of((2, 3, 6)), r"adv_pg has shape \(2, 3, 6\), expected \(2, 3, 7\)"),
         (lambda: g.minibatches(make(), 0), "number = 0: expected 1 <= number <= 6"),
@@ -249,7 +249,7 @@ def of(adv_pg=(2, 3), **options):
         (lambda: g.split_batch(make(), max_tokens=0), "max_tokens = 0"),
         (
             lambda: g.split_batch(attrs.evolve(make(), group_b=None), max_tokens=9, share_prompts=True),
-            r"share_prompts needs group_b.*make_batch",
+            r"share_prompts requires group_b.*make_batch",
         ),
         (lambda: g.join_rollouts([tiny_rollout(), tiny_rollout(generations=2)]), "num_generations"),
         (lambda: g.join_rollouts([tiny_rollout(), tiny_rollout(entropy=True)]), "entropies"),

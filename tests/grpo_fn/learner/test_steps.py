@@ -59,7 +59,7 @@ def test_what_is_missing_is_refused():
     policy = tiny_policy()
     with pytest.raises(ValueError, match="batch"):
         grad_step_of(policy, g.LossSpec(), compile=False)(make_state(policy), [])
-    with pytest.raises(ValueError, match=r"beta = 0.1 needs a reference.*ref_params"):
+    with pytest.raises(ValueError, match=r"beta = 0.1 requires a reference.*ref_params"):
         grad_step_of(policy, g.LossSpec(beta=0.1))(make_state(policy), make_batch())
 
 

@@ -136,11 +136,11 @@ def test_weights_are_rounded_in_the_compute_dtype():
         (wide_policy, "affine-4", {"storage": "pack"}, "did you mean 'packed'"),
         (tiny_policy, "affine-4", {}, "no weight can be quantized as affine-4: .*a multiple of 64"),
         (partial(lora_policy, packed=True, **SIZE), "affine-4", {}, "already quantized"),
-        (lambda: wide_policy().without_weights(), "affine-4", {}, "no weights left"),
+        (lambda: wide_policy().without_weights(), "affine-4", {}, "no weights to quantize"),
         (wide_policy, "affine-4", {"group_size": 16}, "group_size = 16: mlx packs groups of 32, 64, 128"),
         (wide_policy, "affine-8", {"group_size": -1}, "group_size = -1"),
-        (wide_policy, "mxfp4", {"group_size": 64}, "mxfp4 has groups of 32 by definition"),
-        (wide_policy, "nvfp4", {"group_size": 32}, "nvfp4 has groups of 16 by definition"),
+        (wide_policy, "mxfp4", {"group_size": 64}, "the group size of mxfp4 is always 32"),
+        (wide_policy, "nvfp4", {"group_size": 32}, "the group size of nvfp4 is always 16"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(make, name, options, message):

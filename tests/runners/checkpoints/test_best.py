@@ -148,7 +148,7 @@ def test_the_disk_has_to_have_room_for_both_models(tmp_path, monkeypatch):
     sizes = []
     for more in ((), ("checkpoint.keep_best=0",), ("model.tune=lora",)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0))
-        with pytest.raises(UserError, match="the final and the best model take") as found:
+        with pytest.raises(UserError, match="the final and the best model need") as found:
             run_training(config_in(tmp_path / "a", *more), report=Quiet(), overwrite=True)
         sizes.append(str(found.value))
     assert len({*sizes}) == 3

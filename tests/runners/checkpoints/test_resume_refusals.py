@@ -79,7 +79,7 @@ DAMAGE = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json: cannot be read as JSON"),
     "half a manifest": (lambda f: cut(f / MANIFEST), "manifest.json: cannot be read as JSON"),
     "a linked file": (lambda f: link(f / "model.safetensors"), 'a file "model.safetensors" in .* a link'),
-    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "its list of files is damaged"),
+    "no table": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "the list of files is damaged"),
     "a parent": (lambda f: name_more(f, "../training_log.jsonl"), "found none or a link"),
     "a path": (lambda f: name_more(f, str(f.parent / "training_log.jsonl")), "found none or a link"),
 }
@@ -110,7 +110,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
         # No damage: going on from the checkpoint before would lose this one.
         (
             {"version": 5},
-            r"trainer_state\.json: expected version 7, found 5: it was saved by another version",
+            r"trainer_state\.json: expected version 7, found 5: it was saved by a different version",
         ),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": {**whole["loop"], "update": "three"}}, 'loop: update: expected an integer, found "three"'),
@@ -128,14 +128,14 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
 
 def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
     """Refused, with the ways on; with run.overwrite old checkpoints go and the old log stays beside."""
-    with pytest.raises(UserError, match=r"tiny holds a run already \(training_log\.jsonl\); --resume"):
+    with pytest.raises(UserError, match=r"tiny already contains a run \(training_log\.jsonl\); --resume"):
         run_training(copy(), report=Quiet())
     old = (copy.folder / "training_log.jsonl").read_bytes()
     run_training(copy("run.overwrite=true", "optim.max_steps=1", "checkpoint.every=0"), report=Quiet())
     names = {path.name for path in copy.folder.iterdir()}
     assert not [name for name in names if name.startswith("checkpoint")]
     assert (copy.folder / "training_log.previous.jsonl").read_bytes() == old
-    with pytest.raises(UserError, match="holds a finished run without checkpoints"):
+    with pytest.raises(UserError, match="contains a finished run without checkpoints"):
         run_training(copy(), report=Quiet(), resume=True)
 
 
@@ -144,7 +144,9 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
     config, folder = config_in(tmp_path / "b", *SHORT, "run.overwrite=true"), tmp_path / "b" / "tiny"
     killed(config, "sampling", 3)
     before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError, match=r"tiny holds an interrupted run \(checkpoint-2\); --resume"):
+    with pytest.raises(
+        UserError, match=r"tiny already contains an interrupted run \(checkpoint-2\); --resume"
+    ):
         run_training(config, report=Quiet())
     assert sorted(folder.rglob("*")) == before
     result = run_training(config, report=Quiet(), resume=True)
@@ -163,7 +165,7 @@ def test_what_does_not_change_the_weights_may_differ(copy, finished):
     changes = ["log.every=2", "checkpoint.every=0", "eval.every=1"]
     shutil.rmtree(copy.folder / "checkpoint-3")
     result = run_training(copy(*changes), report=notes, resume=True)
-    (line,) = [line for line in notes.lines if "the config is not that" in line]
+    (line,) = [line for line in notes.lines if "the config differs from" in line]
     assert "checkpoint-2: checkpoint.every (was 1, is 0), eval.every (was 0, is 1), log.every (was" in line
     assert same_bits(result.state, finished.state)
 
@@ -178,7 +180,7 @@ def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
     assert not notes.lines  # the error says it all
     result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
     assert result.updates == 3 and not same_bits(result.state, finished.state)
-    with pytest.raises(UserError, match="belongs to another model, or to another"):
+    with pytest.raises(UserError, match="belongs to a different model or"):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 

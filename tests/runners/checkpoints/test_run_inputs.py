@@ -99,13 +99,13 @@ def test_what_the_weights_depend_on_has_to_be_what_it_was(place, named):
     before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         train(resume=True)
-    want = f"{named}: different from what out/small/checkpoint-2 was trained with"
+    want = f"{named}: changed since out/small/checkpoint-2 was trained"
     want += "; --allow-config-change continues anyway"
     assert str(caught.value) == want
     assert {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()} == before
     result, lines = train(resume=True, allow=True)
     assert result.updates == 3
-    assert f"{named}: different from what out/small/checkpoint-2 was trained with" in lines
+    assert f"{named}: changed since out/small/checkpoint-2 was trained" in lines
 
 
 def test_another_arithmetic_is_told(place, monkeypatch):

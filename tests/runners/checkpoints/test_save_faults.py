@@ -188,7 +188,7 @@ def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_
     """One line with both sizes."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(
-        UserError, match=r"run\.name: .*tiny: the final and the best model take .* free; make"
+        UserError, match=r"run\.name: .*tiny: the final and the best model need .* free; free"
     ):
         run_training(config_in(tmp_path, *SHORT), report=Notes())
     assert not (tmp_path / "tiny" / "training_log.jsonl").exists()

@@ -42,17 +42,14 @@ def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
     result = grpo("check", "t.toml", "--problems", "3")
     warnings = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
     text = "\n".join(warnings)
-    assert "\nwarning: constant gave 0.25 to every answer, good or bad" in text
-    assert "silent gave no reward to any answer" in text
+    assert "\nwarning: constant returned 0.25 for every answer, good or bad" in text
+    assert "silent returned no reward for any answer" in text
     assert 'reward "broken" failed' in text and "RuntimeError: oh (reference answer)" in text
-    assert (
-        "the reference answer's total reward is not above that of: answer without form, form without answer"
-        in text
-    )
-    assert "likes_nothing gave" not in text
+    assert "not above the total reward of: answer without form, form without answer" in text
+    assert "likes_nothing returned" not in text
     free = grpo("check", "t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
-    assert "  reference answer  wrong answer  empty\n" in free and "silent gave no reward" in free
-    assert "constant gave" not in free and "the reference answer" not in free
+    assert "  reference answer  wrong answer  empty\n" in free and "silent returned no reward" in free
+    assert "constant returned" not in free and "the reference answer" not in free
 
 
 def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_path):
@@ -115,7 +112,7 @@ def test_a_reward_that_prefers_a_wrong_answer_is_named(tmp_path, answers, reward
     text = small(data={"source": "d.jsonl", "eval_split": "train"}, reward={"functions": rewards})
     (tmp_path / "t.toml").write_text(text)
     shown = grpo("check", "t.toml").stdout
-    line = f'warning: {warned} gave the reference answer "{answers[0]}" less than a wrong one\n'
+    line = f'warning: {warned} returned less for the reference answer "{answers[0]}" than for a wrong one\n'
     assert (line in shown) is bool(warned) and ("warning: " in shown) is bool(warned)
 
 
@@ -123,7 +120,7 @@ def test_a_reward_that_prefers_a_wrong_answer_is_named(tmp_path, answers, reward
     ("row", "table"),
     [
         ({"question": "Name a sea."}, "  prompt's words  one sentence  empty\n"),
-        ({"question": "f?", "answer": ["assert f(1) == 1"]}, "no right completion is known; --sample 4 "),
+        ({"question": "f?", "answer": ["assert f(1) == 1"]}, "no correct completion is known; --sample 4 "),
     ],
 )
 def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table):

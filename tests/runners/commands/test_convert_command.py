@@ -120,12 +120,12 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     ("arguments", "message"),
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
-        (["model", "model", "--force"], "is in that folder; expected another folder"),
-        (["model", "out", "--group-size", "32"], "nothing would be quantized"),
+        (["model", "model", "--force"], "is inside this folder; expected another folder"),
+        (["model", "out", "--group-size", "32"], "--group-size requires --bits"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
         (
             ["model", "out", "--recipe", "mixed_2_6", "--bits", "4"],
-            "--recipe determines the bits",
+            "--recipe sets the bits",
         ),
         (["model", "out", "--step", "3"], "model: no step 3; found none"),
         (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "p.txt: cannot be read as text"),

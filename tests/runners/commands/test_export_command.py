@@ -214,7 +214,7 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
     failed = export(runs["full"], "--out", "other", "--push", "a b", code=2)
-    assert '--push "a b": the upload failed' in failed.stderr and "other is whole" in failed.stderr
+    assert '--push "a b": the upload failed' in failed.stderr and "other is complete" in failed.stderr
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in text for text in (*kept, done.stdout.encode(), done.stderr.encode()))
 

@@ -197,7 +197,7 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
     file = make_model_folder(tmp_path / "other") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"group_size": 32}}))
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
-    assert "model    ? bits a weight" in grpo("init", "other", "rows.jsonl").output
+    assert "model    ? bits per weight" in grpo("init", "other", "rows.jsonl").output
 
 
 def test_what_a_config_cannot_hold_is_a_line(tmp_path):

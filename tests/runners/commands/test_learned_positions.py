@@ -47,7 +47,7 @@ def test_only_what_fits_is_sampled(command):
     generate = ("generate", "model", "7 + 7?")
     for words in (("run", "train.toml"), generate, ("chat", "model"), (*evaluate, "--max-tokens", "64")):
         line = command(*words, code=2)
-        assert "expected at most 64 positions, which the model has learned, found " in line
+        assert "expected at most 64 learned positions, found " in line
         assert "a prompt of " in line
     command(*generate, "--max-tokens", "20", code=0)
     command(*evaluate, code=0)

@@ -104,7 +104,7 @@ def faults(load):
         ('model.path = "huggingface.co/Qwen/Q/tree/main"', 'Hub address; expected the name, "Qwen/Q"'),
         ('data.source = "hf://datasets/openai/gsm8k"', 'Hub address; expected the name, "openai/gsm8k"'),
         ('data.source = "s3://bucket/rows.jsonl"', "is an address; expected a folder, or a name on the Hub"),
-        ('teacher.path = "Qwen/Q@v1"', '"Qwen/Q@v1" is a revision of Qwen/Q; expected a name alone, or a'),
+        ('teacher.path = "Qwen/Q@v1"', '"Qwen/Q@v1" is a name with a revision; expected only Qwen/Q, or a'),
         ('model.path = ""', 'expected a string: one line, not empty, found ""'),
         ('model.path = "a b"', 'expected "embedded", a model folder or a name on the Hugging Face'),
         ('model_name = "a"', "unknown key; MLX-GRPO's keys have other names in sections: docs/migrating.md"),

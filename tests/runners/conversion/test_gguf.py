@@ -200,7 +200,7 @@ def test_rotations_of_long_contexts_are_kept(scaling):
     }
     assert scaling.items() <= back["rope_scaling"].items()
     if factors:
-        with pytest.raises(UserError, match="the factors of a Llama 3"):
+        with pytest.raises(UserError, match="the factors of Llama 3"):
             config_of(
                 "llama", GGUF(Path(), metadata, {}).get, False, {k: f * 1.1 for k, f in factors.items()}
             )

@@ -57,7 +57,7 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "a missing tensor": (
         {"tensors": {name: TENSORS[name] for name in TENSORS if "ffn_up" not in name}}, "ffn_up|up_proj"
     ),
-    "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "the token 7 is not one of 4"),
+    "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "token 7 is not among the 4"),
     "a text for a number": (llama("llama.context_length", "long"), "context_length: expected int"),
     "merges of one part": (llama("tokenizer.ggml.merges", ["ab"]), "two parts"),
     "a number for types": (llama("tokenizer.ggml.token_type", 3), "token_type: expected 4 finite numbers"),

@@ -96,7 +96,7 @@ def test_what_no_vocabulary_needs_is_refused_and_nothing_runs(read, content, fou
     assert ran == []
 
 
-TABLE = "does not map bytes and names to different numbers"
+TABLE = "does not map bytes and names to distinct numbers"
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     assert train == ROWS
     assert list(train.faults) == [f"{tmp_path / 'train-00000-of-00002.jsonl'}, line 11"]
     jsonl(tmp_path / "train.jsonl", ROWS)
-    assert f'expected "train" complete and once in {tmp_path}, found' in refused(tmp_path)
+    assert f'expected one complete copy of "train" in {tmp_path}, found' in refused(tmp_path)
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
     assert refused(tmp_path).endswith("found train-00000-of-00002.jsonl, train.jsonl")
     (tmp_path / "train.jsonl").unlink()
@@ -167,7 +167,7 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("rows.jsonl", b"", "has no usable row"),
+        ("rows.jsonl", b"", "contains no usable row"),
         ("rows.jsonl", b'{"question": "a", "answer": 1}', "expected at least two usable rows"),
         (
             "rows.jsonl",
@@ -278,4 +278,4 @@ def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pyte
         assert [row["answer"] for row in rows][:1] == [0.1] and rows[-1]["answer"] == 5e-5
         assert rows[0]["half"] == 0.1
     pyarrow.parquet.ParquetWriter(tmp_path / "none.parquet", table.schema).close()  # not even a row group
-    assert "has no usable row" in refused(tmp_path / "none.parquet")
+    assert "contains no usable row" in refused(tmp_path / "none.parquet")

@@ -392,7 +392,7 @@ def test_bounds_on_turns_and_calls(built):
     environments = built(max_tool_calls=2)
     _, played, _ = play(environments, asks * 3, "So.")
     contents = [message["content"] for message in played[0].messages if message["role"] == "tool"]
-    assert contents[:2] == ["3", "3"] and "tool calls at most" in contents[2]
+    assert contents[:2] == ["3", "3"] and "at most" in contents[2]
 
 
 def test_coroutines_are_awaited_together(built):

@@ -68,11 +68,11 @@ def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
     done = hub.grpo(*command, cwd=tmp_path, home=home, code=2)
     assert done.stdout == ""
     assert [line for line in done.stderr.splitlines() if "BLAS" not in line] == [
-        f'{key} = "someone/tiny-lama": there is no such folder here and no such model on the Hub'
+        f'{key} = "someone/tiny-lama": found neither a folder nor a Hub model with this name'
     ]
 
 
-NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"
+NO_MODEL = "the Hub's cache does not contain this name, and the Hub cannot be reached"
 NO_DATA = "which could not be downloaded"
 
 

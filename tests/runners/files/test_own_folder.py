@@ -54,7 +54,7 @@ HOSTILE = [
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path, made):
     """With its path and what was found; a new one is this user's alone, whatever the umask."""
     made(tmp_path / "bad")
-    with pytest.raises(UserError, match="bad: expected your own folder that nobody else can write to, found"):
+    with pytest.raises(UserError, match="bad: expected a folder of this user that nobody else can"):
         own_folder(tmp_path / "bad")
     before = os.umask(0)
     try:
@@ -100,7 +100,7 @@ def test_programs_come_from_a_folder_of_this_user(tmp_path, monkeypatch, made, r
     assert environ["TMPDIR"].endswith(f"rank-{rank}")
     Path(environ["TMPDIR"]).rmdir()
     made(Path(environ["TMPDIR"]))
-    with pytest.raises(UserError, match=f"rank-{rank}: expected your own folder"):
+    with pytest.raises(UserError, match=f"rank-{rank}: expected a folder of this user"):
         separate_programs(rank, {})
 
 

@@ -103,7 +103,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path, picture):
     (inner / "link.png").symlink_to(picture)
     (inner / "circle.png").symlink_to(inner / "circle.png")
     for value in ("../pics/a.png", str(picture), "link.png", "~/a.png"):
-        assert f"leads out of {inner}, but images are only read inside" in image_fault(value, inner)
+        assert f"is outside {inner}, but images are only read inside" in image_fault(value, inner)
     assert "names" in image_fault("circle.png", inner)
     (tmp_path / "way").symlink_to(tmp_path / "pics")
     assert image_files("a.png", tmp_path / "way")
@@ -184,6 +184,6 @@ def test_several_ranks_are_refused(tmp_path):
     make_model_folder(tmp_path / "model")
     config = load_config(str(write_vision_run(tmp_path)))
     with pytest.raises(
-        UserError, match=r"data\.image: prompts with images can be trained only on one rank, found 2"
+        UserError, match=r"data\.image: training on prompts with images is only possible on one rank, found 2"
     ):
         SetUp(config.check(), Platform("cpu"), ranks=two).build()

@@ -106,7 +106,7 @@ def test_the_bounds_of_a_config(generate, tmp_path):
     (tmp_path / "bounds.toml").write_text(f'model.path = "embedded"\n[env]\n{keys}\n')
     config, double = ["--config", "bounds.toml"], ("double", {"a": 1})
     result = generate("?", *config, "--tools", "tools.py", calls=[[double, double], [double]])
-    assert json.loads(result.stdout)["turns"] == 2 and "tool calls at most" in told(result)[2]
+    assert json.loads(result.stdout)["turns"] == 2 and "at most" in told(result)[2]
     assert "timed out after 1 s" in told(generate("?", *config, calls=[[("hang", {})]]))[1]
 
 

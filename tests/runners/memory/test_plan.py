@@ -238,7 +238,7 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
         outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
         rows = outlook.rollout.max_batch
         assert rows % 4 == 0 and least <= rows <= most
-        assert notices == (f"decoding: memory is enough for {rows} of 256 rows at a time",)
+        assert notices == (f"decoding: memory suffices for {rows} of 256 rows at a time",)
     own = checked.having("rollout", max_batch=100)
     assert plan.memory_outlook(own, CPU, sizes, 30)[0].rollout.max_batch == 100
 
@@ -274,7 +274,7 @@ def test_a_run_above_its_memory_is_warned(config):
     """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
     tight = config("system.memory_limit_gb=0.005")
     _, notices = plan.memory_outlook(tight, CPU, model_sizes(tight, CPU), 30)
-    assert notices[0].startswith("memory: the run is expected to take")
+    assert notices[0].startswith("memory: the run is expected to need")
     assert notices[0].endswith("lower rollout.max_batch")
     broken = tight.having("model", path="/nowhere/at/all")
     reason = plan.sizes_if_it_can_fit(broken, CPU)

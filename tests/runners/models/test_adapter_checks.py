@@ -128,14 +128,14 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     save_arrays(tmp_path / "moved" / "model.safetensors", wide, metadata)
     assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
     other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
-    line = f"{adapter}: the adapters were made for weights other than those of {other}; their base model is"
+    line = f"{adapter}: the adapters were made for weights that differ from those of {other}; their base "
     with pytest.raises(UserError, match=line):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
-    with pytest.raises(UserError, match="made for weights other"):
+    with pytest.raises(UserError, match="made for weights that differ"):
         open_source(str(adapter), tmp_path / "out")
     edit(adapter, base_digest=7)
-    with pytest.raises(UserError, match="made for weights other"):
+    with pytest.raises(UserError, match="made for weights that differ"):
         load_inference(str(base), CPU, adapter=str(adapter))
 
 
@@ -159,7 +159,7 @@ def test_unusable_adapters_are_errors(base, adapter):
     """As a model to train, two at once, a base that is not named, missing files."""
     with pytest.raises(UserError, match=r"these are adapters, not a model; .* set model\.adapters"):
         resolve_model(str(adapter))
-    with pytest.raises(UserError, match=r"contains adapters, and .* is given too"):
+    with pytest.raises(UserError, match=r"contains adapters, and .* is also given"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
     edit(adapter, model=None)
     with pytest.raises(UserError, match=r"does not name the base model; expected .* --adapter"):
@@ -198,7 +198,7 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
         ({"adapters": "base"}, "adapter_config.json is missing; expected a folder of adapters"),
         ({"adapters": "."}, r"from mlx-lm or PEFT; did you mean final\?"),
         ({"path": "."}, r"expected an mlx-lm model folder; did you mean .*final\?"),
-        ({"path": "other"}, "the adapters were made for weights other than those of .*other"),
+        ({"path": "other"}, "the adapters were made for weights that differ from those of .*other"),
         ({"adapters": "wide"}, r'wide: the adapters do not fit .*base: ".*lora_[ab]": expected the shape'),
         ({"path": "deep"}, r"expected the shape \[\d+, \d+\], found nothing"),
     ],

@@ -207,7 +207,7 @@ def test_a_packed_model_is_not_tuned_in_full(tmp_path):
     """The message says how to unpack it, and that works."""
     path = make_model_folder(tmp_path / "packed", quantize=QUANTIZED)
     command = rf"`grpo convert {path} --out NEW --dequantize`"
-    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model dequantized by {command}$'):
+    with pytest.raises(UserError, match=rf'"lora" or "dora", or a model dequantized with {command}$'):
         load(path)
     grpo("convert", path, "--out", tmp_path / "new", "--dequantize")
     assert load(tmp_path / "new").num_trainable > 0
@@ -259,9 +259,7 @@ def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
 
     with pytest.raises(UserError, match="token id 315, but the model's embedding has only 312 rows"):
         load(of(312))
-    assert load(of(316)).notices == (
-        "4 added tokens are outside of the model's embedding and cannot be used",
-    )
+    assert load(of(316)).notices == ("4 added tokens are outside the model's embedding and cannot be used",)
     assert load(of(384)).notices == ()
 
 
@@ -279,7 +277,7 @@ def test_unknown_model_names_are_refused(folder, tmp_path, monkeypatch):
     """A missing folder, a file, and a Hub name without a network are told apart."""
     with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")
-    with pytest.raises(UserError, match='MODEL = "org/name@main" is a revision of org/name; expected a name'):
+    with pytest.raises(UserError, match='MODEL = "org/name@main" is a name with a revision; expected only'):
         resolve_model("org/name@main", "MODEL")
     with pytest.raises(UserError, match="found a file"):
         resolve_model(str(folder / "config.json"))

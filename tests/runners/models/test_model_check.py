@@ -57,7 +57,7 @@ def test_a_fault_names_the_key_that_goes_on(fault, key, monkeypatch):
         raise ValueError(fault)
 
     monkeypatch.setattr(g, "check_policy", refuse)
-    with pytest.raises(UserError, match=f"^{fault}; system.{key} = false trains it anyway$"):
+    with pytest.raises(UserError, match=f"^{fault}; system.{key} = false trains the model anyway$"):
         check(tiny_policy())
 
 

@@ -143,9 +143,9 @@ REFUSED = [
         config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
         "layer_types other than full_attention in every n-th layer",
     ),
-    (config("llama", {"rope_type": "linear"}), "not as transformers writes them: KeyError: 'factor'"),
-    (config("llama", {"rope_type": ["linear"]}), "rope_parameters: not as transformers writes them"),
-    (config("llama", {**YARN, "factor": "x"}), "rope_parameters: not as transformers writes them"),
+    (config("llama", {"rope_type": "linear"}), "format that transformers writes: KeyError: 'factor'"),
+    (config("llama", {"rope_type": ["linear"]}), "rope_parameters: expected the format"),
+    (config("llama", {**YARN, "factor": "x"}), "rope_parameters: expected the format"),
 ]
 
 

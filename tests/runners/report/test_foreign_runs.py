@@ -64,7 +64,7 @@ FOREIGN = {
     "folder as log": lambda run: replace(run / "events.jsonl").mkdir(),
 }
 UNREADABLE = ("linked log", "linked completions", "folder as log", "fifo log")
-REFUSED = {"nan": "has no place in a page", **dict.fromkeys(UNREADABLE, "cannot be read")}
+REFUSED = {"nan": "cannot be shown in a page", **dict.fromkeys(UNREADABLE, "cannot be read")}
 
 
 def strict(text):

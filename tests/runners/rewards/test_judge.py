@@ -174,7 +174,7 @@ def test_columns_in_a_judges_prompt_are_required():
     with answering(lambda body, _: str(len(body["messages"][0]["content"]))) as (url, _):
         scorer = judge(url, prompt="{completion}{answer}{unit}")
         assert score(scorer, ["a"], answer=["22"], unit=["333"]).values_kb.tolist() == [[0.6]]
-        with pytest.raises(UserError, match=r'"j" needs the column unit.*did you mean units'):
+        with pytest.raises(UserError, match=r'"j" requires the column unit.*did you mean units'):
             check_columns(scorer.rewards, ["answer", "units"])
     wrong: dict[str, Any]
     for wrong in ({"prompt": "Mark it."}, {"scale": (10, 0)}):
@@ -210,7 +210,7 @@ def test_an_unreachable_judge_is_refused_before_a_run(monkeypatch):
     with pytest.raises(UserError, match=r"http://127.0.0.1:\d+/v1 does not answer: ConnectError"):
         check(f"http://127.0.0.1:{free_port()}/v1")
     with answering(lambda *_: "5", models=401) as (url, _):
-        with pytest.raises(UserError, match="HTTP 401: it refuses the key, or expects one"):
+        with pytest.raises(UserError, match="HTTP 401: the key is missing or was rejected"):
             check(url)
         with pytest.raises(UserError, match="variable OTHER_JUDGE is not set"):
             check(url, api_key_env="OTHER_JUDGE")

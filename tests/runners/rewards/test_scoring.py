@@ -154,9 +154,11 @@ def test_a_missing_column_is_never_scored_around() -> None:
 
     scorer = Scorer([Reward("f", needy)])
     assert_row(scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]}).values_kb[0], [1.0])
-    with pytest.raises(UserError, match="needs the column answer; the data has anwser; did you mean anwser"):
+    with pytest.raises(
+        UserError, match="requires the column answer; the data has anwser; did you mean anwser"
+    ):
         scorer.score(["a"], ["p"], {"anwser": ["1"]})
-    with pytest.raises(UserError, match=r'reward "g" needs environments; env\.factory names none'):
+    with pytest.raises(UserError, match=r'reward "g" requires environments, but env\.factory is not set'):
         Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
 
 
@@ -169,4 +171,4 @@ def test_names_of_the_log_are_refused() -> None:
         return [1.0, 2.0, 3.0]
 
     (line,) = score(logs).problems
-    assert "ValueError: log_metric: update_skipped is a name that the log uses itself" in line
+    assert "ValueError: log_metric: the name update_skipped is reserved" in line

@@ -86,7 +86,7 @@ def test_a_reward_can_log():
         log_extra("half", [1])
         return [0.0] * 3
 
-    assert "got 1 values for 3 completions" in score(wrong).problems[0]
+    assert "received 1 values for 3 completions" in score(wrong).problems[0]
 
 
 def test_functions_of_plain_texts():

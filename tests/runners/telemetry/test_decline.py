@@ -115,10 +115,10 @@ def test_noise_is_no_fall(seed):
 @pytest.mark.parametrize(
     ("settings", "more", "rewards", "measure", "says"),
     [
-        ((), {"clip_ratio/region_mean": 0.4}, (3, 3), "em", "1 updates a rollout are the likeliest"),
+        ((), {"clip_ratio/region_mean": 0.4}, (3, 3), "em", "1 updates per rollout are the likeliest"),
         ((), {"sampling/effective_sample_size": 0.3}, (3, 3), "em", "set loss.correction"),
-        ((), {}, (3, 5), "em", "reward.functions is the likeliest cause, since the reward rose"),
-        ((), {}, (3, 5), "reward", "optim.num_epochs is the likeliest cause, since the reward rose"),
+        ((), {}, (3, 5), "em", "reward.functions is the likeliest cause, because the reward rose"),
+        ((), {}, (3, 5), "reward", "optim.num_epochs is the likeliest cause, because the reward rose"),
         (("optim.learning_rate=1e-4",), {}, (3, 2.9), "em", "try 2e-05"),
         (("sft.learning_rate=1e-2",), {}, None, "em", "sft.learning_rate = 0.01 is the likeliest cause"),
     ],

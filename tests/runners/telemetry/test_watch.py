@@ -63,7 +63,7 @@ def test_a_constant_reward_is_pointed_out_once():
     for mean in (0.1, 0.0, math.nan):
         (line,) = warned(*(reading(update, 0.0, mean) for update in range(1, 7)))
         assert line.startswith(
-            "reward r gave all completions the same value, or none, in each of the first 3"
+            "reward r returned the same value, or none, for all completions in each of the first 3"
         )
     assert warned(reading(1), reading(2, 1e-9), *map(reading, range(3, 9))) == []
 

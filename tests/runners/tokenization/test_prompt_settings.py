@@ -151,7 +151,7 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
     assert model_of_run(str(run), notes.append) == str(run / "final") and notes == []
     shutil.rmtree(run / "final")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-4")
-    assert notes.pop().endswith("no final model; using its newest complete checkpoint, checkpoint-4")
+    assert notes.pop().endswith("no final model; its newest complete checkpoint, checkpoint-4, is used")
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"cut off")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-2")
     assert "checkpoint-4 is skipped" in notes[0] and "checkpoint-2" in notes[1]

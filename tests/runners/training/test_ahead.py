@@ -70,7 +70,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(tmp_path, kind, cut):
     again = run_training(config, report=notes, resume=True)
     straight = straight_run(*KINDS[kind])
     assert same_bits(again.state, straight.state) and outcome(again.folder) == outcome(straight.folder)
-    flying = [line for line in notes.lines if "was under way: it is sampled again" in line]
+    flying = [line for line in notes.lines if "was in progress: it is sampled again" in line]
     assert bool(flying) == (cut == "again and again"), notes.lines
 
 

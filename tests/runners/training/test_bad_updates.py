@@ -37,7 +37,7 @@ def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
     lines = [event.get("text", "") for event in events]
     assert caught.value.exit_code == 3
     assert [line["bad_updates"] for line in log] == [1, 2, 3] and all(line["update_skipped"] for line in log)
-    assert sum("skipped: the new weights would not be finite" in line for line in lines) == 3
+    assert sum("skipped because the new weights would not be finite" in line for line in lines) == 3
     assert any("the last good state: saved" in line for line in lines)
     state, _ = load_trees(folder / "checkpoint-3")
     (before, _), after = load_arrays(MODEL_DIR / "model.safetensors"), weights_of(state.params)

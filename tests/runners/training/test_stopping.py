@@ -92,7 +92,9 @@ def test_asked_before_the_first_evaluation_nothing_is_saved(tmp_path):
     assert stopped.value.begun
     notes = Notes()
     run_training(config, report=notes, resume=True)
-    assert any("has no checkpoint yet: the run starts from the beginning" in line for line in notes.lines)
+    assert any(
+        "contains no checkpoint yet: the run starts from the beginning" in line for line in notes.lines
+    )
 
 
 @pytest.mark.parametrize(("status", "begun"), [("loading the model", False), ("sampling", True)])
