@@ -76,7 +76,7 @@ def test_answers_are_compared_as_the_page_says():
     assert len(valued) > 5 and all(parse_quantity(each).unit for each in spans(united))
     percent, *same = spans(section.partition("and a share: ")[2].partition("\n")[0])
     assert len(same) == 3 and all(answers_agree(percent, each) for each in same)
-    texts = spans(section.partition("Everything else is a text, also ")[2].partition(" (only")[0])
+    texts = spans(section.partition("Everything else is text, including ")[2].partition(" (only")[0])
     assert len(texts) > 8 and [each for each in texts if parse_quantity(each)] == []
 
 
