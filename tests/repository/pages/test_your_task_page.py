@@ -86,7 +86,7 @@ def test_letters_and_last_numbers_are_read_as_the_page_says():
         section = PAGE.partition(f'\n[answer]\nform = "{spec}"')[0].rpartition("\n## ")[2]
         said = section.partition("```json")[0]
         refusals = said.partition("There is no answer")[2] or said.partition("no\n   answer.")[2]
-        right, wrong = spans(said.removesuffix(refusals)), spans(refusals.partition("Digits of")[0])
+        right, wrong = spans(said.removesuffix(refusals)), spans(refusals.partition("Digits in")[0])
         assert [answer_form(spec).read(each) for each in wrong] == [None] * len(wrong) != []
         assert {answer_form(spec).read(each) for each in right} - {None} == {answer}
 
