@@ -254,7 +254,7 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
     """Each mechanism alone: a real run's step with everything on, against everything but this one."""
     default = GPU_SHAPES if backend() == "cuda" else CPU_SHAPES
     if not os.environ.get("GRPO_REAL_MODEL") and {REAL, REAL_LORA} & {*(shapes or default)}:
-        say("real: skipped, as GRPO_REAL_MODEL names no folder")
+        say("real: skipped, because GRPO_REAL_MODEL is not a folder")
         shapes = [shape for shape in shapes or default if shape not in (REAL, REAL_LORA)]
     for name in names:
         if name not in TITLES:

@@ -234,7 +234,7 @@ def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     """A real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
     folder = os.environ.get(MODEL, "embedded" if quick else "")
     if not folder:
-        say(f"real_quant: skipped, as {MODEL} names no folder")
+        say(f"real_quant: skipped, because {MODEL} is not a folder")
         return
     config = load_config(str(CONFIG), [f"model.path={folder}", "data.source=embedded"])
     loaded = load_model(config.model, startup.prepare())
