@@ -10,7 +10,7 @@ benchmark fails. The shapes, on a CPU:
   bits
 - *quickstart*: the packaged config on the embedded model
 - *2 × 2, large*: a model with 8 blocks of 768, whose memory consists of weights, gradients and
-moments
+  moments
 
 On a GPU, 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0.5B*), in
 micro-batches of 1,024 tokens, with LoRA; and nanochat-d20's. *real* is the pretrained model in the

@@ -5,10 +5,10 @@ requires. No row ends early. *Copied prompts* is the usual method with G copies 
 *shared prefill*, all rows start with the cache of one prompt.
 
 - *compaction*: three quarters of the rows end at a quarter of the length; they are either dropped
-or still decoded
+  or still decoded
 - *ragged*: prompts of different lengths, compared with prompts of equal length and the same total
 - *the batch over one prompt*: a run's batch with its checks for ends, compared with one prompt with
-the same number of rows
+  the same number of rows
 
 The floor is for decoding only: each step reads the matrices once, a prompt's keys and values once
 for all its rows, and each row's own keys and values.
