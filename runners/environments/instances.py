@@ -5,7 +5,6 @@ These are operations of `runners.user_code`. Results are plain: texts, names and
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,8 +46,17 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
         )
     store["reward", GET_REWARD] = get_rewards
     store["reward", GET_TURN_REWARDS] = get_turn_rewards
-    # which `describe` must not wait for
-    importlib.import_module("transformers.utils.chat_template_utils")
+    # The first schema imports transformers and, where it is installed, PyTorch: env.timeout is for
+    # the user's code alone.
+    _schema(_example, "_example", "env.tools")
+
+
+def _example(text: str) -> None:
+    """A function with a schema.
+
+    Args:
+        text: any
+    """
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
@@ -52,6 +53,7 @@ TOOLS = [
     "env={tools=['runners.environments.calculator:calculate'], max_turns=2}",
     "rollout.max_new_tokens=28",
 ]
+ARRIVAL = "env.schedule=arrival"
 CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
@@ -74,7 +76,7 @@ KINDS = {  # ranks, settings
     "dynamic": (1, [*SHORT, "loss.dynamic_sampling=true", "rollout.temperature=0.3"]),
     "first stage": (1, [*SHORT, "rollout.first_stage=2", "optim.gradient_accumulation_steps=2"]),
     "tools": (1, [*SHORT, *TOOLS]),
-    "tools as they arrive": (1, [*SHORT, *TOOLS, "env.schedule=arrival"]),
+    "tools as they arrive": (1, [*SHORT, *TOOLS, ARRIVAL]),
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }
@@ -113,9 +115,24 @@ class Harness:
         if not (straight / "final").is_dir():
             raise RuntimeError(f"the straight run did not end: {run.end()[-2000:]}")
         run.end()
-        self.saved = {step: comparable(path) for step, path in checkpoint_folders(straight).items()}
+        self.saved = {
+            step: self.fixed(comparable(path)) for step, path in checkpoint_folders(straight).items()
+        }
         self.save_seconds = saving / len(self.saved)
-        self.outcome = outcome(straight)
+        self.outcome = self.found(straight)
+
+    def found(self, run: Path) -> dict:
+        """What a run's folder holds."""
+        found = outcome(run)
+        return {**found, "log": self.fixed(found["log"])}
+
+    def fixed(self, found: Any) -> Any:
+        """A log or a checkpoint's state without what may differ between two undisturbed runs.
+
+        Batches formed by arrival depend on time, and so do the last bits of the sampler's log-probs, and the
+        metrics that compare these with the learner's.
+        """
+        return without(found, "sampling/") if ARRIVAL in self.settings else found
 
     def run(self, name: str, kills: int, tally: Tally) -> None:
         """One run that is killed up to `kills` times, and then left to end."""
@@ -135,7 +152,7 @@ class Harness:
             tally.problems.append(f"{self.kind}, {name}: lost: {said[-1000:]}")
             return
         tally.runs += 1
-        found = outcome(target)
+        found = self.found(target)
         problems = [f"{key} differs" for key in found if found[key] != self.outcome[key]]
         problems += self.look(target)
         problems += [f"left behind: {path}" for path in target.glob(f"{PREFIX}*") if any(path.iterdir())]
@@ -193,10 +210,11 @@ class Harness:
             except UserError as error:
                 problems.append(str(error))
                 continue
-            if comparable(path) != self.saved[step]:
+            if self.fixed(comparable(path)) != self.saved[step]:
                 problems.append(f"{path.name} differs")
         lines = [json.loads(line) for line in whole_lines(run / "training_log.jsonl")]
-        log = without_noise([line for line in lines if "fault" not in line])  # which names a rank that failed
+        known = [line for line in lines if "fault" not in line]  # which names a rank that failed
+        log = self.fixed(without_noise(known))
         if log != self.outcome["log"][: len(log)]:
             problems.append("the log is not the beginning of the straight run's")
         if not self.outcome["completions"].startswith(b"".join(whole_lines(run / "completions.jsonl"))):
@@ -224,6 +242,13 @@ def comparable(checkpoint: Path) -> dict:
     found = saved(checkpoint)
     state = found["trainer_state"]
     return {**found, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
+
+
+def without(tree: Any, start: str) -> Any:
+    """A tree of dicts and lists without the names that begin with `start`."""
+    if isinstance(tree, dict):
+        return {name: without(part, start) for name, part in tree.items() if not str(name).startswith(start)}
+    return [without(part, start) for part in tree] if isinstance(tree, list) else tree
 
 
 def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: int = 12) -> Tally:
