@@ -170,7 +170,7 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
     assert [example.number for example in examples] == [0, 1, 2, 4, 5, 6, 7] and too_long == 0
     assert found.notices("train", 0, 9) == [f"train data: 1 invalid rows skipped (the first: {fault})"]
     refuses = tokenizer("{{ raise_exception('never') }}")
-    with pytest.raises(UserError, match=r"all 8 rows are invalid, for example .*never"):
+    with pytest.raises(UserError, match=r"all 8 rows are invalid; for example, .*never"):
         build_examples(found, config, refuses)
 
 
