@@ -1,9 +1,9 @@
-"""Where `grpo` and `grpo-run` start: it checks that `runners` is the package that belongs to
-grpo_fn.
+"""The entry point of `grpo` and `grpo-run`, which checks that `runners` is the package that belongs
+to grpo_fn.
 
-`runners` is a common name. Another package of that name may be found in place of ours, and a
-traceback does not say so. This module stands outside of the packages, because importing grpo_fn
-loads MLX.
+`runners` is a common name. A different package of that name may be found instead of ours, and a
+traceback does not show it. This module is outside the packages, because importing grpo_fn loads
+MLX.
 """
 
 import sys
@@ -37,8 +37,8 @@ def _check_runners() -> None:
 
 
 def runners_problem() -> str | None:
-    """Why `import runners` would not import our package, and what to do, in one line; None: it
-    would.
+    """The reason why `import runners` would not import our package, and what to do, in one line;
+    None if it would.
     """
     spec = find_spec("runners")  # imports nothing
     origin = spec.origin if spec else None
@@ -47,6 +47,6 @@ def runners_problem() -> str | None:
         place = found.parent if found.name == "__init__.py" else found
         return (
             f"{place} hides grpo_fn's package runners, which is {OURS}: rename it, take "
-            f"{place.parent} off PYTHONPATH, or install grpo_fn into an environment of its own"
+            f"{place.parent} off PYTHONPATH, or install grpo_fn into a separate environment"
         )
     return None

@@ -1,4 +1,6 @@
-"""The description on a package index: README.md, whose links into the repository would lead nowhere there."""
+"""Builds the description for a package index: README.md without links into the repository, which do
+not work there.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +11,7 @@ _LINK = re.compile(r"!?\[([^\]]*)\]\((?![a-z]+:)[^)]*\)")
 
 
 class Description(MetadataHookInterface):
-    """Called by hatchling, as pyproject.toml says."""
+    """Called by hatchling, as configured in pyproject.toml."""
 
     def update(self, metadata: dict) -> None:
         """Add the field `readme`."""
@@ -18,5 +20,7 @@ class Description(MetadataHookInterface):
 
 
 def without_links(text: str) -> str:
-    """Markdown with the text alone of each link or picture that is relative or leads to a heading."""
+    """Markdown in which each link or picture that is relative or leads to a heading is replaced by
+    its text.
+    """
     return _LINK.sub(r"\1", text)

@@ -1,4 +1,4 @@
-"""Measurements of grpo_fn, each a command: `python -m benchmarks.NAME`; README.md says what they show."""
+"""Measurements of grpo_fn. Each is a command, `python -m benchmarks.NAME`; README.md lists them."""
 
 from runners.machine.startup import load_blas
 

@@ -1,14 +1,15 @@
 """How long does a new user wait for a run's first update, and for the steps after it?
 
-Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
-tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
-line, *after the command* from the command. The steps are those of the warm runs without the first; their
-parts are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16
-completions, three times warm; *no PyTorch*: transformers does not find it.
+Each run is a separate process on a model folder with random weights and 16 prompts × 8 completions
+× 256 tokens: first with all caches empty (*cold*), then again (*warm*). *After loading* counts from
+the run's header line, *after the command* from the command. The steps are from the warm runs,
+without the first step; their parts are the log's `time/*`. *real* is the pretrained model in the
+folder GRPO_REAL_MODEL, 32 × 16 completions, three times warm. *no PyTorch* means that transformers
+does not find it.
 
-**What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
-compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
-compiled once.
+**What limits it.** Compilation. On CUDA, NVRTC takes 2 to 5 s for each of about twenty programs;
+parallel processes compile them while the model loads. On a CPU, g++ compiles 60 programs one after
+another, with a header that is compiled once.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ every = 0
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A run: a shape with random weights, the real model, or the quickstart where `model` is empty."""
+    """A run: a shape with random weights, the real model, or the quickstart if `model` is empty."""
 
     model: str = ""
     settings: tuple[str, ...] = ()
@@ -122,7 +123,7 @@ QUICK_CASES = {
 
 @attrs.frozen
 class Seen:
-    """What one run showed, seconds since its command but for `steps`."""
+    """The measurements of one run: seconds since its command, except for `steps`."""
 
     loaded: float  # the model and the data are there
     first: float  # the first update is done
@@ -130,7 +131,7 @@ class Seen:
 
 
 def run_once(folder: Path, case: Case, name: str) -> Seen:
-    """One run in `folder`, whose caches are as they were left. UserError where it does not end well."""
+    """Runs once in `folder`, with the caches of earlier runs. Raises UserError if it fails."""
     if case.model:
         config, settings = "train.toml", case.settings
     else:
@@ -193,7 +194,7 @@ def write_run(folder: Path, case: Case) -> None:
 
 
 def measure(title: str, case: Case, folder: Path) -> list[Figure]:
-    """Cold, then warm, and the steps of the warm run."""
+    """A cold run, then a warm one, and the steps of the warm run."""
     write_run(folder, case)
     figures = []
     seen: list[Seen] = []
@@ -231,11 +232,11 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
 @benchmark("first_update", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
-    """A run's first update with empty caches and with full ones, and the steps after it."""
+    """Measure a run's first update with empty caches and with full ones, and the steps after it."""
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     for title in chosen_of(chosen, cases):
         if cases[title].model == REAL and not os.environ.get(REAL_MODEL):
-            say(f"{title}: skipped, as {REAL_MODEL} names no folder")
+            say(f"{title}: skipped, because {REAL_MODEL} is not a folder")
             continue
         with tempfile.TemporaryDirectory(prefix="first-update-", ignore_cleanup_errors=True) as name:
             yield measure(title, cases[title], Path(name))

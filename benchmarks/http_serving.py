@@ -1,10 +1,11 @@
-"""Streams over HTTP from the server of `grpo serve`, and the same rows as one batch of the engine.
+"""How fast are streams over HTTP from `grpo serve`, compared with one batch of the engine?
 
-All requests come at once, each a prompt of its own, with completions of a fixed length at temperature 1. The
-clients are a process of their own. *Processor time* is that of the server's process with its engine: on a CPU
-that others use, it is the one to trust. The time to the first token is the median of the streams, and the
-longest. *A shared system prompt* has 2,000 characters: cold, when no conversation had it before; and warm.
-If the model is a folder, `mlx_lm.server` gets the same texts.
+All requests arrive at once, each with a different prompt, with completions of a fixed length at
+temperature 1. The clients run in a separate process. *Processor time* is the time of the server's
+process with its engine; on a CPU that others use, it is the more reliable figure. The time to the
+first token is given as the median and the maximum over the streams. *A shared system prompt* has
+2,000 characters: cold, if no conversation has used it before, and warm. If the model is a folder,
+`mlx_lm.server` receives the same texts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Asked = list[tuple[str, dict[str, Any]]]
 
 @attrs.frozen(kw_only=True)
 class Round:
-    """What came of requests."""
+    """The results of requests."""
 
     seconds: float
     tokens: int
@@ -51,7 +52,7 @@ class Round:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -74,7 +75,7 @@ def clients(port: int) -> Iterator[Callable[[Asked], Round]]:
 
 
 def batch(model: InferenceModel, prompts: Sequence[Sequence[int]], new: int) -> Round:
-    """The engine's own batch."""
+    """The same rows as a batch of the engine."""
     engine = model.engine
     sampling = g.Sampling(max_new_tokens=new)
     began = time.perf_counter()
@@ -140,7 +141,7 @@ def theirs(folder: Path) -> Iterator[Callable[[Asked], Round]]:
 
 
 def bodies(prompts: Sequence[Any], new: int, **more: Any) -> Asked:
-    """Requests of streams: of ids and texts, or chats."""
+    """Streaming requests with ids, texts or chats."""
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     usage |= {"max_tokens": new, "temperature": 1.0}
     return [
@@ -160,7 +161,7 @@ def first_tokens(title: str, found: Round) -> list[Figure]:
 
 
 def rates(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
-    """Streams of ids against the engine's batch, in pairs."""
+    """Compares streams of ids with the engine's batch, in pairs."""
     vocabulary = model.policy.vocabulary or len(model.tokenizer)
     prompts = [list(prompt) for prompt in make_prompts(streams, case.prompt, vocabulary)]
     asked = bodies(prompts, case.new, ignore_eos=True)
@@ -187,7 +188,7 @@ def rates(model: InferenceModel, name: str, streams: int, case: Case) -> list[Fi
 
 
 def shared_system(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
-    """Chats with one system prompt, cold and warm."""
+    """Measures chats with a shared system prompt, cold and warm."""
     words = "You are a helpful assistant who answers briefly and counts with care. "
     system = words * (case.system // len(words))
     chats = [
@@ -210,7 +211,7 @@ def shared_system(model: InferenceModel, name: str, streams: int, case: Case) ->
 
 
 def beside(model: InferenceModel, folder: Path, streams: int, case: Case) -> list[Figure]:
-    """The same texts to both servers."""
+    """Sends the same texts to both servers."""
     texts = [f"Here is a long story about number {n}, and what it did next:" for n in range(streams)]
     asked = bodies(texts, case.new)
     with ours(model) as send:
@@ -239,12 +240,12 @@ class Case:
 @benchmark("http_serving", parts=("models",))
 @click.option("--model", "models", multiple=True, default=["embedded"], show_default=True, help="Models.")
 @click.option("--streams", default=32, show_default=True, help="How many.")
-@click.option("--new", default=128, show_default=True, help="Tokens of a completion.")
-@click.option("--repeats", default=3, show_default=True, help="Rounds of each comparison.")
+@click.option("--new", default=128, show_default=True, help="Number of tokens per completion.")
+@click.option("--repeats", default=3, show_default=True, help="Number of rounds of each comparison.")
 def main(
     quick: bool, models: Sequence[str], streams: int, new: int, repeats: int
 ) -> Iterator[Sequence[Figure]]:
-    """Streams over HTTP, and the engine's own batch."""
+    """Compare streams over HTTP with the engine's own batch."""
     case = Case(new=new, repeats=repeats)
     if quick:
         streams = 2

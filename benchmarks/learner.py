@@ -1,13 +1,13 @@
-"""What time and memory does the learner's gradient take, against the naive way?
+"""How much time and memory does the learner's gradient need, compared with a naive one?
 
 - *naive*: logits of all positions at once, gather − logsumexp, `value_and_grad` of the whole batch, compiled
-- *ours*: `make_grad_step` on the batch as a run cuts it, with the entropy and all diagnostics
+- *ours*: `make_grad_step` on the batch as split by a run, with the entropy and all diagnostics
 
-Rates count useful operations only: 6 per weight and token and those of attention, the head at completions, a
-shared prompt once. Peaks are beyond the weights; one figure includes them.
+Rates count only useful operations: 6 per weight and token, attention, the head at completion
+tokens, and a shared prompt once. Peaks exclude the weights, except in one figure.
 
-**What limits it.** Time: elementwise passes over logits and activations on a CPU, products on a GPU. Memory:
-the layers' activations; the naive way's logits and softmax take 3.2 GB.
+**What limits it.** Time: elementwise passes over logits and activations on a CPU, products on a
+GPU. Memory: the layers' activations; the naive implementation's logits and softmax need 3.2 GB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from runners.memory.sizes import model_shape
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """Rows × (prompt + completion) tokens through one model, and the targets."""
+    """Rows × (prompt + completion) tokens in one model, and the targets."""
 
     model: str
     changes: dict[str, Any] = attrs.field(factory=dict)  # of its config
@@ -83,7 +83,7 @@ QUICK_CASES = {"quick": Case(model="tiny", prompt=8, new=8, prompts=2, generatio
 
 
 def make_batch(case: Case, vocabulary: int) -> g.Batch:
-    """Random completions of full length, as a rollout leaves them."""
+    """Random completions of full length, as after a rollout."""
     keys = mx.random.split(mx.random.key(1), 3)
     shape = (case.rows, case.new)
     rollout = g.Rollout(
@@ -100,7 +100,7 @@ def make_batch(case: Case, vocabulary: int) -> g.Batch:
 
 
 def ours(policy: g.Policy, state: g.TrainState, batch: g.Batch, **split: Any) -> Callable[[], Any]:
-    """A call that gives the batch's gradient, cut into micro-batches; `split` as in `split_batch`."""
+    """A call that computes the batch's gradient in micro-batches; for `split`, see `split_batch`."""
     width, length = batch.targets_bt.shape[1], batch.tokens_bl.shape[1]
     prompt = length - width
     shape = model_shape(vars(vars(policy.module)["args"]))
@@ -121,7 +121,9 @@ def ours(policy: g.Policy, state: g.TrainState, batch: g.Batch, **split: Any) ->
 
 
 def naive(policy: g.Policy, state: g.TrainState, batch: g.Batch) -> Callable[[], Any]:
-    """The same gradient as one writes it, in the same precisions; it computes no statistics."""
+    """A straightforward implementation of the same gradient in the same precision, without
+    statistics.
+    """
 
     def loss(params: Any, tokens_bl: mx.array, batch: g.Batch) -> mx.array:
         z_blv = policy.logits(params, tokens_bl[:, :-1]).astype(mx.float32)
@@ -138,19 +140,20 @@ def naive(policy: g.Policy, state: g.TrainState, batch: g.Batch) -> Callable[[],
 
 @attrs.frozen(kw_only=True)
 class Useful:
-    """What a gradient takes at least: products and exponentials."""
+    """The minimal work of a gradient: products and exponentials."""
 
     flops: float
     exps: float
 
     @classmethod
     def of(cls, work: Work, head: int, vocabulary: int, case: Case, *, shared: bool, logits: int) -> Useful:
-        """6 FLOP a weight and token for forward and backward, attention likewise; the head at completions.
+        """6 FLOP per weight and token for forward and backward, attention accordingly, and the head
+        at completion tokens.
 
         Args:
-            head: weights of the head.
-            shared: each group's prompt is computed once.
-            logits: exponentials of each logit.
+            head: number of weights of the head.
+            shared: whether each group's prompt is computed once.
+            logits: number of exponentials per logit.
         """
         trunk = attrs.evolve(work, weights=work.weights - head)
         prompts = case.prompts if shared else case.rows
@@ -162,7 +165,9 @@ class Useful:
         return cls(flops=3 * products, exps=exps + logits * case.rows * case.new * vocabulary)
 
     def seconds(self, quick: bool) -> float:
-        """The time that it cannot go below here: a GPU computes exponentials beside products."""
+        """The lower bound of the time on this machine; a GPU computes exponentials in parallel to
+        products.
+        """
         speed = rates(quick)
         return self.flops / speed.matmul_here + (self.exps / speed.exp if backend() == "cpu" else 0)
 
@@ -176,7 +181,7 @@ def figures_of(
     quick: bool,
     least: float | None = None,
 ) -> list[Figure]:
-    """Time, rate and peak of one way; `least` is the target of the rate."""
+    """Time, rate and peak of one implementation; `least` is the target of the rate."""
     reached = useful.flops / timing.median / rates(quick).matmul_here
     return [
         time_figure(f"{title}: time, {name}", timing, predicted=useful.seconds(quick)),
@@ -186,7 +191,7 @@ def figures_of(
 
 
 def measure(title: str, case: Case, quick: bool) -> list[Figure]:
-    """All ways of one case: naive and ours in turn, then ours with its options."""
+    """All implementations for one case: naive and ours alternately, then ours with its options."""
     module = make_module(case.model, **case.changes)
     vocabulary = vocabulary_of(module)
     work, head = Work.of(module), vocabulary * vars(module)["args"].hidden_size
@@ -256,7 +261,7 @@ def measure(title: str, case: Case, quick: bool) -> list[Figure]:
 def agreement(
     title: str, case: Case, policy: g.Policy, plain: g.Policy, state: g.TrainState, vocabulary: int
 ) -> Figure:
-    """How far our gradient and the naive one are apart, on two rows."""
+    """The difference between our gradient and the naive one on two rows."""
     batch = make_batch(attrs.evolve(case, prompts=1, generations=2), vocabulary)
     _, wanted = naive(plain, state, batch)()
     total, weight, _ = ours(policy, state, batch)()
@@ -273,7 +278,9 @@ def agreement(
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
 def main(quick: bool, chosen: Sequence[str], repeats: int) -> Sequence[Figure]:
-    """The learner's gradient: time, FLOP/s and peak memory of the naive way, of ours, and of its options."""
+    """Measure the learner's gradient: time, FLOP/s and peak memory of the naive implementation, of
+    ours, and of its options.
+    """
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     figures: list[Figure] = []
     for name in chosen_of(chosen, cases):

@@ -1,18 +1,20 @@
-"""What does each mechanism bring: a run's step with everything on, against everything but this one?
+"""What does each mechanism gain: a step with all mechanisms, compared with all except this one?
 
-Two processes take steps in turn, of the same prompts, keys and weights, which stay as they are. Figures are
-the ratio without the mechanism to with it: 1.10 is a tenth more, below 1 the step is better without it. A
-side that samples 5 % more or fewer tokens ends the benchmark. The shapes, on a CPU:
+Two processes run steps alternately, with the same prompts, keys and weights, which do not change.
+Figures are the ratio of a step without the mechanism to one with it: 1.10 means 10 % more without
+it, and below 1 the step is better without it. If a side samples 5 % more or fewer tokens, the
+benchmark fails. The shapes, on a CPU:
 
 - *16 × 8*: prompts × completions of a model with 6 blocks of 256, random weights; completions end at random
   places, and a quarter of the groups have rewards without variance; *LoRA*, and *packed*: on a base of four
   bits
 - *quickstart*: the packaged config on the embedded model
-- *2 × 2, large*: a model with 8 blocks of 768, whose memory is weights, gradients and moments
+- *2 × 2, large*: a model with 8 blocks of 768, whose memory consists of weights, gradients and
+  moments
 
-On a GPU 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0.5B*), in micro-batches of
-1,024 tokens, with LoRA; nanochat-d20's.
-*real* is the pretrained model in the folder GRPO_REAL_MODEL, whose completions end where it ends them.
+On a GPU, 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0.5B*), in
+micro-batches of 1,024 tokens, with LoRA; and nanochat-d20's. *real* is the pretrained model in the
+folder GRPO_REAL_MODEL, which ends its completions itself.
 
 Not measured: saving (see `checkpoint`), quantized roles (see `real_quant`) and bfloat16 weights.
 """
@@ -60,7 +62,9 @@ STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
 @attrs.frozen
 class Mechanism:
-    """How the other side lacks a mechanism: names, config keys or environment variables."""
+    """The settings that turn off a mechanism on the other side: names, config keys or environment
+    variables.
+    """
 
     title: str  # as in the table of docs/architecture.md
     disable: tuple[str, ...] = ()
@@ -98,7 +102,7 @@ TITLES = tuple(mechanism.title for mechanism in MECHANISMS)
 
 
 def shape_side(shape: str, work: Path, quick: bool) -> Side:
-    """The side that has everything on; what it reads is written into the folder."""
+    """The side with all mechanisms; its input is written to the folder."""
     settings = ["system.check_model=false", f"run.output_dir={work}"]
     settings += SMALL if quick or shape == LARGE else []
     if shape == QUICKSTART:
@@ -123,7 +127,7 @@ def shape_side(shape: str, work: Path, quick: bool) -> Side:
 
 
 def _write_config(work: Path) -> None:
-    """The data and the config that all shapes but the quickstart share."""
+    """The data and the config of all shapes except the quickstart."""
     if (work / "train.toml").exists():
         return
     write_data(work, 16)
@@ -151,7 +155,7 @@ def _write_config(work: Path) -> None:
 
 
 def _packed(source: Path) -> Path:
-    """A copy of a model folder with weights of four bits."""
+    """A copy of a model folder with 4-bit weights."""
     target = source.with_name("packed")
     if not target.exists():
         command = ["runners.cli", "convert", str(source), "--out", str(target), "--bits", "4"]
@@ -164,7 +168,9 @@ def _packed(source: Path) -> Path:
 
 
 def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, adds: bool) -> dict[str, Ratio]:
-    """How many times as much a step takes without the mechanism: wall time, CPU time, peak of memory."""
+    """The ratio of a step's cost without the mechanism to its cost with it: wall time, CPU time,
+    peak memory.
+    """
     taken = []
     for number in range(pairs):
         both = (with_all, other) if number % 2 else (other, with_all)
@@ -183,7 +189,7 @@ def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, ad
 def measure(
     mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, quick: bool
 ) -> Iterator[list[Figure]]:
-    """The figures of each mechanism, a shape after the other."""
+    """The figures of each mechanism, one shape after another."""
     together = STARTED_TOGETHER if backend() == "cuda" else 1
     with tempfile.TemporaryDirectory(prefix="mechanisms-") as name:
         work = Path(name)
@@ -206,7 +212,7 @@ def _figures(
     pairs: int,
     work: Path,
 ) -> Iterator[list[Figure]]:
-    """Of mechanisms whose sides start together, each compared while the others stand still."""
+    """Compares mechanisms whose sides start together, each while the others are paused."""
     sides = [
         (
             f"{shape}: {each.title}",
@@ -231,7 +237,7 @@ def _figures(
 def _processes(
     sides: Sequence[tuple[str, Side, Mapping[str, str]]], work: Path, ending: contextlib.ExitStack
 ) -> list[SteppingProcess]:
-    """The sides' processes, started together; each has taken its first step, and ends with the stack."""
+    """The sides' processes, started together; each has run its first step, and ends with the stack."""
 
     def start(side: tuple[str, Side, Mapping[str, str]]) -> SteppingProcess:
         name, settings, environment = side
@@ -249,12 +255,14 @@ def _processes(
     "--shape", "shapes", multiple=True, type=click.Choice((*CPU_SHAPES, *GPU_SHAPES)), help="Only this one."
 )
 @click.option("--only", "names", multiple=True, help="Only this mechanism, by its title in the table.")
-@click.option("--repeats", default=0, help="Pairs of steps [3].")
+@click.option("--repeats", default=0, help="Number of pairs of steps [3].")
 def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
-    """Each mechanism alone: a real run's step with everything on, against everything but this one."""
+    """Measure each mechanism: a real run's step with all mechanisms, compared with all except this
+    one.
+    """
     default = GPU_SHAPES if backend() == "cuda" else CPU_SHAPES
     if not os.environ.get("GRPO_REAL_MODEL") and {REAL, REAL_LORA} & {*(shapes or default)}:
-        say("real: skipped, as GRPO_REAL_MODEL names no folder")
+        say("real: skipped, because GRPO_REAL_MODEL is not a folder")
         shapes = [shape for shape in shapes or default if shape not in (REAL, REAL_LORA)]
     for name in names:
         if name not in TITLES:

@@ -1,11 +1,11 @@
-"""How far is the memory that `grpo plan` predicts from the peak of a run?
+"""How close is the memory that `grpo plan` predicts to the peak of a run?
 
 Two steps of the real loop are compared with the forecast for their config. The models have random weights;
-completions run to their full length and every group has a gradient, as the forecast assumes. A real run takes
-less where completions end early. [Memory](../memory.md) says what the forecast adds up.
+completions run to their full length and every group has a gradient, as the forecast assumes. A real
+run needs less if completions end early. [Memory](../memory.md) lists the parts of the forecast.
 
-**What limits it.** How many arrays MLX has in flight is measured, not derived, and depends on how fast the
-operations are.
+**What limits it.** The number of arrays that MLX has in flight is measured, not derived, and
+depends on the speed of the operations.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ REWARD = "def alternating(completions, **_):\n    return [float(i % 2) for i in 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One run to be predicted and measured; `model` None: the quickstart, but for its rewards."""
+    """One run to predict and measure; if `model` is None, it is the quickstart with different
+    rewards.
+    """
 
     model: Mapping[str, Any] | None
     words: int = 0  # of each question, about a token each
@@ -152,15 +154,15 @@ QUICK = ("quickstart", "LoRA", "32,768 words, short completions")
 
 
 class PhasePeaks(Quiet):
-    """Notes the peak of MLX's memory in each thing that the loop says it does."""
+    """Records the peak of MLX's memory in each activity that the loop reports."""
 
     def __init__(self) -> None:
-        """Starts with nothing noted."""
+        """Starts without records."""
         self.peaks: dict[str, int] = {}
         self._doing = "start"
 
     def handle(self, event: Event) -> None:
-        """With a status, what came before has ended: its peak counts, and a new one begins."""
+        """A status ends the previous activity: its peak is recorded, and a new one starts."""
         if isinstance(event, Status):
             self._cut(event.text.split()[0])
         if isinstance(event, Finished):
@@ -175,7 +177,7 @@ class PhasePeaks(Quiet):
 
 @attrs.frozen
 class Outcome:
-    """A config's peak as predicted and as measured, bytes."""
+    """A config's predicted and measured peak, in bytes."""
 
     predicted: Forecast
     measured: int
@@ -183,12 +185,12 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """The forecast's, per cent of what was measured."""
+        """The forecast as a percentage of the measurement."""
         return 100 * (self.predicted.peak[1] / self.measured - 1)
 
 
 def outcome(case: Case, *, steps: int = 2) -> Outcome:
-    """Forecast a case, run it, and compare."""
+    """Predicts and runs a case, and compares the two."""
     platform = prepare()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -217,7 +219,9 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
 
 
 def write_case(folder: Path, case: Case) -> None:
-    """A model of random weights with the embedded model's tokenizer, problems, a reward and a config."""
+    """A model with random weights and the embedded model's tokenizer, problems, a reward and a
+    config.
+    """
     from mlx.utils import tree_flatten
     from mlx_lm.utils import _get_classes
 
@@ -249,9 +253,9 @@ def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
 
 
 @benchmark("memory")
-@click.option("--case", "names", multiple=True, help="Part of a case's name; more than once for several.")
+@click.option("--case", "names", multiple=True, help="Part of a case's name; may be repeated.")
 def main(quick: bool, names: Sequence[str]) -> Sequence[Figure]:
-    """The memory that `grpo plan` predicts, against the peak of a run's real steps."""
+    """Compare the memory that `grpo plan` predicts with the peak of a run's real steps."""
     chosen = QUICK if quick else tuple(CASES)
     if names:
         chosen = tuple(name for name in CASES if any(part in name for part in names))

@@ -1,15 +1,16 @@
-"""A slow reward, hidden behind the learner: steps by `rollout.max_staleness` and seconds of the reward.
+"""How much of a slow reward do rollouts ahead hide, by `rollout.max_staleness`?
 
-Each case is a run of the quickstart's model with more prompts a step and an async reward that sleeps, as a
-judge does that is asked over the network. *Step* is the median of its steps from the fourth on. *Hidden* is
-the share of the reward's time that the step does not show: 1 - (step - step without that time) / seconds of
-the reward, both at the same staleness. *Bound* is the shortest step that the schedule allows: the larger one
-of the device's own work W, which is a step without the reward's time in turns, and of (W + R) / (1 +
-staleness), because so many batches are under way at most; a plain reward would add R itself, because the
-batches are then scored one after another.
+Each case is a run of the quickstart's model with more prompts per step and an async reward that
+sleeps, like a judge that is called over the network. *Step* is the median of its steps, starting
+with the fourth. *Hidden* is the share of the reward's time that does not lengthen the step: 1 -
+(step - step without that time) / seconds of the reward, both at the same staleness. *Bound* is the
+shortest step that the schedule allows: the maximum of the device's own work W (a sequential step
+without the reward's time) and (W + R) / (1 + staleness), because at most this number of batches is
+in progress. For a plain reward, R itself is also a bound, because batches are then scored one after
+another.
 
-**What limits it.** One device samples and learns: with a short reward a step takes as long as both. A reward
-of 10 s is hidden as far as staleness x W reaches.
+**What limits it.** One device samples and learns, so with a short reward a step takes as long as
+both. A reward of 10 s is hidden up to staleness x W.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def step_seconds(folder: Path, sizes: Sizes, staleness: int, seconds: float) -> 
 @benchmark("overlap")
 @click.option("--prompts", type=click.IntRange(1), default=None, help="A step's.")
 def main(quick: bool, prompts: int | None) -> Iterator[list[Figure]]:
-    """Measure how much of a slow reward rollouts ahead hide."""
+    """Measure how much of a slow reward is hidden by rollouts ahead."""
     sizes = QUICK if quick else Sizes()
     if prompts:
         sizes = attrs.evolve(sizes, prompts=prompts)

@@ -1,15 +1,16 @@
-"""How long does a whole GRPO step take here, in mlx-lm-lora, and in TRL's GRPOTrainer?
+"""How long does a complete GRPO step take here, in mlx-lm-lora, and in TRL's GRPOTrainer?
 
-Each side is whole runs of its own training loop, whose logs have the steps, with the same prompts and
-reward, as many tokens, temperature 1, AdamW, no KL term: on a CPU 4 prompts × 8 completions × 64 tokens, on
-a GPU 16 × 8 × 256 of Qwen2.5-0.5B's shape. On a CPU the sides run in turn, three times each. TRL has float32
-weights, bfloat16 products on a GPU, and transformers' own generation, or its continuous batching; vLLM is
-not compared. mlx-lm-lora's `batch_size` is the number of prompts, and it gets OpenBLAS, which it would not
-load by itself. A ratio is always of sides of one run; our own time is that of the latest.
+Each side consists of complete runs of its own training loop, whose logs contain the steps, with the
+same prompts and reward, the same number of tokens, temperature 1, AdamW and no KL term: on a CPU 4
+prompts × 8 completions × 64 tokens, on a GPU 16 × 8 × 256 with Qwen2.5-0.5B's shape. On a CPU, the
+sides alternate, three times each. TRL has float32 weights, bfloat16 products on a GPU, and
+transformers' own generation, or its continuous batching; vLLM is not compared. mlx-lm-lora's
+`batch_size` is the number of prompts, and OpenBLAS is loaded for it, which it would not do itself.
+A ratio always compares sides of the same run; our own time is from the latest run.
 
 **What limits it.** Half of our step is the learner, whose products are the same as theirs; the rest of the
-ratio comes from the rollout. mlx-lm-lora's keeps four rows in its batch. The ratios depend on what else the
-machine's caches and memory serve.
+ratio comes from the rollout. mlx-lm-lora's rollout decodes four rows at a time. The ratios depend
+on other load on the machine's caches and memory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _CONTINUOUS = {"use_transformers_continuous_batching": True}
 
 
 def _bounded(gigabytes: int, tune: str) -> Peer:
-    """Ours with the memory that it may take bounded: smaller micro-batches, and less in flight."""
+    """Ours with limited memory: smaller micro-batches, and fewer operations in flight."""
     overrides = (f"system.memory_limit_gb={gigabytes}",)
     return Peer(f"ours in {gigabytes} GB", "ours", overrides=overrides, tunes=(tune,))
 
@@ -94,10 +95,10 @@ class Side:
         self._settings = {**settings, "trl": told}
 
     def run(self, number: int) -> None:
-        """One whole run, of which all steps but the first ones count.
+        """One complete run; all steps except the first ones count.
 
         Raises:
-            UserError: it did not end well.
+            UserError: the run failed.
         """
         settings, work = self._settings, Path(self._settings["work"])
         folder = work / f"{self.peer.side}-{len(list(work.glob('*.txt')))}"
@@ -128,20 +129,21 @@ class Side:
         return [sys.executable, "-m", "benchmarks.sides", side, str(file), str(folder), str(number)]
 
     def timing(self, part: str) -> Timing:
-        """Of one of PARTS."""
+        """The timing of one of PARTS."""
         return Timing(tuple(step[PARTS[part]] for step in self.steps))
 
     @property
     def peak(self) -> float:
-        """The most bytes of its arrays; 0 where PyTorch does not tell, on a CPU."""
+        """The peak bytes of its arrays; 0 on a CPU, where PyTorch does not report them."""
         return 1e9 * max(step.get("memory/peak_gb", 0.0) for step in self.steps)
 
 
 def compare(
     settings: Mapping[str, Any], peers: Sequence[Peer], *, rounds: int, judged: bool
 ) -> Iterator[list[Figure]]:
-    """All sides' runs, one after the other; in several rounds their order alternates. Each side's figures
-    as soon as its last run has ended."""
+    """Runs all sides one after another; with several rounds, their order alternates. Yields each
+    side's figures when its last run has ended.
+    """
     sides = [Side(peer, settings) for peer in (Peer("ours", "ours"), *peers)]
     for number in range(rounds):
         last = number == rounds - 1
@@ -152,7 +154,7 @@ def compare(
 
 
 def _found(settings: Mapping[str, Any], sides: Sequence[Side], judged: bool) -> list[Figure]:
-    """The last side's figures, and those of the sides that it can be compared with."""
+    """The last side's figures, and comparisons with other sides."""
     last, by_title = sides[-1], {side.name: side for side in sides}
     pairs = [(sides[0], last, last.peer)] if last is not sides[0] else []
     if last.peer.side == "ours" and _SAVING.title in by_title:
@@ -201,7 +203,7 @@ def _ratios(case: str, mine: Side, other: Side, peer: Peer) -> list[Figure]:
 
 
 def write_data(folder: Path, prompts: int, *, words: int = 16) -> None:
-    """Questions of some three tokens a word, all of one length, for our loader."""
+    """Questions with about three tokens per word, all of the same length, for our loader."""
     for split, number in (("train", prompts), ("test", 1)):
         lines = [
             {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(words)), "answer": "1"}
@@ -258,10 +260,10 @@ def side_of(work: Path, case: str, config: str, overrides: Sequence[str]) -> dic
     "--tune", "tunes", multiple=True, type=click.Choice(["lora", "full", QUICKSTART]), help="Only this one."
 )
 @click.option("--peer", "names", multiple=True, help="Only this one, such as TRL.")
-@click.option("--model", default="", help="Shape of the model [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
-@click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term, on all sides.")
+@click.option("--model", default="", help="The model's shape [6 × 256 on a CPU, Qwen2.5-0.5B's on a GPU].")
+@click.option("--beta", default=0.0, show_default=True, help="Weight of the KL term on all sides.")
 @click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, for our config.")
-@click.option("--repeats", default=0, help="Steps of a run that are timed [3; of the quickstart 5].")
+@click.option("--repeats", default=0, help="Number of timed steps per run [3; quickstart: 5].")
 def main(
     quick: bool,
     tunes: Sequence[str],
@@ -271,9 +273,11 @@ def main(
     overrides: Sequence[str],
     repeats: int,
 ) -> Iterator[list[Figure]]:
-    """A whole GRPO step against mlx-lm-lora and TRL, LoRA and full: rollout, learner and peak memory.
+    """Compare a complete GRPO step with mlx-lm-lora and TRL, LoRA and full: rollout, learner and
+    peak memory.
 
-    On a CPU also the quickstart's step, with its model, problems and rewards, against TRL's.
+    On a CPU, the quickstart's step (with its model, problems and rewards) is also compared with
+    TRL's.
     """
     on_cpu = backend() == "cpu"
     if QUICKSTART in tunes and not on_cpu:
@@ -303,11 +307,11 @@ def main(
 
 
 def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer]]:
-    """For each case its peers of these names that are installed, in the versions that the figures are for;
-    a case without any is left out.
+    """For each case, the installed peers with these names, in the versions for which the figures
+    are; a case without peers is omitted.
 
     Raises:
-        UserError: there is no such name in any case, or none is installed.
+        UserError: no case has such a peer, or none is installed.
     """
     peers = {
         tune: [each for each in PEERS[QUICKSTART if tune == QUICKSTART else backend()] if tune in each.tunes]

@@ -1,7 +1,8 @@
 """How long does a quickstart take from command to end, and how much does it learn?
 
-Each seed is a separate process, timed from the command to its end: imports, tracing, evaluations and the
-final model included. Exact match is greedy, on held-out problems, and comes from the run's own log.
+Each seed is a separate process, timed from the command to its end, including imports, tracing,
+evaluations and the final model. Exact match is greedy, on held-out problems, and is read from the
+run's log.
 
 **What limits it.** Its 100 steps: `grpo bench quickstart` measures their parts.
 """
@@ -37,7 +38,7 @@ QUICK = ("optim.max_steps=1", "optim.batch_size=4", "eval.samples=16", "eval.eve
 
 @attrs.frozen
 class Outcome:
-    """What a run's log says, and what the system says of its process where it was started here."""
+    """The content of a run's log, and the system's data about its process if it was started here."""
 
     first: float  # exact match before training, %
     last: float  # at the end, %
@@ -50,7 +51,7 @@ class Outcome:
 
 
 def outcome_of(folder: Path) -> Outcome:
-    """The outcome that a run's folder holds.
+    """The outcome in a run's folder.
 
     Raises:
         UserError: there is no log, or it lacks an evaluation before and one after training.
@@ -70,13 +71,15 @@ def outcome_of(folder: Path) -> Outcome:
 
 
 def command_line() -> list[str]:
-    """`grpo-run` of this environment; where the package is not installed, the same by its module."""
+    """`grpo-run` of this environment; if the package is not installed, the same command by its
+    module.
+    """
     script = Path(sys.executable).parent / "grpo-run"
     return [str(script)] if script.is_file() else [sys.executable, "-m", "runners.cli", "run"]
 
 
 def run_quietly(command: Sequence[str], settings: Sequence[str]) -> None:
-    """A run in a process of its own, without its output.
+    """Runs a command in a separate process, without its output.
 
     Raises:
         UserError: it did not end well.
@@ -88,7 +91,7 @@ def run_quietly(command: Sequence[str], settings: Sequence[str]) -> None:
 
 
 def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
-    """One run of a preset in a process of its own, its output on stderr.
+    """One run of a preset in a separate process, with its output on stderr.
 
     Raises:
         UserError: it did not end well.
@@ -119,7 +122,9 @@ def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> 
 
 
 def figures_of(label: str, outcome: Outcome, *, judged: bool, config: str = "quickstart") -> list[Figure]:
-    """The figures of one run, with their targets if `judged`; time and memory only where it was run here."""
+    """The figures of one run, with their targets if `judged`; time and memory only if it was run
+    here.
+    """
     most, least = TARGETS[config]
     figures = [
         Figure(
@@ -152,21 +157,25 @@ def _standard_error(outcome: Outcome) -> float:
 
 
 @benchmark("quickstart")
-@click.option("--seeds", default="0,1,2", show_default=True, callback=numbers, help="One run for each.")
+@click.option(
+    "--seeds", default="0,1,2", show_default=True, callback=numbers, help="Seeds, with one run each."
+)
 @click.option(
     "--config", type=click.Choice(list(TARGETS)), default="quickstart", show_default=True, help="The preset."
 )
-@click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, handed on to every run.")
+@click.option("--set", "overrides", multiple=True, help="SECTION.KEY=VALUE, an override for every run.")
 @click.option(
     "--of",
     "finished",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Run nothing: judge the exact match of the finished run in this folder.",
+    help="Run nothing; check the exact match of the finished run in this folder.",
 )
 def main(
     quick: bool, seeds: Sequence[int], config: str, overrides: Sequence[str], finished: Path | None
 ) -> Sequence[Figure] | Measured:
-    """A quickstart from command to end: seconds, exact match before and after, memory, for each seed."""
+    """Measure a quickstart from command to end: seconds, exact match before and after, and memory,
+    for each seed.
+    """
     if finished:
         return figures_of(finished.name, outcome_of(finished), judged=not quick, config=config)
     if quick:

@@ -1,10 +1,10 @@
 """How much faster are the steps of a run on 2 and on 4 devices of one host?
 
-`python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
-the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the
-rate of one. *Waiting* is the share of a step in which a
-rank waits for slower ones, *reducing* the share in sums. Two ranks of a CPU share its cores: no efficiency is
-asked.
+`python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU.
+Each case has the same work for any number of ranks, except *same rows a rank*; efficiency is the
+rate divided by N times the rate of one rank. *Waiting* is the share of a step in which a rank waits
+for slower ones, *reducing* the share in sums. Two ranks on a CPU share its cores, so there is no
+target for their efficiency.
 
 **What limits it.** A decoding step has a part that does not shrink with its rows, and AdamW's update is the
 same on each rank.
@@ -43,7 +43,7 @@ EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
 
 @attrs.frozen
 class Case:
-    """What each step does, on all ranks together."""
+    """The work of each step on all ranks together."""
 
     model: str
     tune: str  # "full" | "lora"
@@ -57,16 +57,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In figures, and for --case."""
+        """Its name in figures and for --case."""
         return f"{self.model}, {self.tune}{', same rows a rank' if self.weak else ''}"
 
     def on(self, ranks: int) -> Case:
-        """The case with what so many ranks do together."""
+        """The case with the total work of this number of ranks."""
         return attrs.evolve(self, prompts=self.prompts * ranks) if self.weak else self
 
 
 def cases(quick: bool) -> list[Case]:
-    """Those of this backend."""
+    """The cases of this backend."""
     if quick or backend() == "cpu":
         kinds = ("full",) if quick else ("full", "lora")
         return [Case("tiny", tune, 4, 4, 16, 16, 1024, 2 if quick else 10) for tune in kinds]
@@ -79,7 +79,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def write_case(folder: Path, case: Case) -> Config:
-    """The run of a case, whose files are written into the folder."""
+    """The run of a case; its files are written to the folder."""
     common = (f"run.output_dir={folder}", f"model.tune={case.tune}", "system.check_model=false")
     config = folder / "train.toml"
     if not config.exists():
@@ -91,7 +91,9 @@ def write_case(folder: Path, case: Case) -> Config:
 
 
 def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
-    """This rank's part of the steps of a run: what each rank has measured, in seconds and bytes."""
+    """Runs this rank's part of the steps of a run; returns each rank's measurements in seconds and
+    bytes.
+    """
     import mlx.core as mx
 
     from runners.profiling import Stepping
@@ -131,7 +133,7 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, Any]]:
-    """What each of so many processes has measured. Raises UserError where they fail."""
+    """The measurements of each of this number of processes. Raises UserError if they fail."""
     with tempfile.TemporaryDirectory() as folder:
         write_case(Path(folder), case)
         out = Path(folder) / "result.json"
@@ -158,7 +160,7 @@ def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, An
 
 
 def launcher_script() -> str:
-    """MLX's launcher: beside this Python, or on the PATH. UserError where it is not there."""
+    """MLX's launcher, next to this Python or on the PATH. Raises UserError if it is missing."""
     beside = Path(sys.executable).parent / "mlx.launch"
     found = str(beside) if beside.is_file() else shutil.which("mlx.launch")
     if found is None:
@@ -173,7 +175,7 @@ def _free_port() -> int:
 
 
 def devices() -> int:
-    """GPUs of this host; on a CPU as many ranks as are tried there."""
+    """The number of GPUs of this host; on a CPU, the maximum number of ranks that are tested."""
     if backend() != "cuda":
         return 2
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
@@ -219,10 +221,10 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
 @benchmark("ranks", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one, such as 'qwen2.5-0.5b, full'.")
 @click.option(
-    "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."
+    "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [those of 1, 2 and 4 that fit]."
 )
 def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Iterator[list[Figure]]:
-    """Whole steps on several ranks of this host, which it starts itself."""
+    """Measure complete steps on several ranks of this host, which the command starts."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
     known = {case.name: case for case in cases(quick)}
@@ -234,7 +236,7 @@ def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Iterator[
 @click.option("--worker", type=click.Path(path_type=Path), required=True)
 @click.option("--case", "text", required=True)
 def worker(worker: Path, text: str) -> None:
-    """One rank: measures, and rank 0 writes the result."""
+    """Runs one rank, which measures; rank 0 writes the result."""
     let_launcher_sleep()
     place = read_rank_place()
     if place:

@@ -1,17 +1,19 @@
-"""What do few bits save on a real model, and how far are its log-probs from those in full precision?
+"""What do few bits save on a real model, and how much do its log-probs differ from full precision?
 
-The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full precision. Moments
-for calibrated rounding are of three quarters of them, and all that follows is measured on the others. At each
-of their positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off*
-is the mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
-KL(μ ‖ π) a token, exact over the vocabulary. *First sync* is the time to round all weights once, with
-what is compiled for it, *sync* that of every later time; *bits* is the average of a rounded weight with its
-scales.
+The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full
+precision. Three quarters of the completions provide the moments for calibrated rounding; everything
+else is measured on the rest. At each of their positions, a token is sampled from μ, the
+distribution of the rounded weights, with three seeds. *off* is the mean |log π − log μ| of these
+tokens, and the *sample size* is the effective one of the weights π/μ. *KL* is KL(μ ‖ π) per token,
+exact over the vocabulary. *First sync* is the time to round all weights once, including
+compilation, and *sync* is the time of later syncs; *bits* is the average per rounded weight,
+including scales.
 
 *Rates* are of `g.generate` over rows, on a prompt of 8 tokens: *packed* computes with MLX's
 quantized products for few rows and unpacks each weight for many, *dequantized* with the rounded weights.
 
-**What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
+**What limits it.** The contexts are from the model in full precision, not from the rounded model,
+whose completions drift.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, K
 
 @attrs.frozen(eq=False)
 class Texts:
-    """Rows of prompt and completion: those for the moments, and those that are measured."""
+    """Rows of prompt and completion: rows for the moments, and rows for the measurements."""
 
     calibration_bl: mx.array
     lengths_b: mx.array
@@ -70,7 +72,9 @@ class Texts:
 
 
 def own_texts(policy: g.Policy, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int]) -> Texts:
-    """The model's completions of the prompts, up to so many tokens; three quarters are for the moments."""
+    """The model's completions of the prompts, up to this number of tokens; three quarters are for
+    the moments.
+    """
     sampling = g.Sampling(max_new_tokens=tokens, eos_ids=ends)
     rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0), decoding=as_a_run())
     batch = g.make_batch(rollout, mx.zeros((len(prompts), 1)))
@@ -85,7 +89,9 @@ def own_texts(policy: g.Policy, prompts: Sequence[Sequence[int]], tokens: int, e
 
 
 def log_probs(policy: g.Policy, params: Tree, texts: Texts) -> list[mx.array]:
-    """The whole distributions at each position of the held-out completions, a matrix [T,V] for each."""
+    """The complete distributions at each position of the held-out completions, a matrix [T,V] for
+    each completion.
+    """
     found = []
     for prompt, drawn in texts.held_out:
         z_tv = policy.logits(params, mx.array([prompt + drawn]))[0, len(prompt) - 1 : -1].astype(mx.float32)
@@ -97,7 +103,9 @@ def log_probs(policy: g.Policy, params: Tree, texts: Texts) -> list[mx.array]:
 def apart(
     title: str, full: Sequence[mx.array], low: Sequence[mx.array], texts: Texts, targets: Sequence[float] = ()
 ) -> list[Figure]:
-    """Perplexity of the distributions `low`; off, KL and sample size against `full`."""
+    """The perplexity of the distributions `low`, and their off, KL and sample size relative to
+    `full`.
+    """
     off, sizes = [], []
     for seed in range(SEEDS):
         differences = []
@@ -128,7 +136,7 @@ def apart(
 
 
 def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, QuantizedRole]]:
-    """What is measured, with its title."""
+    """The roles that are measured, with their titles."""
     names = quantized_role(policy, "affine-4").names
     moments: dict[str, mx.array] = {}
     seconds = run_once(lambda: moments.update(moments_of(policy, texts, names)))
@@ -190,7 +198,9 @@ def measured(
 
 
 def rates(title: str, policy: g.Policy, params: Tree, quick: bool) -> list[Figure]:
-    """Tokens a second by rows, the better of two samples; bytes of the weights; the peak of most rows."""
+    """Tokens per second by rows (the better of two samples), the bytes of the weights, and the peak
+    with the most rows.
+    """
     batches, tokens, seconds = QUICK_RATES if quick else RATES
 
     def drawn(rows: int, tokens: int) -> g.Rollout:
@@ -231,10 +241,10 @@ def rates_of(policy: g.Policy, quick: bool) -> Iterator[list[Figure]]:
 @benchmark("real_quant", parts=("parts",))
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part.")
 def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
-    """A real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
+    """Measure a real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
     folder = os.environ.get(MODEL, "embedded" if quick else "")
     if not folder:
-        say(f"real_quant: skipped, as {MODEL} names no folder")
+        say(f"real_quant: skipped, because {MODEL} is not a folder")
         return
     config = load_config(str(CONFIG), [f"model.path={folder}", "data.source=embedded"])
     loaded = load_model(config.model, startup.prepare())

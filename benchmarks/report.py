@@ -1,4 +1,4 @@
-"""Every target with its verdict; all pages and charts brought up to date with benchmarks/results."""
+"""Prints every target with its verdict, and updates all pages and charts from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runners.errors import UserError
 
 
 @click.command("report")
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 where a page is out of date.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is out of date.")
 def main(check: bool) -> None:
-    """Put the results into the pages, draw them, and print the verdict on every target."""
+    """Write the results to the pages, draw them, and print the verdict on every target."""
     try:
         for line in verdicts(RESULTS):
             click.echo(line)

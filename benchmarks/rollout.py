@@ -1,19 +1,22 @@
 """How much faster is `generate` than mlx-lm's BatchGenerator, with copied prompts and with a shared prefill?
 
-Both sides draw the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO needs. No
-row ends early. *Copied prompts* is the usual way, G copies of a prompt; *shared prefill* gives all rows the
-cache of one.
+Both sides sample the same number of tokens at temperature 1 and keep each token's log-prob, as GRPO
+requires. No row ends early. *Copied prompts* is the usual method with G copies of a prompt; with
+*shared prefill*, all rows start with the cache of one prompt.
 
-- *compaction*: three quarters of the rows end at a quarter of the length; they are dropped, or decoded on
-- *ragged*: prompts of different lengths against equal ones of the same total
-- *the batch over one prompt*: a run's batch with its checks for ends, against one prompt with as many rows
+- *compaction*: three quarters of the rows end at a quarter of the length; they are either dropped
+  or still decoded
+- *ragged*: prompts of different lengths, compared with prompts of equal length and the same total
+- *the batch over one prompt*: a run's batch with its checks for ends, compared with one prompt with
+  the same number of rows
 
-The floor is that of decoding alone: the matrices once a step, a prompt's keys and values once for all its
-rows, and each row's own.
+The floor is for decoding only: each step reads the matrices once, a prompt's keys and values once
+for all its rows, and each row's own keys and values.
 
-**What limits it.** On a CPU products with few rows, whose weights a BLAS packs as long as it multiplies, and
-elementwise passes on one core. On a GPU at 128 rows launching operations, so that a block of the model is one
-kernel; for more than 8·10⁹ multiplications a block, MLX's own operations are faster and are used.
+**What limits it.** On a CPU, products with few rows, for which a BLAS packs the weights as long as
+it multiplies them, and elementwise passes on one core. On a GPU with 128 rows, launching
+operations, so a block of the model is one kernel; above 8·10⁹ multiplications per block, MLX's own
+operations are faster and are used.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ QUICK_CASES = {
 
 
 def rate_figure(name: str, tokens: int, timing: Timing, **more: Any) -> Figure:
-    """Tokens per second of the call that draws them, prefill included."""
+    """Tokens per second of the call that samples them, including prefill."""
     return Figure(
         name=name,
         value=tokens / timing.median,
@@ -94,7 +97,7 @@ def rate_figure(name: str, tokens: int, timing: Timing, **more: Any) -> Figure:
 
 
 def floor_seconds(policy: g.Policy, case: Case, quick: bool) -> float:
-    """Decoding alone, without the prefill: see `decode_seconds`."""
+    """Decoding only, without the prefill: see `decode_seconds`."""
     shared = policy.shares_prefix and backend() != "metal"  # as `generate` has it by itself
     return decode_seconds(
         Work.of(policy.module),
@@ -110,7 +113,7 @@ def floor_seconds(policy: g.Policy, case: Case, quick: bool) -> float:
 def ours_figures(
     title: str, policy: g.Policy, case: Case, timing: Timing, quick: bool, **target: Any
 ) -> list[Figure]:
-    """Our rate, with the floor, and how much of the floor's rate is reached."""
+    """Our rate with the floor, and the share of the floor's rate that is reached."""
     tokens, floor = case.tokens, floor_seconds(policy, case, quick)
     return [
         rate_figure(f"{title}: ours", tokens, timing, predicted=tokens / floor, **target),
@@ -126,7 +129,9 @@ def ours_figures(
 def compared(
     title: str, case: Case, calls: Mapping[str, Callable[[], Any]], tokens: int, over: str, **more: Any
 ) -> list[Figure]:
-    """The rates of two calls, and the first one's over the second's, named `over`; target: their ratio."""
+    """The rates of two calls, and the ratio of the first to the second, named `over`, to which the
+    target applies.
+    """
     times = interleaved(calls, repeats=case.repeats)
     first, second = calls
     return [
@@ -136,7 +141,9 @@ def compared(
 
 
 def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Against BatchGenerator; targets: over a shared prefill, over copied prompts."""
+    """Comparison with BatchGenerator; the targets are for the shared prefill and for copied
+    prompts.
+    """
     policy = g.Policy.from_module(module)
     plain = make_module(case.model)  # whose layers call mlx-lm's own functions
     prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
@@ -158,7 +165,7 @@ def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure
 
 
 def rate(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Ours alone; target: tokens per second."""
+    """Only ours; the target is for tokens per second."""
     policy = g.Policy.from_module(module)
     call = ours(policy, make_prompts(case.prompts, case.prompt, vocabulary_of(module)), case)
     timing = interleaved({"ours": call}, repeats=case.repeats)["ours"]
@@ -168,9 +175,11 @@ def rate(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]
 
 
 def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Three quarters of the rows end at a quarter of the length; target: over never dropping a row.
+    """Three quarters of the rows end at a quarter of the length; the target is the ratio to never
+    dropping a row.
 
-    Which rows end is known by what they begin with: the same key draws the same tokens again.
+    The rows that end are identified by their first tokens, because the same key samples the same
+    tokens again.
     """
     policy = g.Policy.from_module(module)
     prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
@@ -198,7 +207,9 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
 
 
 def ragged(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Prompts of different lengths against equal ones of the same total; target: their rates' ratio."""
+    """Prompts of different lengths, compared with equal ones of the same total; the target is the
+    ratio of their rates.
+    """
     policy = g.Policy.from_module(module)
     vocabulary = vocabulary_of(module)
     equal = make_prompts(case.prompts, case.prompt, vocabulary)
@@ -210,8 +221,10 @@ def ragged(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figur
 
 
 def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """A run's batch against one prompt with as many rows: prompts of unequal length, a look for stop strings
-    and end tokens, rows dropped; nothing ends. Target: the ratio of their rates."""
+    """A run's batch, compared with one prompt with the same number of rows: prompts of unequal
+    length, checks for stop strings and end tokens, dropped rows; nothing ends. The target is the
+    ratio of their rates.
+    """
     policy = g.Policy.from_module(module)
     vocabulary = vocabulary_of(module)
     real = make_prompts(case.prompts, case.prompt, vocabulary, spread=case.prompt // 2)
@@ -232,9 +245,11 @@ KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragge
 
 @benchmark("rollout", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
-@click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
+@click.option("--repeats", default=0, help="Number of rounds of each comparison [the case's own].")
 def main(quick: bool, chosen: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
-    """Rollouts against mlx-lm's BatchGenerator; rows that end early; prompts of different lengths."""
+    """Compare rollouts with mlx-lm's BatchGenerator; also measure rows that end early and prompts
+    of different lengths.
+    """
     cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
     modules: dict[str, nn.Module] = {}
     for name in chosen_of(chosen, cases):

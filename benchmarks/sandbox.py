@@ -1,11 +1,13 @@
-"""Programs of a model in the sandbox: what one costs, and the reward of a step.
+"""How long do a program in the sandbox, and the reward of a step of programs, take?
 
-A step scores right and wrong programs for rows with tests, half of each, in groups of eight that share their
-tests. `--data` names a file of rows whose `answer` is a list of `assert f(…) == value`, such as MBPP's; a
-right program is a table of these values. Then one of them loops without end.
+A step scores equally many right and wrong programs for rows with tests, in groups of eight that
+share their tests. `--data` names a file of rows whose `answer` is a list of `assert f(…) == value`,
+such as MBPP's; a right program is a table of these values. In a second step, one program contains
+an infinite loop.
 
-**What limits it.** A fork of a Python, a mount and a namespace for each program; as many programs at a time
-as there are cores. The floor is the processor time over the cores; other work on the machine comes on top.
+**What limits it.** Each program requires a fork of a Python process, a mount and a namespace; one
+program per core runs at a time. The floor is the processor time divided by the cores; other work on
+the machine adds to it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ LOOP = "while True:\n    pass"
 
 
 def solutions(tests: Sequence[str]) -> tuple[str, str] | None:
-    """A right and a wrong program for these tests; None: they have another form."""
+    """A right and a wrong program for these tests; None if the tests have a different form."""
     pairs = []
     name = ""
     for test in tests:
@@ -67,7 +69,7 @@ def processor_seconds(programs: int) -> float:
 
 
 def seconds_of(program: str) -> float:
-    """From asking for a program's verdict until it is there."""
+    """The time from requesting a program's verdict to receiving it."""
     began = time.perf_counter()
     verdict = judge_program(program, TESTS)
     if not all(verdict.passed):
@@ -76,7 +78,7 @@ def seconds_of(program: str) -> float:
 
 
 def step_seconds(rows: Sequence[tuple[str, tuple[str, str]]], size: int, loops: int, turn: int) -> float:
-    """The reward of a step: `size` programs, of which every second one is right, the last ones loop."""
+    """The reward of a step with `size` programs: every second one is right, and the last ones loop."""
     form = answer_form("code")
     assert form is not None
     texts = []
@@ -98,10 +100,10 @@ def step_seconds(rows: Sequence[tuple[str, tuple[str, str]]], size: int, loops: 
 
 @benchmark("sandbox", kind=attrs.evolve(BENCHMARK, draw=lambda folder, name, say: None))
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Rows with tests.")
-@click.option("--size", default=256, show_default=True, help="Programs of a step.")
+@click.option("--size", default=256, show_default=True, help="Number of programs per step.")
 @click.option("--repeats", default=5, show_default=True, help="Steps.")
 def main(quick: bool, data: Path | None, size: int, repeats: int) -> list[Figure]:
-    """Programs of a model in the sandbox: what one costs, and the reward of a step."""
+    """Measure programs of a model in the sandbox: the time of one program and of a step's reward."""
     if quick:
         size, repeats = 16, 1
     count = 10 if quick else 200

@@ -1,14 +1,14 @@
-"""Requests that arrive one by one, against the same rows submitted at once; and mlx-lm's BatchGenerator.
+"""How fast are requests that arrive one by one, compared with the same rows submitted at once?
 
-Each request is a prompt of its own, of 32 to 64 tokens, with one completion of a fixed length, sampled at
-temperature 1. One by one, they arrive at equal distances within a twentieth of the time that the rows take at
-once, so that the work dominates; each joins the rows that decode. BatchGenerator, which `mlx_lm.server` uses,
-gets them at the same times. Everything has run once before it is measured, as in a server that is warm.
-*Processor time* is the same ratio in seconds of the processor: on a CPU that others use too, it is the one to
-trust.
+Each request has a different prompt of 32 to 64 tokens and one completion of a fixed length, sampled
+at temperature 1. One by one, the requests arrive at equal intervals within a twentieth of the time
+that the rows take at once, so that the work dominates; each joins the decoding rows.
+BatchGenerator, which `mlx_lm.server` uses, receives them at the same times. Everything runs once
+before it is measured, as in a warm server. *Processor time* is the same ratio in processor seconds;
+on a CPU that others also use, it is the more reliable figure.
 
-**What limits it.** The last request ends a twentieth later than at once; each prefill stops the rows that
-decode, and each join copies their caches, so that few requests wait for up to eight steps.
+**What limits it.** The last request ends a twentieth later than at once. Each prefill interrupts
+the decoding rows, and each join copies their caches, so a few requests wait for up to eight steps.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ WINDOW = 0.05  # of the time at once, in which requests arrive
 
 
 class Arrivals:
-    """Requests by their times, from the first one on."""
+    """Requests by their times, starting with the first."""
 
     def __init__(self, count: int, gap: float, add: Callable[[int], None]) -> None:
-        """`add` gets a request's number once its time has come."""
+        """`add` receives a request's number at its time."""
         self._count, self._gap, self._add = count, gap, add
         self._began = time.perf_counter()
         self.arrived = 0
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Add those whose time has come; returns whether more will come. `wait`: until one has come."""
+        """Adds the requests that are due; returns whether more will follow. With `wait`, waits
+        until one is due.
+        """
         while self.arrived < self._count:
             due = self._began + self.arrived * self._gap - time.perf_counter()
             if due > 0 and not wait:
@@ -62,8 +64,9 @@ class Arrivals:
 
 
 def ours(policy: g.Policy, prompts: Prompts, new: int, gap: float) -> Callable[[], dict[int, list[int]]]:
-    """A call that decodes the requests as they arrive, as a server does; gap 0: all at once, as a run
-    does."""
+    """A call that decodes the requests as they arrive, like a server; with a gap of 0, all at once,
+    like a run.
+    """
     rows = mx.arange(len(prompts))
     keys = on_host(completion_keys(mx.random.key(0), rows, mx.zeros_like(rows)))
     sampling = g.Sampling(max_new_tokens=new)
@@ -133,7 +136,7 @@ def load_module(model: str) -> nn.Module:
 
 @attrs.define
 class Processor:
-    """A call, and the seconds of the processor that it took each time."""
+    """A call, and the processor seconds of each execution."""
 
     call: Callable[[], object]
     seconds: list[float] = attrs.field(factory=list)
@@ -147,7 +150,7 @@ class Processor:
 
 
 def compare(policy: g.Policy, plain: nn.Module, name: str, requests: int, case: Case) -> list[Figure]:
-    """The rates of one number of requests; target: one by one over at once."""
+    """The rates for one number of requests; the target is the ratio of one by one to at once."""
     spread = case.prompt // 2
     prompts = make_prompts(requests, case.prompt, vocabulary_of(plain), spread=spread if requests > 1 else 0)
     at_once = Processor(ours(policy, prompts, case.new, 0.0))
@@ -194,12 +197,12 @@ class Case:
 @click.option(
     "--requests", "counts", type=int, multiple=True, default=REQUESTS, show_default=True, help="How many."
 )
-@click.option("--new", default=0, help="Tokens of a completion [128; on a CPU 64].")
-@click.option("--repeats", default=3, help="Rounds of each comparison.")
+@click.option("--new", default=0, help="Number of tokens per completion [128; on a CPU 64].")
+@click.option("--repeats", default=3, help="Number of rounds of each comparison.")
 def main(
     quick: bool, models: Sequence[str], counts: Sequence[int], new: int, repeats: int
 ) -> Iterator[Sequence[Figure]]:
-    """Requests that arrive one by one, and the same rows submitted at once."""
+    """Compare requests that arrive one by one with the same rows submitted at once."""
     case = Case(new=new or (64 if backend() == "cpu" else 128), repeats=repeats)
     if quick:
         case = attrs.evolve(case, prompt=8, new=4, repeats=1)

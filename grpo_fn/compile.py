@@ -117,7 +117,7 @@ class Compiled:
 
 
 def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool = True) -> Compiled:
-    """Compile a pure function of trees (attrs values included); see `Compiled`."""
+    """Compiles a pure function of trees (attrs values included); see `Compiled`."""
     return Compiled(function, enabled=enabled, fuse=fuse)
 
 

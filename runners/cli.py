@@ -123,7 +123,7 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
     allowed = flags["allow_config_change"]
     if resume is not None and overwrite:
         raise click.UsageError(
-            "--resume and --overwrite exclude each other: resume the run, or start over."
+            "--resume and --overwrite cannot be combined: either resume the run or start over."
         )
     if resume is None and allowed:
         raise click.UsageError("--allow-config-change requires --resume.")

@@ -1,4 +1,4 @@
-"""Errors that a person can act on. The command line prints them to stderr, one line each."""
+"""Errors that a user can act on. The command line prints them to stderr, one line each."""
 
 from __future__ import annotations
 
@@ -208,7 +208,9 @@ def user_errors(
     *kinds: type[BaseException],
     why: Callable[[BaseException], str] = text_of,
 ) -> Iterator[None]:
-    """Turns errors of these kinds inside the block into a UserError: `what`, and why."""
+    """Converts exceptions of these types inside the block to a UserError with `what` and the
+    reason.
+    """
     try:
         yield
     except kinds as error:

@@ -75,8 +75,9 @@ class Stepping:
 def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None) -> dict[str, Any]:
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step is the rollouts of an update and all updates that use them. `report` shows the progress.
-    Returns medians and values derived from them, in JSON's types: seconds, bytes and counts.
+    A step consists of the rollouts of an update and all updates that use them. `report` shows the
+    progress. Returns medians and values derived from them, in JSON's types: seconds, bytes and
+    counts.
 
     Raises the errors of a run.
     """

@@ -1,1 +1,1 @@
-"""Every architecture of mlx-lm, tried on a small random model: `python -m benchmarks.architectures`."""
+"""Tests every architecture of mlx-lm on a small random model: `python -m benchmarks.architectures`."""

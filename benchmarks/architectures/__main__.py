@@ -1,4 +1,6 @@
-"""`python -m benchmarks.architectures`: each module of mlx-lm in a process of its own, and docs/models.md."""
+"""`python -m benchmarks.architectures`: tests each module of mlx-lm in a separate process, and
+writes docs/models.md.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,25 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--seconds", default=300.0, show_default=True, help="Computing time that each may take.")
-@click.option("--memory-gb", default=3.0, show_default=True, help="Memory that each may take.")
-@click.option("--jobs", default=1, show_default=True, help="How many are tried side by side.")
+@click.option(
+    "--seconds", default=300.0, show_default=True, help="Limit on the computing time of each architecture."
+)
+@click.option("--memory-gb", default=3.0, show_default=True, help="Limit on the memory of each architecture.")
+@click.option(
+    "--jobs", default=1, show_default=True, help="Number of architectures that are tested in parallel."
+)
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), default=PAGE, show_default=True)
 @click.option(
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="What each step found; benchmarks/results/architectures.json, without NAMES.",
+    help="File for the result of each step; benchmarks/results/architectures.json without NAMES.",
 )
 @click.option(
     "--only-page",
     type=click.Choice(BACKENDS),
-    help="Try nothing: write the page's table of this backend from the results.",
+    help="Test nothing; write the page's table for this backend from the results.",
 )
-@click.option("--check", is_flag=True, help="Exit with 1 where an architecture computes something wrong.")
+@click.option("--check", is_flag=True, help="Exit with 1 if an architecture computes something wrong.")
 def main(
     names: Sequence[str],
     seconds: float,
@@ -52,9 +58,9 @@ def main(
     only_page: str | None,
     check: bool,
 ) -> None:
-    """Try every architecture of mlx-lm on a small random model, and write docs/models.md.
+    """Test every architecture of mlx-lm on a small random model, and write docs/models.md.
 
-    NAMES are modules of mlx_lm.models; with some of them the page stays as it is.
+    NAMES are modules of mlx_lm.models; if some are given, the page does not change.
     """
     known = modules()
     for name in names:
@@ -98,7 +104,7 @@ def record(results: Path, name: str, outcomes: Sequence[Outcome], backend: str) 
 
 
 def tried(name: str, seconds: float, memory: int) -> list[Outcome]:
-    """The outcomes of one architecture, tried in a process of its own."""
+    """The outcomes of one architecture, tested in a separate process."""
     command = python_command(
         "from runners.machine.startup import prepare; prepare(); "
         "from benchmarks.architectures.trial import main; main(*sys.argv[1:])",

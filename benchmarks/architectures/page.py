@@ -1,4 +1,4 @@
-"""The table of docs/models.md: a row for each architecture, from the outcomes of its trial."""
+"""Writes the table of docs/models.md: a row for each architecture, from the outcomes of its test."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WITHOUT = {
 
 
 def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str) -> None:
-    """Replace the page's table for this backend by one of these outcomes.
+    """Replaces the page's table for this backend by a table of these outcomes.
 
-    The table of a CPU has every architecture, those of GPUs have the rows that differ from it.
+    The CPU's table lists every architecture; the GPUs' tables list the rows that differ from it.
     """
     rows = {name: row_of(outcomes) for name, outcomes in found.items()}
     count = {verdict: sum(each[0] == verdict for each in rows.values()) for verdict in ("works", "slower")}
@@ -45,7 +45,7 @@ def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str)
 
 
 def _parts(text: str, backend: str) -> tuple[str, str, str]:
-    """What stands before a backend's table, the table, and what stands after it."""
+    """The text before a backend's table, the table, and the text after it."""
     before, begin, rest = text.partition(f"<!-- table of {backend} -->\n")
     table, end, after = rest.partition("<!-- end of table -->\n")
     return before + begin, table, end + after

@@ -1,4 +1,4 @@
-"""A small random model of each of mlx-lm's architectures."""
+"""Creates a small random model of each of mlx-lm's architectures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = (
 
 
 def modules() -> list[str]:
-    """Every module of mlx-lm's models folder, its parts of models left out."""
+    """Every module of mlx-lm's models folder, except those that are only parts of models."""
     import mlx_lm.models
 
     found = (module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
@@ -38,7 +38,7 @@ def load_module(name: str) -> Any:
     """mlx-lm's module of that name.
 
     Raises:
-        ImportError: it does not import; what it printed is in the message.
+        ImportError: the module cannot be imported; the message contains its output.
     """
     printed = io.StringIO()
     try:
@@ -49,7 +49,7 @@ def load_module(name: str) -> Any:
 
 
 def small_config(name: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of a small model of that module."""
+    """The config.json of a small model of this module."""
     inner = TEXT.get(name, (name, "ModelArgs"))
     sizes = _sized(getattr(load_module(inner[0]), inner[1]))
     config = {"model_type": inner[0]} | sizes | SETTINGS.get(name, {}) | changes

@@ -1,8 +1,8 @@
 """Sizes of small models, by the names of their settings.
 
-mlx-lm's modules name their settings alike: `SIZES` has a small value for each name, `SETTINGS` what one
-module needs beside or instead of that. A module that is not named there is built from `SIZES` alone, so that
-a new one of mlx-lm's is tried as well.
+mlx-lm's modules use the same names for their settings: `SIZES` contains a small value for each
+name, and `SETTINGS` the additional or different values of single modules. A module without an entry
+is built from `SIZES` only, so new modules of mlx-lm are tested as well.
 """
 
 from __future__ import annotations

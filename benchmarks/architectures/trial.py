@@ -1,4 +1,6 @@
-"""One architecture tried from end to end, against mlx-lm's own model called plainly, a row at a time."""
+"""Tests one architecture from end to end, compared with plain calls of mlx-lm's own model, one row
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ STEPS = (
 
 @attrs.frozen
 class Outcome:
-    """What became of one step."""
+    """The outcome of one step."""
 
     step: str
     fault: str = ""  # "": it is right
@@ -58,23 +60,25 @@ class Outcome:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it computed something else than mlx-lm."""
+        """Whether it computed something different from mlx-lm."""
         return self.fault.startswith(("off by", "Wrong"))
 
 
 class Wrong(Exception):
-    """A step computed something else than mlx-lm's own model."""
+    """A step computed something different from mlx-lm's own model."""
 
 
 def plain_model(name: str) -> nn.Module:
-    """The small model as mlx-lm has it."""
+    """The small model as created by mlx-lm."""
     return small_model(name)
 
 
 def row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
-    """log π [T] of a completion by one call over the row alone, with the caches that mlx-lm decodes with.
+    """log π [T] of a completion, from one call over the row, with the caches that mlx-lm decodes
+    with.
 
-    It computes on the CPU, as does its gradient: a GPU's faults would be in both sides of a comparison.
+    It and its gradient are computed on the CPU, because a GPU's faults would affect both sides of a
+    comparison.
     """
     with mx.stream(mx.cpu):
         return _row_logprobs(model, prompt, completion)
@@ -90,7 +94,7 @@ def _row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[
 
 
 def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]:
-    """The steps in order: each computes (worst difference, note), or raises."""
+    """The steps in order; each returns (worst difference, note) or raises."""
     model = plain_model(name)
     held: dict[str, Any] = {}
 
@@ -182,7 +186,7 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
 
 
 def run_steps(name: str) -> Iterator[Outcome]:
-    """The outcome of each step; where the model cannot even be made, the first step has the fault."""
+    """The outcome of each step. If the model cannot even be created, the first step has the fault."""
     steps = steps_of(name)
     while True:
         step = "load"
@@ -208,7 +212,7 @@ def run_steps(name: str) -> Iterator[Outcome]:
 
 
 def main(name: str, seconds: str = "300", memory: str = "3e9") -> None:
-    """Prints each outcome as a line of JSON; the process ends where it passes a limit."""
+    """Prints each outcome as a line of JSON; the process ends if it exceeds a limit."""
     signal.setitimer(signal.ITIMER_PROF, float(seconds))
     limit_memory(int(float(memory)))
     for outcome in run_steps(name):
@@ -265,7 +269,9 @@ def _norm(value: mx.array) -> float:
 
 
 def _with_adapters(model: Any, packed: bool) -> nn.Module:
-    """The model, perhaps packed to 4 bits, with LoRA on every linear layer of its blocks; none is zero."""
+    """The model, optionally packed to 4 bits, with nonzero LoRA adapters on every linear layer of
+    its blocks.
+    """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     if packed:
@@ -289,7 +295,9 @@ def _with_adapters(model: Any, packed: bool) -> nn.Module:
 
 
 def _reloaded(name: str, policy: g.Policy) -> float:
-    """The largest difference of logits after the weights are written, and read again by mlx-lm."""
+    """The largest difference of logits after the weights are written and mlx-lm has read them
+    again.
+    """
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 

@@ -1,8 +1,9 @@
-"""The quickstart here and in TRL's GRPOTrainer: does training come to the same, and what does it take?
+"""Compares the quickstart here and in TRL's GRPOTrainer: does training have the same result, and at
+what cost?
 
-Both sides get the shipped model, the same prompts as text, the same rewards and the quickstart's settings, on
-the CPU in float32. Each draws its own batches and completions. TRL generates by transformers' own `generate`
-and takes a whole batch at once.
+Both sides use the shipped model, the same prompts as text, the same rewards and the quickstart's
+settings, on the CPU in float32. Each samples its own batches and completions. TRL generates with
+transformers' own `generate` and processes a whole batch at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SAME_LOGITS = 1e-4
 
 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
-    """How far the sides' means are apart, and whether that is within the spread of the seeds."""
+    """The difference of the sides' means, and whether it is within the spread of the seeds."""
 
     result = []
     for name, unit in ((AFTER, "%"), (REWARD, "")):
@@ -64,7 +65,9 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
     packages=("trl", "transformers", "torch"),
 )
 def main(plan: Plan) -> Sequence[Trial]:
-    """The quickstart here and in TRL's GRPOTrainer: reward, exact match, time and memory over seeds."""
+    """Compare the quickstart here and in TRL's GRPOTrainer: reward, exact match, time and memory
+    over seeds.
+    """
     overrides = QUICK if plan.quick else ()
     given = plan.work / "trl.json"
     given.write_text(json.dumps(side_settings(load_config("quickstart", overrides))), encoding="utf-8")

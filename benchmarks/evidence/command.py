@@ -1,4 +1,4 @@
-"""What the commands of evidence have in common: trials, side by side, each put into the result as it ends."""
+"""Shared parts of the evidence commands: parallel trials, each added to the result when it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVIDENCE = RESULTS / "evidence"
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """One run of a case: a process, and what reads its figures once it has ended well."""
+    """One run of a case: a process, and a function that reads its figures after it has succeeded."""
 
     case: str  # without ": "
     seed: int
@@ -42,13 +42,13 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What the names of its figures begin with."""
+        """The first part of the names of its figures."""
         return f"{self.case}: seed {self.seed}"
 
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What a command is asked to run."""
+    """The runs that a command was called for."""
 
     quick: bool
     cases: Sequence[str]
@@ -72,19 +72,21 @@ def evidence(
     summary: Summary = lambda figures: (),
     packages: Sequence[str] = (),
 ) -> Callable[[Prepare], click.Command]:
-    """Makes a command of a function `f(plan, **options) -> trials`, whose docstring is its help.
+    """Creates a command from a function `f(plan, **options) -> trials`, whose docstring is its
+    help.
 
-    Trials run side by side. The figures of each go into FOLDER/NAME.json as soon as it has ended, in place of
-    those that the same trial had there; the others stay. So a command can be ended at any time, and gone on
-    with by `--case` and `--seeds`. A trial that fails is named at the end.
+    Trials run in parallel. When a trial ends, its figures are written to FOLDER/NAME.json and
+    replace its earlier ones; all other figures are kept. Therefore, a command can be stopped at any
+    time, and continued with `--case` and `--seeds`. Failed trials are listed at the end.
 
     Args:
-        name: of the result and of the module.
-        cases: that there are, in the order of the tables.
-        quick_cases: those that `--quick` runs.
+        name: the name of the result and of the module.
+        cases: all cases, in the order of the tables.
+        quick_cases: the cases that `--quick` runs.
         seeds: the default of `--seeds`.
-        summary: figures over all trials, from theirs; the names begin with `ALL_SEEDS`.
-        packages: whose versions belong to the result, besides this project's.
+        summary: computes figures over all trials from the trials' figures; their names start with
+            `ALL_SEEDS`.
+        packages: packages whose versions are recorded in the result, in addition to this project's.
     """
 
     known = [*cases, *quick_cases]
@@ -107,7 +109,7 @@ def evidence(
             "--jobs",
             type=click.IntRange(0),
             default=0,
-            help="Runs side by side [0: 2 cores each; on a GPU 1].",
+            help="Number of parallel runs [0: 2 cores each; on a GPU 1].",
         )
         @click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Stop after these [0: never].")
         @functools.wraps(function)
@@ -141,7 +143,7 @@ def _trial_of(figure: Figure) -> str:
 
 
 def _arranged(figures: Sequence[Figure], cases: Sequence[str], summary: Summary) -> list[Figure]:
-    """The trials' figures in the order of the cases and seeds, and those over all seeds."""
+    """The trials' figures in the order of the cases and seeds, and the figures over all seeds."""
 
     def place(figure: Figure) -> tuple[int, int]:
         case, seed, _ = figure.name.split(": ", 2)
@@ -157,7 +159,9 @@ def _draw(folder: Path, name: str, say: Callable[[str], None]) -> None:
 
 
 def _run_all(name: str, plan: Plan, trials: Sequence[Trial]) -> Iterator[list[Figure]]:
-    """Runs the trials; the figures of each as it ends. UserError at last for those that did not end well."""
+    """Runs the trials, and yields the figures of each when it ends. Finally raises UserError for
+    failed trials.
+    """
     jobs = {
         trial.name: Job(
             name=trial.name,
@@ -204,7 +208,7 @@ def _end(number: int, _: object) -> None:
 
 
 def run_folder(plan: Plan, case: str, seed: int) -> Path:
-    """Where a trial leaves what it writes."""
+    """The folder for a trial's files."""
     return plan.work / "runs" / re.sub("[ ,]+", "-", f"{case}-{seed}")
 
 
@@ -232,9 +236,9 @@ def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:
 
 
 def real_settings(plan: Plan) -> list[str]:
-    """Overrides for the model in GRPO_REAL_MODEL; none, after a word, where it names no folder."""
+    """Overrides for the model in GRPO_REAL_MODEL; None, with a message, if it is not a folder."""
     folder = os.environ.get(REAL_MODEL, "embedded" if plan.quick else "")
     if not folder:
-        say(f"skipped, as {REAL_MODEL} names no folder")
+        say(f"skipped, because {REAL_MODEL} is not a folder")
         return []
     return [f"model.path={folder}", f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}"]

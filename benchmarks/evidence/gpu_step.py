@@ -1,8 +1,9 @@
-"""A step on a GPU: time and peak memory with several sizes of micro-batches, and the first calibrated sync.
+"""Measures a step on a GPU: time and peak memory with several sizes of micro-batches, and the first
+calibrated sync.
 
-The steps are those of `gsm8k` on a model of half a billion parameters, with a learning rate of 0, so that all
-do the same work but for the tokens drawn. The sizes take turns. A sync is timed by part, twice: the second
-time nothing is compiled.
+The steps are those of `gsm8k` on a model of half a billion parameters, with a learning rate of 0,
+so that all of them do the same work except for the sampled tokens. The sizes alternate. A sync is
+timed by part, twice; nothing is compiled the second time.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ PREDICTED_WITHIN = 20.0  # per cent
 
 
 def built(config: Config) -> Stepping:
-    """The run of a config, ready to take its steps."""
+    """The run of a config, ready for its steps."""
     return Stepping(SetUp(config, prepare(config=config), say).build(), Diary(Report()))
 
 
 def micro_batches(config: Config, sizes: Sequence[int], rounds: int) -> Iterator[list[Figure]]:
-    """Step, learner and peak for each size, and what the forecast says; 0 is the automatic size."""
+    """Step, learner and peak for each size, and the forecast; 0 is the automatic size."""
     platform = prepare()
     stepping = built(config)
     prompt = data_shape(config)[0]
@@ -130,15 +131,15 @@ def first_sync(config: Config) -> Iterator[list[Figure]]:
 
 @click.command(context_settings=HELP)
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
 )
-@click.option("--model", required=True, help="Folder of the model.")
+@click.option("--model", required=True, help="The model's folder.")
 @click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
 @click.option("--tokens", default=",".join(map(str, TOKENS)), show_default=True, help="With commas.")
-@click.option("--rounds", default=2, show_default=True, help="Steps of each size that are timed.")
-@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config of gsm8k.")
-@click.option("--sync/--no-sync", default=True, show_default=True, help="Measure a calibrated sync too.")
-@click.option("--quick", is_flag=True, help="Steps of a few tokens: shows that it works.")
+@click.option("--rounds", default=2, show_default=True, help="Number of timed steps per size.")
+@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, an override of gsm8k's config.")
+@click.option("--sync/--no-sync", default=True, show_default=True, help="Also measure a calibrated sync.")
+@click.option("--quick", is_flag=True, help="Steps with a few tokens, to show that the command works.")
 @ends_with_a_line
 def main(
     out: Path,

@@ -1,9 +1,10 @@
-"""GSM8K with Qwen2.5-Coder-0.5B-Instruct: all test problems before and after training, here and in TRL.
+"""Trains Qwen2.5-Coder-0.5B-Instruct on GSM8K here and in TRL, and scores all test problems before
+and after.
 
-One command is one run on one GPU. Its figures are written while it runs, and several results are joined by
-`python -m benchmarks.evidence.joined`. Both sides get the same prompts as the same tokens, the same rewards
-and settings. *Strict* counts the number after `####`, *lenient* the last number of a completion; both are
-greedy, on all 1,319 test problems.
+One command is one run on one GPU. Its figures are written while it runs, and `python -m
+benchmarks.evidence.joined` joins several results. Both sides use the same prompts (as the same
+tokens), rewards and settings. *Strict* counts the number after `####`, *lenient* the last number of
+a completion; both are greedy, on all 1,319 test problems.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ QUICK = (
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """What one run trains, and how."""
+    """The training method of one run."""
 
     side: str  # "grpo_fn" or "TRL"
     tune: str
@@ -101,7 +102,9 @@ class Case:
 
 
 def scores(lines: Lines) -> list[Figure]:
-    """Strict and lenient scores before and after, with curves over minutes, and how many are cut off."""
+    """Strict and lenient scores before and after, with curves over minutes, and the share of
+    cut-off completions.
+    """
     evaluations = [line for line in lines if "em" in line]
     if not evaluations:
         return []
@@ -126,7 +129,7 @@ def scores(lines: Lines) -> list[Figure]:
 
 
 def figures_of(lines: Lines) -> list[Figure]:
-    """All figures that a log tells so far."""
+    """All figures that a log contains so far."""
     quantized = any(line.get("rollout/quantization", "none") != "none" for line in lines)
     left = any(line.get("rollout/fallback") for line in lines)  # its figures would be of two samplers
     return [
@@ -139,7 +142,7 @@ def figures_of(lines: Lines) -> list[Figure]:
 def own_settings(
     folder: Path, model: str, data: str, seed: int, updates: int, settings: Sequence[str]
 ) -> list[str]:
-    """All overrides of the config of a run in a folder; `settings` come last."""
+    """All overrides of the config of a run in a folder, with `settings` last."""
     return [
         f"model.path={model}",
         f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
@@ -163,7 +166,7 @@ def run_command(
     *,
     resume: bool = False,
 ) -> list[str]:
-    """The command of a run here."""
+    """The command of a run of this project."""
     every = own_settings(folder, model, data, seed, updates, settings)
     words = [word for setting in every for word in ("--set", setting)]
     return [*command_line(), str(CONFIG), *words, "--resume" if resume else "--overwrite"]
@@ -171,27 +174,37 @@ def run_command(
 
 @click.command(context_settings=HELP)
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
 )
-@click.option("--work", type=click.Path(path_type=Path), help="For the run and its model [OUT/runs].")
-@click.option("--model", required=True, help="Folder of the model.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for the run and its model [OUT/runs].")
+@click.option("--model", required=True, help="The model's folder.")
 @click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--side", type=click.Choice(["grpo_fn", "TRL"]), default="grpo_fn", show_default=True)
 @click.option("--tune", type=click.Choice(["full", "lora"]), default="full", show_default=True)
-@click.option("--sampler", default="none", show_default=True, help="Its format, such as affine-4.")
+@click.option("--sampler", default="none", show_default=True, help="The sampler's format, such as affine-4.")
 @click.option("--rate", type=float, help=f"Learning rate {RATES}.")
-@click.option("--limit", default=300, show_default=True, help="Tokens of a completion.")
+@click.option("--limit", default=300, show_default=True, help="Maximum number of tokens in a completion.")
 @click.option("--form", type=click.Choice(list(PROMPTS)), default="gsm8k", show_default=True)
-@click.option("--supervised", default=0, show_default=True, help="Updates on the data's solutions before.")
-@click.option("--updates", default=160, show_default=True, help="The learning rate falls to 0 over these.")
-@click.option("--every", default=40, show_default=True, help="Updates between two evaluations.")
-@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
-@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config.")
 @click.option(
-    "--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…)."
+    "--supervised",
+    default=0,
+    show_default=True,
+    help="Number of updates on the data's solutions before GRPO.",
 )
-@click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
+@click.option(
+    "--updates",
+    default=160,
+    show_default=True,
+    help="Number of updates over which the learning rate falls to 0.",
+)
+@click.option("--every", default=40, show_default=True, help="Number of updates between evaluations.")
+@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
+@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, an override of the config.")
+@click.option(
+    "--resume", is_flag=True, help="Resume from the run's last checkpoint (--set checkpoint.every=…)."
+)
+@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
 @ends_with_a_line
 def main(
     out: Path,

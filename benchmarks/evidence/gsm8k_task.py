@@ -1,4 +1,6 @@
-"""The solutions and a reward for `gsm8k`, alone in a file: a process for rewards loads nothing else."""
+"""The solutions and a reward for `gsm8k`, in a separate file, because a process for rewards loads
+only this file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _WORKING = re.compile("<<.*?>>")  # the data's notes for a calculator
 
 
 def with_solution(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the data's solution, a reference completion: the model never writes #### by itself."""
+    """The row with the data's solution as a reference completion, because the model never writes
+    #### by itself.
+    """
     return {**row, "solution": _WORKING.sub("", row["answer"])}
 
 

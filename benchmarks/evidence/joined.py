@@ -1,6 +1,6 @@
-"""`python -m benchmarks.evidence.joined NAME FOLDER…`: the results of several commands as one.
+"""`python -m benchmarks.evidence.joined NAME FOLDER…`: joins the results of several commands.
 
-A run of the same case and seed that an earlier result has is replaced.
+A run replaces an earlier one of the same case and seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The reward of `real_model`'s JSON task, in a file of its own: a process for rewards loads nothing else."""
+"""The reward of `real_model`'s JSON task, in a separate file, because a process for rewards loads
+only this file.
+"""
 
 from __future__ import annotations
 

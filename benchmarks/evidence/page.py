@@ -1,4 +1,6 @@
-"""docs/evidence.md: its tables and pictures, out of benchmarks/results/evidence. No figure is typed in."""
+"""Writes the tables and pictures of docs/evidence.md from benchmarks/results/evidence. No figure is
+typed in.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def trials(record: Record) -> dict[str, dict[int, dict[str, Figure]]]:
-    """Case -> seed -> figure's name -> figure, without those over all seeds."""
+    """Case -> seed -> figure's name -> figure, without the figures over all seeds."""
     found: dict[str, dict[int, dict[str, Figure]]] = {}
     for figure in record.figures:
         case, _, rest = figure.name.partition(": ")
@@ -116,7 +118,7 @@ def trials(record: Record) -> dict[str, dict[int, dict[str, Figure]]]:
 
 
 def cell(column: Column, seeds: Mapping[int, Mapping[str, Figure]]) -> str:
-    """The mean with the lowest and the highest seed; "" where no seed has the figure."""
+    """The mean with the lowest and the highest seed; "" if no seed has the figure."""
     values = [figures[column.figure].value for figures in seeds.values() if column.figure in figures]
     if not values:
         return f"none of {len(seeds)}" if column.of_reached else ""
@@ -139,7 +141,7 @@ def overview(record: Record) -> str:
 
 
 def verdicts(record: Record) -> list[str]:
-    """A line for each figure over all seeds, and for each with a target."""
+    """A line for each figure over all seeds and for each figure with a target."""
     lines = []
     for figure in record.figures:
         if figure.met is None and ": seed " in figure.name:
@@ -153,7 +155,7 @@ def verdicts(record: Record) -> list[str]:
 
 
 def section(name: str, records: Mapping[str, Record], picture: bool) -> str:
-    """What stands on the page for a command: picture, table, targets, machine."""
+    """The part of the page for a command: picture, table, targets, machine."""
     parts = [f"![{TITLES[name]}](pictures/{picture_name(name)})", ""] if picture else []
     for backend, record in sorted(records.items()):
         quick = " **--quick: sizes too small to mean anything.**" if record.quick else ""
@@ -165,7 +167,7 @@ def section(name: str, records: Mapping[str, Record], picture: bool) -> str:
 
 
 def rendered(text: str, results: Path) -> str:
-    """The page's text with what each command has measured in its place.
+    """The page's text with each command's measurements inserted.
 
     Raises:
         UserError: a command's markers are missing or in the wrong order, or a result cannot be read.
@@ -196,12 +198,12 @@ BELOW = {
     **dict.fromkeys(("real_model", "real_samplers"), "seconds of training"),
     **dict.fromkeys(("difficulty", "cold_start"), TOKENS),
 }
-"""What the curves of a command are over; the others' are over updates."""
+"""The x-axis of a command's curves; all other curves are over updates."""
 FOLLOWED = {
     **dict.fromkeys(("samplers", "difficulty", "cold_start"), (AFTER,)),
     **dict.fromkeys(("masters", "real_model", "real_samplers"), (REWARD,)),
 }
-"""The figures whose curves are drawn; of the other commands both."""
+"""The figures whose curves are drawn; for other commands, both."""
 PANELS = {  # the parts of a case's name that begin a panel's title, and those that label a line
     "samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
     "real_samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",

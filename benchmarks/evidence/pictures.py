@@ -1,4 +1,4 @@
-"""The curves of docs/evidence.md: the mean over the seeds as a line, their range as a band."""
+"""Draws the curves of docs/evidence.md: the mean over the seeds as a line, their range as a band."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def curves(seeds: Mapping[int, Mapping[str, Figure]], name: str) -> list[Curve]:
 
 
 def joined(found: list[Curve]) -> list[Band]:
-    """(x, mean, lowest, highest) at every x that all the curves have."""
+    """(x, mean, lowest, highest) at every x that all curves contain."""
     by_seed = [dict(curve) for curve in found]
     shared = [x for x in by_seed[0] if all(x in points for points in by_seed)]
     return [
@@ -33,7 +33,7 @@ def joined(found: list[Curve]) -> list[Band]:
 
 
 def draw(record: Record, path: Path) -> bool:
-    """Writes the picture; whether there was a curve to draw.
+    """Writes the picture; returns whether there was a curve to draw.
 
     Raises:
         ImportError: matplotlib, of the extra `bench`, is not installed.
@@ -65,7 +65,9 @@ def redraw(
     names: Sequence[str] = (*NAMES, *CLOSED),
     into: Path = PICTURES,
 ) -> None:
-    """The pictures of a folder of results; a word to `say` where the library for it is not installed."""
+    """Draws the pictures of a folder of results; sends a message to `say` if the library for it is
+    not installed.
+    """
     for name in names:
         for record in load_records(results / f"{name}.json").values():
             try:

@@ -1,4 +1,6 @@
-"""Processes side by side: each on cores of its own where there are enough, with its time and peak memory."""
+"""Runs processes in parallel, each on separate cores if there are enough, and measures their time
+and peak memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _LAST_LINES = 20  # of a failed process's output, in its error
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """A process to run: its name in messages, its command, and the file that gets what it prints."""
+    """A process to run: its name in messages, its command, and the file for its output."""
 
     name: str
     command: Sequence[str]
@@ -36,7 +38,7 @@ class Job:
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """What a process took."""
+    """The time and memory of a process."""
 
     seconds: float  # from its start to its end
     resident: float  # bytes, its largest resident set
@@ -46,15 +48,15 @@ class Usage:
 def side_by_side(
     jobs: Sequence[Job], number: int, *, until: float
 ) -> Iterator[tuple[Job, Usage | UserError]]:
-    """Run the jobs, `number` at a time, in their order; each with its outcome as soon as it has ended.
+    """Runs the jobs in order, `number` at a time; yields each with its outcome when it ends.
 
-    The cores of this process are divided among them, and a job is held on its own by `taskset` where there is
-    one; the threads of BLAS and OpenMP are bounded to that number.
+    The cores of this process are divided among the jobs. A job is pinned to its cores with
+    `taskset`, if available, and the threads of BLAS and OpenMP are limited to their number.
 
     Args:
-        jobs: what to run.
-        number: how many at a time.
-        until: time.monotonic() at which jobs that still run are ended, and after which none starts.
+        jobs: the jobs to run.
+        number: the number of parallel jobs.
+        until: time.monotonic() at which running jobs are ended; afterwards, no job starts.
     """
     slots: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
     for cores in divided(sorted(_available()), number):
@@ -82,7 +84,9 @@ def side_by_side(
 
 
 def divided(cores: Sequence[int], number: int) -> list[tuple[int, ...]]:
-    """The cores for each of `number` jobs: as many for each, none twice; all for each if too few."""
+    """The cores for each of `number` jobs: the same number of distinct cores each, or all cores for
+    each if there are too few.
+    """
     each = len(cores) // number
     if each == 0:
         return [tuple(cores)] * number
@@ -143,9 +147,10 @@ def _run(job: Job, cores: Sequence[int], is_over: Callable[[], bool]) -> Usage:
 
 
 def _resident(pid: int) -> int:
-    """The most memory that the process has had so far, bytes; 0 where the system does not tell.
+    """The process's peak memory so far in bytes; 0 if the system does not report it.
 
-    Not what `wait4` says at its end: on Linux that is at least the memory of the process that started it.
+    `wait4` is not used, because on Linux its value is at least the memory of the process that
+    started it.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")

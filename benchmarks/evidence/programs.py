@@ -1,9 +1,10 @@
-"""Programs with tests, with Qwen2.5-Coder-0.5B-Instruct: MBPP and HumanEval before and after training.
+"""Trains Qwen2.5-Coder-0.5B-Instruct on programs with tests: MBPP and HumanEval before and after
+training.
 
 The model trains on 170 problems of MBPP; its reward is the share of a problem's tests that a program passes.
-Greedy programs for MBPP's 257 test problems and HumanEval's 164 are scored before and after: a program is
-right if it passes all tests. One command is one run on one GPU; `python -m benchmarks.evidence.joined` joins
-results.
+Greedy programs for MBPP's 257 test problems and HumanEval's 164 are scored before and after; a
+program is right if it passes all tests. One command is one run on one GPU; `python -m
+benchmarks.evidence.joined` joins results.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ QUICK = (
 
 
 def joined_data(source: Path, target: Path, quick: bool) -> dict[str, int]:
-    """Writes train.jsonl, and a test.jsonl with the problems of all sets; returns how many each has."""
+    """Writes train.jsonl, and a test.jsonl with the problems of all sets; returns the number of
+    problems of each set.
+    """
     target.mkdir(parents=True, exist_ok=True)
     train = (source / "train.jsonl").read_text(encoding="utf-8")
     (target / "train.jsonl").write_text(train, encoding="utf-8")
@@ -57,7 +60,9 @@ def joined_data(source: Path, target: Path, quick: bool) -> dict[str, int]:
 
 
 def scores(folder: Path, counts: dict[str, int]) -> list[Figure]:
-    """The share of right programs of each set before and after, with its curve over updates."""
+    """The share of right programs of each set before and after training, with its curve over
+    updates.
+    """
     path = folder / "evaluations.jsonl"
     if not path.is_file():
         return []
@@ -79,16 +84,16 @@ def scores(folder: Path, counts: dict[str, int]) -> list[Figure]:
 
 
 def figures_of(folder: Path, counts: dict[str, int], lines: Lines) -> list[Figure]:
-    """All figures that a run tells so far."""
+    """All figures of a run so far."""
     return [*scores(folder, counts), *step_figures(lines)]
 
 
 @click.command(context_settings=HELP)
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
 )
-@click.option("--work", type=click.Path(path_type=Path), help="For the run and its model [OUT/runs].")
-@click.option("--model", required=True, help="Folder of the model.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for the run and its model [OUT/runs].")
+@click.option("--model", required=True, help="The model's folder.")
 @click.option(
     "--data",
     required=True,
@@ -98,14 +103,19 @@ def figures_of(folder: Path, counts: dict[str, int], lines: Lines) -> list[Figur
 @click.option("--seed", default=0, show_default=True)
 @click.option("--tune", type=click.Choice(["full", "lora"]), default="full", show_default=True)
 @click.option("--rate", type=float, help=f"Learning rate {RATES}.")
-@click.option("--updates", default=60, show_default=True, help="The learning rate falls to 0 over these.")
-@click.option("--every", default=20, show_default=True, help="Updates between two evaluations.")
-@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
-@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, on top of the config.")
 @click.option(
-    "--resume", is_flag=True, help="Go on from the run's last checkpoint (--set checkpoint.every=…)."
+    "--updates",
+    default=60,
+    show_default=True,
+    help="Number of updates over which the learning rate falls to 0.",
 )
-@click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
+@click.option("--every", default=20, show_default=True, help="Number of updates between evaluations.")
+@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
+@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, an override of the config.")
+@click.option(
+    "--resume", is_flag=True, help="Resume from the run's last checkpoint (--set checkpoint.every=…)."
+)
+@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
 @ends_with_a_line
 def main(
     out: Path,

@@ -1,9 +1,10 @@
-"""Learning rates on GSM8K: all weights and adapters of several ranks and scales, a few updates each.
+"""Compares learning rates on GSM8K: all weights, and adapters of several ranks and scales, for a
+few updates each.
 
 Each case is a run of 40 updates of 16 problems × 8 completions with a constant learning rate after a short
-warm-up; then all test problems are scored. The cases run one after the other, in the order of the table; with
-`--part K/N` only every N-th one, so that N commands on as many GPUs share them. Cases that a result has
-already are left out.
+warm-up; then all test problems are scored. The cases run one after another, in the order of the
+table; with `--part K/N`, only every N-th case, so that N commands on N GPUs share them. Cases that
+a result already contains are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MINUTES_EACH = 2.5  # after which a run is ended; usually it takes one
 
 @attrs.frozen
 class Point:
-    """One point of the grid; rank 0: all weights."""
+    """One point of the grid; rank 0 means all weights."""
 
     rate: float
     rank: int = 0
@@ -72,24 +73,30 @@ GRID = (
     Point(5e-7),
     Point(1e-5),
 )
-"""What matters most first."""
+"""The most important cases first."""
 
 
 @click.command(context_settings=HELP)
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="For the result."
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
 )
-@click.option("--work", type=click.Path(path_type=Path), help="For the runs and their models [OUT/runs].")
-@click.option("--model", required=True, help="Folder of the model.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder for the runs and their models [OUT/runs]."
+)
+@click.option("--model", required=True, help="The model's folder.")
 @click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
-    "--part", default="1/1", show_default=True, metavar="K/N", help="Every N-th case from the K-th."
+    "--part",
+    default="1/1",
+    show_default=True,
+    metavar="K/N",
+    help="Only every N-th case, starting with the K-th.",
 )
-@click.option("--case", "names", multiple=True, help="Only cases with this in their name.")
+@click.option("--case", "names", multiple=True, help="Only cases whose name contains this text.")
 @click.option("--updates", default=40, show_default=True)
-@click.option("--minutes", default=8.5, show_default=True, help="No run starts that would end later.")
-@click.option("--quick", is_flag=True, help="Two updates of a few tokens: shows that it works.")
+@click.option("--minutes", default=8.5, show_default=True, help="Do not start a run that would end later.")
+@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
 @ends_with_a_line
 def main(
     out: Path,
@@ -142,7 +149,7 @@ def main(
 
 
 def finished(out: Path) -> set[str]:
-    """The titles of the runs that a result has to their end."""
+    """The titles of the complete runs in a result."""
     figures = [f.name for record in load_records(out / f"{NAME}.json").values() for f in record.figures]
     return {name.removesuffix(": strict after") for name in figures if name.endswith(": strict after")}
 

@@ -1,4 +1,4 @@
-"""What a run's log says, as figures: exact match, reward, tokens, time, the sampler's mismatch."""
+"""Reads a run's log as figures: exact match, reward, tokens, time, the sampler's mismatch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log.
 
     Raises:
-        UserError: there is none, or it has no two evaluations and no update.
+        UserError: there is no log, or it contains neither two evaluations nor an update.
     """
     path = folder / "training_log.jsonl"
     if not path.is_file():
-        raise UserError(f"{path} is not there: the run did not get as far as its first line")
+        raise UserError(f"{path} does not exist: the run did not reach its first log entry")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     evaluations = sum("em_subset" in line for line in lines)
     if evaluations < 2 or not any("reward" in line or "loss" in line for line in lines):
-        raise UserError(f"{path} has {evaluations} evaluations: wanted one before and one after training")
+        raise UserError(f"{path} has {evaluations} evaluations: expected one before and one after training")
     return lines
 
 
@@ -70,10 +70,10 @@ def learning(lines: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def sampler(lines: Sequence[dict[str, Any]]) -> list[Figure]:
-    """How far sampler and learner are apart, means over the updates.
+    """The difference between sampler and learner, as means over the updates.
 
     Raises:
-        UserError: the run left its quantization, so that the figures are of two samplers.
+        UserError: the run changed its quantization, so the figures belong to two samplers.
     """
     left = [line["rollout/fallback"] for line in lines if line.get("rollout/fallback")]
     if left:
@@ -100,7 +100,9 @@ def sampler(lines: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def reach(scores: Sequence[tuple[float, float]], wanted: float) -> float | None:
-    """The update at which the straight line between two evaluations first comes to `wanted`; None: never."""
+    """The update at which the straight line between two evaluations first reaches `wanted`; None if
+    it never does.
+    """
     for (start, low), (end, high) in itertools.pairwise(scores):
         if low >= wanted:
             return start
@@ -110,7 +112,9 @@ def reach(scores: Sequence[tuple[float, float]], wanted: float) -> float | None:
 
 
 def thinned(points: Sequence[tuple[float, float]], number: int = POINTS) -> Curve:
-    """At most `number` points: the means of as many neighbours each, to five digits."""
+    """At most `number` points, each the mean of the same number of neighbours, rounded to five
+    digits.
+    """
     points = [point for point in points if math.isfinite(point[1])]
     each = max(-(-len(points) // number), 1)
     parts = [points[start : start + each] for start in range(0, len(points), each)]

@@ -1,8 +1,9 @@
-"""A real pretrained model, here and in TRL's GRPOTrainer, over the seconds that training takes.
+"""Trains a real pretrained model here and in TRL's GRPOTrainer, and compares rewards over seconds
+of training.
 
-The model is the folder in GRPO_REAL_MODEL. Both sides get the same prompts as the same tokens, the same
-rewards and settings: all weights, kept in float32, with products in bfloat16 on a GPU. Each draws its own
-batches and completions. TRL generates by transformers' own `generate`.
+The model is the folder in GRPO_REAL_MODEL. Both sides use the same prompts (as the same tokens),
+rewards and settings: all weights, stored in float32, with products in bfloat16 on a GPU. Each
+samples its own batches and completions. TRL generates with transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 """Name -> overrides of real_model.toml; the data of `sums` and `GSM8K` are options of the command."""
 PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""Of reasoning-gym's chain_sum; a small model gets about 13 % of its completions right."""
+"""Settings of reasoning-gym's chain_sum, for which about 13 % of a small model's completions are
+right.
+"""
 CASES = tuple(f"{task}, {who}" for task in TASKS for who in (OURS, THEIRS))
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16")
 GRID = 2.0  # seconds between two points of a curve over time
@@ -53,7 +56,7 @@ TRAINED = "seconds of training"
 
 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
-    """How much longer TRL takes for each task."""
+    """The ratio of TRL's time to ours for each task."""
     result = []
     for task in TASKS:
         for name in (TRAINED, STEP):
@@ -76,7 +79,9 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 @click.option("--sums", default="reasoning-gym:chain_sum", show_default=True, help="Data of the task `sums`.")
 @click.option("--gsm8k", default="openai/gsm8k", show_default=True, help="Data of the task `GSM8K`.")
 def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
-    """A pretrained model (GRPO_REAL_MODEL) here and in TRL's GRPOTrainer: rewards over seconds."""
+    """Compare a pretrained model (GRPO_REAL_MODEL) here and in TRL's GRPOTrainer: rewards over
+    seconds.
+    """
     real = real_settings(plan)
     trials = []
     for case in plan.cases if real else ():
@@ -100,7 +105,7 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
 
 
 def sums_data(source: str) -> tuple[str, ...]:
-    """Overrides for these data: reasoning-gym's chain_sum with our settings, or a copy of it."""
+    """Overrides for this data: reasoning-gym's chain_sum with our settings, or a copy of it."""
     settings = (
         (f"data.name={json.dumps(json.dumps(PROBLEMS))}",) if source.startswith("reasoning-gym:") else ()
     )
@@ -108,15 +113,17 @@ def sums_data(source: str) -> tuple[str, ...]:
 
 
 def at_grid(places: Sequence[float], values: Sequence[float], each: float = GRID) -> Curve:
-    """The values on straight lines between their places (seconds), at every multiple of `each`."""
+    """The values, interpolated linearly over their times (seconds), at every multiple of `each`."""
     points = np.arange(places[-1] // each + 1) * each
     return tuple(zip(points.tolist(), np.interp(points, places, values).round(4).tolist(), strict=True))
 
 
 def over_time(lines: Sequence[dict[str, Any]]) -> list[Figure]:
-    """The held-out reward before and after, the reward over seconds, the median step, the peak of memory.
+    """The held-out reward before and after, the reward over seconds, the median step, and the peak
+    memory.
 
-    Seconds are those of training: without start and evaluations, which are no part of `TRAINED` either.
+    Only seconds of training count, without start and evaluations, which `TRAINED` does not include
+    either.
     """
     scores = [(line["update"], line["eval/reward"]) for line in lines if "eval/reward" in line]
     steps = [line for line in lines if "reward" in line]

@@ -1,8 +1,9 @@
-"""Few-bit samplers of a real pretrained model: learning curves, the mismatch, and what a sync takes.
+"""Few-bit samplers of a real pretrained model: learning curves, the mismatch, and the time of a
+sync.
 
 The pretrained model in GRPO_REAL_MODEL learns to answer in one line of JSON, and to add numbers, from
 completions in full precision, 8 bits, 4 bits rounded to nearest and 4 bits calibrated; each with
-`token_truncate` and without a correction. A format is kept whatever comes of it.
+`token_truncate` and without a correction. The format never changes during a run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ NEAR, SYNC_SHARE = 2.0, 10.0  # points of held-out reward below full precision; 
 
 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
-    """How far each few-bit sampler stays below full precision: the means' difference, 100 points a reward."""
+    """The gap between each few-bit sampler and full precision: the difference of the means, with
+    100 points per unit of reward.
+    """
 
     result = []
     for task, form, correction in (case.split(", ") for case in CASES):
@@ -64,7 +67,9 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 )
 @click.option("--sums", default="reasoning-gym:chain_sum", show_default=True, help="Data of the task `sums`.")
 def main(plan: Plan, sums: str) -> Sequence[Trial]:
-    """A pretrained model (GRPO_REAL_MODEL) that samples in few bits: rewards, mismatch, time of a sync."""
+    """Train a pretrained model (GRPO_REAL_MODEL) that samples with few bits: rewards, mismatch,
+    time of a sync.
+    """
     real = real_settings(plan)
     trials = []
     for case, seed in itertools.product(plan.cases if real else (), plan.seeds):
@@ -89,7 +94,7 @@ def read(lines: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def sync_share(lines: Sequence[dict[str, Any]]) -> Figure:
-    """The time of a sync in per cent of a step's, the median over the updates."""
+    """The time of a sync as a percentage of a step's time, median over the updates."""
     shares = [100 * line["time/sync"] / line["step_time"] for line in lines if "time/sync" in line]
     return Figure(name=SYNC, value=statistics.median(shares), unit="%")
 

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.evidence.reported`: tables and picture of docs/gsm8k.md and docs/learning-rate.md.
+"""`python -m benchmarks.evidence.reported`: writes the tables and the picture of docs/gsm8k.md and
+docs/learning-rate.md.
 
-They are made from the results of `gsm8k`, `programs`, `rates` and `gpu_step`; no figure is typed in.
+They are generated from the results of `gsm8k`, `programs`, `rates` and `gpu_step`; no figure is
+typed in.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ PAGES = {"gsm8k.md": ("gsm8k", "programs", "gpu_step"), "learning-rate.md": ("ra
 
 
 def overview(record: Record) -> str:
-    """A row for each case: means over its seeds, and their range."""
+    """A row for each case, with means over its seeds and their ranges."""
     columns = COLUMNS[record.name]
     lines = Table("case", "seeds", *(column.title for column in columns), box=MARKDOWN)
     for case, seeds in sorted(trials(record).items()):
@@ -81,7 +83,7 @@ def figures_table(record: Record) -> str:
 
 
 def section(record: Record) -> str:
-    """A result as it stands on its page."""
+    """A result in the form for its page."""
     table = figures_table(record) if record.name == "gpu_step" else overview(record)
     if record.name == "gsm8k" and (PICTURES / PICTURE).is_file():
         table = f"![{ALT}](pictures/{PICTURE})\n\n{table}"
@@ -113,7 +115,7 @@ def draw(record: Record, path: Path) -> None:
 
 
 def joined_curves(seeds: Mapping[int, Any], name: str) -> Sequence[tuple[float, float, float, float]]:
-    """(minute, mean, lowest, highest) of a figure's curves; none where no seed has one."""
+    """(minute, mean, lowest, highest) of a figure's curves; empty if no seed has one."""
     found = curves(seeds, name)
     return joined(found) if found else []
 

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.evidence.slots FILE --gpus N`: commands side by side, each on one GPU of its own.
+"""`python -m benchmarks.evidence.slots FILE --gpus N`: runs commands in parallel, each on its own
+GPU.
 
-FILE has in each line a command without `python -m`, or several with ` ; ` between them, which run one after
-the other; `#` begins a comment. The lines run side by side, line k on GPU k modulo N, with an equal share of
-the cores. More lines than GPUs share them, which distorts times and nothing else.
+Each line of FILE contains a command without `python -m`, or several commands separated by ` ; `,
+which run one after another; `#` starts a comment. The lines run in parallel, line k on GPU k modulo
+N, with an equal share of the cores. If there are more lines than GPUs, they share GPUs, which only
+distorts times.
 """
 
 from __future__ import annotations
@@ -40,12 +42,18 @@ def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
 @click.argument("file", type=click.File())
 @click.option("--gpus", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
-    "--minutes", type=click.FloatRange(0), default=9.5, show_default=True, help="End what still runs."
+    "--minutes",
+    type=click.FloatRange(0),
+    default=9.5,
+    show_default=True,
+    help="Time after which running commands are ended.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="For what the commands print.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder for the commands' output."
+)
 @ends_with_a_line
 def main(file: TextIO, gpus: int, minutes: float, out: Path) -> None:
-    """Run the commands of FILE side by side, each on a GPU of its own."""
+    """Run the commands of FILE in parallel, each on its own GPU."""
     jobs = jobs_of(file.read(), gpus, out.resolve())
     faults = []
     for job, outcome in side_by_side(jobs, len(jobs), until=time.monotonic() + 60 * minutes):

@@ -1,7 +1,9 @@
-"""One run whose figures are written while it runs: what `gsm8k`, `programs` and `rates` share.
+"""Runs a command whose figures are written while it runs; shared by `gsm8k`, `programs` and
+`rates`.
 
-A run is a process on one GPU, with a folder of its own. Its log is read every second, and the figures that
-are known so far go into OUT/NAME.json: the scores before training first, then curves, then the last scores.
+A run is a process on one GPU with its own folder. Its log is read every second, and the known
+figures are written to OUT/NAME.json: first the scores before training, then curves, then the last
+scores.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Lines = Sequence[dict[str, Any]]
 
 @attrs.frozen(kw_only=True)
 class WatchedRun:
-    """A process that trains, and what reads its log."""
+    """A training process, and a function that reads its log."""
 
     benchmark: str  # the name of the result
     title: str  # "CASE: seed N", before the names of its figures
@@ -48,16 +50,16 @@ class WatchedRun:
 
 
 def watch(run: WatchedRun, out: Path, *, minutes: float, quick: bool = False) -> list[Figure]:
-    """Start the run, write its figures while it runs, and return them.
+    """Starts the run, writes its figures while it runs, and returns them.
 
     Args:
         run: the run.
-        out: folder of the result, of a copy of the run's log and of what the process prints.
-        minutes: after which the process is ended.
-        quick: marks the result as one of sizes too small to mean anything.
+        out: folder for the result, a copy of the run's log and the process's output.
+        minutes: time limit after which the process is ended.
+        quick: marks the result as measured with sizes that are too small to be meaningful.
 
     Raises:
-        UserError: the process failed, or the time was over.
+        UserError: the process failed or exceeded the time limit.
     """
     out.mkdir(parents=True, exist_ok=True)
     printed = out / f"{run.folder.name}.txt"
@@ -107,7 +109,7 @@ def watch(run: WatchedRun, out: Path, *, minutes: float, quick: bool = False) ->
 
 
 def log_lines(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's log; none where there is no log yet."""
+    """The complete lines of a run's log; empty if there is no log yet."""
     path = folder / LOG
     if not path.is_file():
         return []
@@ -116,7 +118,7 @@ def log_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run, which may save its state before and ends what it has started."""
+    """Ends a run, which may first save its state and end its child processes."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(TO_SAVE)
@@ -126,13 +128,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def time_limit(minutes: float) -> str:
-    """The setting that ends training in time for the evaluation after it."""
+    """The setting that ends training early enough for the final evaluation."""
     seconds = max(60 * minutes - TO_EVALUATE, 1.0)
     return f'stop.when=["time/elapsed >= {seconds:.0f}"]'
 
 
 def share_figure(name: str, share: float, problems: int, **more: Any) -> Figure:
-    """A share of right answers in per cent, with its 95 % interval."""
+    """A share of right answers as a percentage, with its 95 % interval."""
     within = wilson(round(share * problems), problems)
     return Figure(
         name=name,
@@ -146,7 +148,7 @@ def share_figure(name: str, share: float, problems: int, **more: Any) -> Figure:
 
 
 def step_figures(lines: Lines) -> list[Figure]:
-    """Rewards over minutes, and what the steps of a log took; nothing before the first update."""
+    """Rewards over minutes, and the times of the steps in a log; empty before the first update."""
     steps = [line for line in lines if line.get("reward") is not None]
     if not steps:
         return []

@@ -1,1 +1,3 @@
-"""What measurements share: clocks, models and their work, records, tables, charts. It measures nothing."""
+"""Shared parts of the measurements: clocks, models and their work, records, tables, charts. Nothing
+is measured here.
+"""

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common: --quick, --check, --out, the record and the table."""
+"""Shared parts of the benchmarks' commands: --quick, --check, --out, the record and the table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not t
 
 
 def say(text: str) -> None:
-    """A line about what goes on, on stderr: stdout is for the table."""
+    """Prints a progress message to stderr, because stdout is for the table."""
     click.echo(text, err=True)
 
 
@@ -41,7 +41,7 @@ Found = Sequence[Figure] | Measured | Iterator[Sequence[Figure]]  # what a bench
 
 @attrs.frozen(kw_only=True)
 class Kind:
-    """What the commands of a folder of results have in common."""
+    """Shared settings of the commands of a folder of results."""
 
     home: Path  # the folder
     other: Path  # for results of --quick, or of other work
@@ -61,25 +61,27 @@ BENCHMARK = Kind(home=RESULTS, other=OTHER_RESULTS, same_work=("repeats",), draw
 def benchmark(
     name: str, *, parts: Sequence[str] = (), kind: Kind = BENCHMARK
 ) -> Callable[[Callable[..., Found]], click.Command]:
-    """Makes a command of a function `f(quick, **options) -> figures`, whose docstring is its help.
+    """Creates a command from a function `f(quick, **options) -> figures`, whose docstring is its
+    help.
 
-    A function that yields its figures, some at a time, has each lot written at once: what ends the command
-    early does not lose them.
+    If the function yields its figures in parts, each part is written immediately, so it is not lost
+    if the command ends early.
 
-    The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table with the
-    change from the record that was there, and names the targets that are missed. A result that belongs to
-    benchmarks/results (neither --quick, nor other work than the default) goes into the README there as well.
-    Options of the function's own are click decorators below this one. `parts` names those that take some of
-    the benchmark's parts (each a sequence of names; empty: all): what was not measured again stays in the
-    record. The first option's names begin the figures, "PART: ...".
+    The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table
+    with the change from the previous record, and lists missed targets. A result that belongs to
+    benchmarks/results (without --quick and with the default work) is also written to the README
+    there. The function's own options are click decorators below this one. `parts` names the options
+    that select parts of the benchmark (each a sequence of names; empty means all); figures that
+    were not measured again stay in the record. Names of figures start with the first option's
+    names: "PART: ...".
     """
 
     def decorate(function: Callable[..., Found]) -> click.Command:
         @click.command(name, help=function.__doc__)
         @click.option(
-            "--quick", is_flag=True, help="Small sizes, few repeats: shows that it works, not how fast."
+            "--quick", is_flag=True, help="Use small sizes and few repeats, to show that the command works."
         )
-        @click.option("--check", is_flag=True, help="Exit with 1 where a target is missed.")
+        @click.option("--check", is_flag=True, help="Exit with 1 if a target is missed.")
         @click.option(
             "--out",
             type=click.Path(path_type=Path, file_okay=False),
@@ -143,7 +145,7 @@ def benchmark(
 
 
 def given(names: Sequence[str]) -> dict[str, str]:
-    """Those of these options that are on the command line."""
+    """The options among these that are on the command line."""
     context = click.get_current_context()
     return {
         name: str(context.params[name])
@@ -153,7 +155,7 @@ def given(names: Sequence[str]) -> dict[str, str]:
 
 
 def chosen_of(chosen: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Those of `--case`, all if there are none. UserError where one is unknown."""
+    """The cases of `--case`, all if there are none. Raises UserError if one is unknown."""
     names = list(known)
     for name in chosen:
         if name not in names:
@@ -162,7 +164,7 @@ def chosen_of(chosen: Sequence[str], known: Iterable[str]) -> list[str]:
 
 
 def numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    """What an option such as `--seeds 0,1,2` has."""
+    """The values of an option such as `--seeds 0,1,2`."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,6 @@
-"""Both sides of `rollout`, each as a call that draws a case's tokens: our `generate` and a BatchGenerator."""
+"""Both sides of `rollout`, each as a call that samples a case's tokens: our `generate` and a
+BatchGenerator.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of all completions at full length."""
+        """The number of tokens of all completions at full length."""
         return self.rows * self.new
 
 
 def as_a_run() -> g.Decoding:
-    """`Decoding` as a run would have it here."""
+    """`Decoding` as in a run on this machine."""
     return g.Decoding(pipelined=usual_launch(startup.prepare()) == "async")
 
 
@@ -70,10 +72,11 @@ def ours(
 
 
 def theirs(module: nn.Module, prompts: Prompts, case: Case, *, shared: bool) -> Callable[[], list[mx.array]]:
-    """The same with BatchGenerator at its best: every row in one batch, the log-prob picked by the sampler.
+    """The same with BatchGenerator in its best configuration: every row in one batch, log-probs
+    picked by the sampler.
 
-    `shared`: one prefill of each prompt but its last token, of which all its rows begin; else each row's
-    prompt is computed.
+    With `shared`, each prompt is prefilled once except for its last token, and all its rows start
+    from there; otherwise, each row's prompt is computed.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.models.cache import make_prompt_cache

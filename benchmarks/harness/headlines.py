@@ -1,4 +1,4 @@
-"""The figures of the project's first page, README.md, out of benchmarks/results: none is typed in."""
+"""Writes the figures of README.md from benchmarks/results; no figure is typed in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Line = Callable[[Record], str]
 
 
 def shown(transcript: str) -> str:
-    """What a quickstart prints, cut to its beginning, one evaluation in between, and its end."""
+    """The output of a quickstart, shortened to its start, one evaluation, and its end."""
     lines = [line for line in transcript.splitlines() if not _PATHS.fullmatch(line)]
     evaluations = [n for n, line in enumerate(lines) if line.startswith("eval ")]
     if len(evaluations) < 3 or not lines[-1].startswith("tokens sampled"):
@@ -31,9 +31,9 @@ def shown(transcript: str) -> str:
 
 
 def headlines(results: Path) -> str:
-    """The list of figures: a line for each record that is there.
+    """The list of figures, with a line for each existing record.
 
-    Raises UserError where a record lacks a figure of its line.
+    Raises UserError if a record lacks a figure of its line.
     """
     lines = []
     for name, backend, line in LINES:
@@ -47,7 +47,7 @@ def headlines(results: Path) -> str:
 
 
 def ten(results: Path) -> str:
-    """The table of docs/evidence.md: the figures of README.md, and one or two of each comparison."""
+    """The table of docs/evidence.md: the figures of README.md, and one or two from each comparison."""
     lines = ["| figure | measured by |", "|---|---|"]
     found = headlines(results).replace("\n  ", " ").splitlines()
     lines += [re.sub(r"^- (.*) \((`[^`]*`)\)$", r"| \1 | \2 |", line) for line in found]
@@ -63,7 +63,7 @@ def rendered(text: str, results: Path) -> str:
     """README.md's text with both places filled.
 
     Raises:
-        UserError: a place is missing, or what belongs there is.
+        UserError: a place or its content is missing.
     """
     transcript = results / TRANSCRIPT
     if not transcript.is_file():
@@ -142,7 +142,7 @@ LINES: tuple[tuple[str, str, Line], ...] = (
     ("learner", "cpu", _learner),
     ("peers", "cpu", _peers),
 )
-"""Benchmark, backend and what is said of its record."""
+"""Benchmark, backend and the text about its record."""
 
 
 EVIDENCE = (
@@ -177,7 +177,7 @@ EVIDENCE = (
         "supervised updates, then GRPO, on GSM8K: {} × the accuracy before training",
     ),
 )
-"""Command, backend, figure over all seeds, and what is said of it."""
+"""Command, backend, figure over all seeds, and the text about it."""
 
 
 def _cores(record: Record) -> str:

@@ -1,8 +1,8 @@
-"""Clients of a server, in a process of their own: `python -m benchmarks.harness.http_clients PORT`.
+"""Clients of a server, in a separate process: `python -m benchmarks.harness.http_clients PORT`.
 
-For each line on standard input, a JSON list of [path, body], it sends all requests at once and reads their
-streams to the end. It prints the seconds until the last one ended, until each one's first token, and the
-tokens.
+For each line on standard input, a JSON list of [path, body], it sends all requests at once and
+reads their streams to the end. It prints the seconds until the last one has ended and until each
+one's first token, and the number of tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def stream(port: int, path: str, body: dict[str, Any]) -> tuple[float, int
 
 
 async def serve_line(port: int, line: str) -> dict[str, Any]:
-    """What comes of one line's requests."""
+    """The results of one line's requests."""
     began = time.perf_counter()
     found = await asyncio.gather(*(stream(port, path, body) for path, body in json.loads(line)))
     seconds = time.perf_counter() - began

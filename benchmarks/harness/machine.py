@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine, the versions, and the rates behind the floors."""
+"""Describes the machine of the figures: hardware, versions, and the rates for the floors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from runners.machine.versions import installed_version
 
 @attrs.frozen
 class Rates:
-    """What this machine does at best through MLX, float32, measured now: the denominators of every floor."""
+    """The best rates of this machine with MLX in float32, measured now; they are the denominators
+    of every floor.
+    """
 
     matmul: float  # FLOP/s of a large square product
     exp: float  # elements/s of the core's exp
@@ -33,13 +35,13 @@ class Rates:
 
     @property
     def matmul_here(self) -> float:
-        """FLOP/s in the dtype that a run computes in here."""
+        """FLOP/s in the compute dtype of a run on this machine."""
         return self.matmul_bf16 or self.matmul
 
 
 @functools.cache
 def rates(quick: bool = False) -> Rates:
-    """Measures the rates: a second or two (`quick`: small arrays, rough)."""
+    """Measures the rates in a second or two (with `quick`, roughly and with small arrays)."""
     on_gpu = backend() != "cpu"
     n = 256 if quick else 8192 if on_gpu else 1536
     elements = 2**18 if quick else 2**28 if on_gpu else 2**24
@@ -69,7 +71,7 @@ def backend() -> str:
 
 
 def machine(packages: Sequence[str] = ()) -> dict[str, str | int | float]:
-    """Hardware, libraries and versions, those of these packages too, as a result keeps them."""
+    """Hardware, libraries and versions, including these packages, in the form for a result."""
     found = startup.prepare()
     return {
         "cpu": _cpu_name(),
@@ -104,7 +106,7 @@ def _cpu_name() -> str:
 
 
 def _blas_name(library: str | None) -> str:
-    """The library with its own word on version and kernels, where it is an OpenBLAS."""
+    """The library, with the version and kernels that it reports if it is an OpenBLAS."""
     if library is None:
         return "the one in MLX's wheel" if system.system() == "Linux" else "Accelerate"
     describe = getattr(ctypes.CDLL(None), "openblas_get_config", None)

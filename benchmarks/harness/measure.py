@@ -1,4 +1,6 @@
-"""Time and memory of a call: warm-up, forced evaluation, medians, and comparisons in one run."""
+"""Measures time and memory of a call: warm-up, forced evaluation, medians, and comparisons within
+one run.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ Call = Callable[[], Any]  # returns the arrays that are to be computed, as any t
 
 @attrs.frozen
 class Timing:
-    """Seconds of one call, in the order in which they were taken."""
+    """Seconds of one call, in the order of measurement."""
 
     samples: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle sample; noise on a shared machine reaches it last."""
+        """The median sample, which is the least affected by noise on a shared machine."""
         return statistics.median(self.samples)
 
     @property
@@ -39,7 +41,7 @@ class Timing:
         return max(self.samples)
 
     def __truediv__(self, other: Timing) -> Ratio:
-        """How many times as long as `other`, which was measured in the same interleaved run."""
+        """The ratio to `other`, which was measured in the same interleaved run."""
         pairs = tuple(a / b for a, b in zip(self.samples, other.samples, strict=True))
         return Ratio(self.median / other.median, pairs)
 
@@ -58,7 +60,7 @@ class Ratio:
 
 
 def run_once(call: Call) -> float:
-    """Seconds of one call, all of its arrays computed before the clock is read."""
+    """Seconds of one call; all of its arrays are computed before the clock is read."""
     mx.synchronize()
     started = time.perf_counter()
     materialize(call())
@@ -67,7 +69,7 @@ def run_once(call: Call) -> float:
 
 
 def timed(call: Call, *, repeats: int, warmup: int = 1) -> Timing:
-    """The call's timing over `repeats` samples, after `warmup` calls that trace and compile.
+    """The call's timing over `repeats` samples, after `warmup` calls for tracing and compiling.
 
     Raises:
         ValueError: repeats < 1.
@@ -76,13 +78,14 @@ def timed(call: Call, *, repeats: int, warmup: int = 1) -> Timing:
 
 
 def interleaved(calls: Mapping[str, Call], *, repeats: int, warmup: int = 1) -> dict[str, Timing]:
-    """Timings of several calls, taken in turn so that whatever else the machine does hits all alike.
+    """Timings of several calls, measured alternately so that other load on the machine affects all
+    of them equally.
 
     Args:
-        calls: what to compare, by name.
-        repeats: rounds; in each, every call is timed once. A round starts one call further on than the last,
-            so that none always follows the same neighbour.
-        warmup: calls of each before the first round.
+        calls: the calls to compare, by name.
+        repeats: number of rounds; every call is timed once per round. Each round starts with the
+            next call, so that a call does not always follow the same neighbour.
+        warmup: number of calls of each before the first round.
 
     Raises:
         ValueError: there are no calls, or repeats < 1.
@@ -102,9 +105,10 @@ def interleaved(calls: Mapping[str, Call], *, repeats: int, warmup: int = 1) -> 
 
 
 def peak_bytes(call: Call, *, warm: bool = True) -> int:
-    """Bytes that a call needs at its peak beyond what was in use before it; its results count.
+    """Bytes that a call needs at its peak in addition to the memory in use before it; its results
+    count.
 
-    `warm` runs it once before, so that tracing and constants that stay are not counted.
+    `warm` runs it once before, so that tracing and persistent constants do not count.
     """
     if warm:
         run_once(call)

@@ -1,4 +1,4 @@
-"""Places on pages that commands fill, between <!-- NAME:begin --> and <!-- NAME:end -->."""
+"""Fills places on pages, between <!-- NAME:begin --> and <!-- NAME:end -->."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from runners.errors import UserError
 
 
 def filled(page: str, text: str, contents: Mapping[str, str]) -> str:
-    """A page's text with each content, by name, in its place. UserError where a place is missing."""
+    """A page's text with each content, by name, in its place. Raises UserError if a place is
+    missing.
+    """
     for name, content in contents.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         head, found, rest = text.partition(begin)

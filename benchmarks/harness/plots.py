@@ -1,4 +1,4 @@
-"""Results as charts: benchmarks/results/NAME.svg, bars of the figures that a benchmark is about."""
+"""Draws results as charts: benchmarks/results/NAME.svg, with bars for a benchmark's main figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SPREAD = 30  # largest over smallest bar from which on an axis is logarithmic
 
 @attrs.frozen
 class Chart:
-    """Which figures become bars: those of a unit whose names match.
+    """Selects the figures that become bars, by unit and name.
 
-    The pattern's groups: `row` labels a bar, `series` its colour, `panel` a chart of its own.
+    The pattern's groups: `row` labels a bar, `series` selects its colour, and `panel` its chart.
     """
 
     pattern: str
@@ -67,12 +67,12 @@ class Panel:
 
     @property
     def series(self) -> list[str]:
-        """The colours' names."""
+        """The names of the colours."""
         return list(dict.fromkeys(series for _, series in self.bars))
 
 
 def panels(records: Mapping[str, Record]) -> list[Panel]:
-    """The panels of a result, a backend after the other; none where no figure is for a chart."""
+    """The panels of a result, one backend after another; empty if no figure belongs to a chart."""
     return [panel for backend in sorted(records) for panel in _panels(backend, records[backend])]
 
 
@@ -91,7 +91,8 @@ def _panels(backend: str, record: Record) -> Iterator[Panel]:
 
 
 def draw(records: Mapping[str, Record], path: Path) -> bool:
-    """Writes the bars to `path` (its suffix says in which format); whether there was anything to draw.
+    """Writes the bars to `path` in the format of its suffix; returns whether there was anything to
+    draw.
 
     Raises:
         ImportError: matplotlib, of the extra `bench`, is not installed.
@@ -106,7 +107,7 @@ def draw(records: Mapping[str, Record], path: Path) -> bool:
 
 @contextmanager
 def picture(path: Path, heights: Sequence[float], *, columns: int, width: float) -> Iterator[list[Any]]:
-    """Axes below and beside each other, a height in inches for each row; with none, no file is written.
+    """Axes in a grid, with a height in inches for each row; without any, no file is written.
 
     Raises:
         ImportError: matplotlib, of the extra `bench`, is not installed.
@@ -134,7 +135,7 @@ def picture(path: Path, heights: Sequence[float], *, columns: int, width: float)
 
 
 def _bars(axis: Any, panel: Panel) -> None:
-    """Horizontal bars, the first row on top, each with its value; a tick where a target stands."""
+    """Horizontal bars with their values, the first row on top, and a tick at each target."""
     labels, place = [], 0.0
     for row in panel.rows:
         begun = place

@@ -1,4 +1,6 @@
-"""A benchmark's result: figures with their targets, as JSON beside the last one and as a Markdown table."""
+"""A benchmark's result: figures with their targets, as JSON (next to the previous result) and as a
+Markdown table.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """Whether the target is met; None if there is none."""
         if self.at_most is None and self.at_least is None:
             return None
         below = self.at_most is None or self.value <= self.at_most
@@ -77,7 +79,9 @@ def time_figure(name: str, timing: Timing, unit: str = "s", **more: Any) -> Figu
 
 
 def ratio_figure(name: str, ratio: Ratio, unit: str = "x", **more: Any) -> Figure:
-    """The ratio of two timings' medians, which a target is for, with the rounds' ratios; in "x" or "%"."""
+    """The ratio of two timings' medians, to which a target applies, with the rounds' ratios; in "x"
+    or "%".
+    """
     scale = {"x": 1.0, "%": 100.0}[unit]
     return Figure(
         name=name,
@@ -96,7 +100,7 @@ Arranged = Callable[[Sequence[Figure]], Sequence[Figure]]
 
 @attrs.frozen
 class Measured:
-    """What a benchmark may return in place of figures alone: they, and text files to go beside its result."""
+    """An alternative result of a benchmark: figures, and text files to store next to the result."""
 
     figures: Sequence[Figure]
     files: Mapping[str, str]  # name -> text
@@ -115,7 +119,7 @@ class Record:
     figures: tuple[Figure, ...]
 
     def missed(self) -> list[Figure]:
-        """The figures whose target is not met."""
+        """The figures that miss their targets."""
         return [figure for figure in self.figures if figure.met is False]
 
 
@@ -152,7 +156,7 @@ def make_record(
 
 
 def load_records(path: Path) -> dict[str, Record]:
-    """The records of a result file by backend; {} where there is none.
+    """The records of a result file by backend; {} if there is no file.
 
     Raises:
         UserError: the file is not a result file.
@@ -166,7 +170,7 @@ def load_records(path: Path) -> dict[str, Record]:
             for backend, raw in stored.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is no result of a benchmark ({error}); move it away") from error
+        raise UserError(f"{path} is not a result of a benchmark ({error}); move it away") from error
 
 
 def save_record(
@@ -177,11 +181,11 @@ def save_record(
     parts: Sequence[str] | None = None,
     arranged: Arranged = tuple,
 ) -> tuple[Record | None, Record]:
-    """Writes FOLDER/NAME.json, other backends' records kept.
+    """Writes FOLDER/NAME.json and keeps the records of other backends.
 
-    With `parts`, figures of the last record stay, if it was measured likewise: all but those whose names are
-    in `record`, or are "PART: ..." of these parts. Machine and rates are then the latest run's. `arranged`
-    makes the record's figures of these.
+    With `parts`, figures of the last record are kept if it was measured in the same way, except
+    those whose names are in `record` or are "PART: ..." of these parts. Machine and rates are then
+    the latest run's. `arranged` converts these figures to the record's figures.
 
     Returns:
         (the record that was there, the one that is there now).
@@ -203,7 +207,9 @@ def save_record(
 
 
 def _spelled(records: Mapping[str, Record]) -> str:
-    """The records as JSON: a line for each field, and one for a whole curve; no empty dates or curves."""
+    """The records as JSON, with a line for each field or whole curve, and without empty dates or
+    curves.
+    """
     plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
     curves: list[str] = []
     for record in plain.values():
@@ -219,12 +225,14 @@ def _spelled(records: Mapping[str, Record]) -> str:
 
 
 def alike(one: Record, other: Record) -> bool:
-    """Whether both were measured in the same way, so that their figures can stand side by side."""
+    """Whether both were measured in the same way, so that their figures can be compared."""
     return (one.quick, one.settings) == (other.quick, other.settings)
 
 
 def table(record: Record, last: Record | None = None) -> str:
-    """The figures as a Markdown table, with the change from `last` where it was measured likewise."""
+    """The figures as a Markdown table, with the change from `last` if it was measured in the same
+    way.
+    """
     comparable = last is not None and alike(last, record)
     before = {figure.name: figure for figure in last.figures} if comparable and last else {}
     columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
@@ -240,7 +248,9 @@ def table(record: Record, last: Record | None = None) -> str:
 
 
 def grid(record: Record) -> str:
-    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model; without a row, of all."""
+    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model; names without a row
+    form a single table.
+    """
     found: dict[str, dict[str, dict[str, Figure]]] = {}
     for figure in record.figures:
         model, *row, column = figure.name.split(": ")
@@ -258,14 +268,14 @@ def grid(record: Record) -> str:
 
 
 def markdown(lines: Table) -> str:
-    """A table of `rich` as Markdown."""
+    """A rich table as Markdown."""
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
 def surroundings(backend: str, record: Record) -> str:
-    """Machine, versions and rates in a line."""
+    """Machine, versions and rates in one line."""
     found, speed = record.machine, record.rates
     words = [f"{found['cpu']} ({found['cores']} cores, {found['memory_gb']:.0f} GB)", found["system"]]
     if backend == "cpu":
@@ -293,7 +303,7 @@ def _change(figure: Figure, last: Figure | None) -> str:
 
 
 def spell(value: float, unit: str) -> str:
-    """A number with some three digits, and its unit."""
+    """A number with about three digits, and its unit."""
     size = abs(value)
     if 0 < size < 1e-3:
         text = f"{value:.1e}"

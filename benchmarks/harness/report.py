@@ -1,4 +1,6 @@
-"""The pages that show benchmarks/results: the list in benchmarks/README.md, and pages of the manual."""
+"""Writes the pages that show benchmarks/results: the list in benchmarks/README.md, and pages of the
+manual.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ GRIDS = ("real_quant", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:
-    """Every page of the repository with results, as this folder of results has it.
+    """Every page of the repository with results, with the content of this folder of results.
 
-    Raises UserError where a place on a page is missing, or a result cannot be read.
+    Raises UserError if a place on a page is missing or a result cannot be read.
     """
     records = {name: load_records(results / f"{name}.json") for name in NAMES}
     parts = {"list": listed(records), "missed": missed(records)}
@@ -54,7 +56,9 @@ def rendered(results: Path) -> dict[Path, str]:
 
 
 def manual_pages(results: Path) -> dict[str, str]:
-    """The pages of the manual that are made when it is built: one for each benchmark, and the evidence."""
+    """The pages that are generated when the manual is built: one for each benchmark, and the
+    evidence.
+    """
     pages = {
         f"benchmarks/{name}.md": page(results, name, load_records(results / f"{name}.json")) for name in NAMES
     }
@@ -62,7 +66,7 @@ def manual_pages(results: Path) -> dict[str, str]:
 
 
 def refresh(*, write: bool = True) -> list[Path]:
-    """Bring the pages up to date with benchmarks/results, or only look; those that were out of date."""
+    """Updates the pages from benchmarks/results, or only checks them; returns the outdated ones."""
     new = rendered(RESULTS)
     changed = [page for page, text in new.items() if _read(page) != text]
     for page in changed if write else ():
@@ -75,13 +79,15 @@ def _read(page: Path) -> str:
 
 
 def description(name: str) -> str:
-    """What a benchmark says of itself: its module's docstring, which is Markdown."""
+    """A benchmark's description: its module's docstring, which is Markdown."""
     text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(text)) or ""
 
 
 def page(results: Path, name: str, records: dict[str, Record]) -> str:
-    """One benchmark's page: what it is, then a table a backend, with what it was measured on."""
+    """One benchmark's page: its description, then a table per backend with the machine on which it
+    was measured.
+    """
     parts = [f"# {name}", description(name), f"`python -m benchmarks.{name}`"]
     if (results / f"{name}.svg").is_file():
         parts.append(f"![{name}](../results/{name}.svg)")
@@ -95,7 +101,7 @@ def page(results: Path, name: str, records: dict[str, Record]) -> str:
 
 
 def listed(records: dict[str, dict[str, Record]]) -> str:
-    """A row for each benchmark: what it measures, and how many of its targets are met."""
+    """A row for each benchmark with its question and the number of targets that are met."""
     lines = ["| benchmark | question | targets met | measured |", "|---|---|---|---|"]
     for name, found in records.items():
         met, days = [], []
@@ -115,7 +121,7 @@ def listed(records: dict[str, dict[str, Record]]) -> str:
 
 
 def missed(records: dict[str, dict[str, Record]]) -> str:
-    """A line for each target that is missed."""
+    """A line for each missed target."""
     lines = [
         f"- {name} on {backend}: {figure.name}: {spell(figure.value, figure.unit)}"
         for name, found in records.items()
@@ -126,7 +132,9 @@ def missed(records: dict[str, dict[str, Record]]) -> str:
 
 
 def draw_chart(folder: Path, name: str, say: Callable[[str], None]) -> None:
-    """FOLDER/NAME.svg from FOLDER/NAME.json; a word to `say` where the library for it is not installed."""
+    """Draws FOLDER/NAME.svg from FOLDER/NAME.json; sends a message to `say` if the library for it
+    is not installed.
+    """
     try:
         plots.draw(load_records(folder / f"{name}.json"), folder / f"{name}.svg")
     except ImportError:

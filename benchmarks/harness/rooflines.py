@@ -1,4 +1,6 @@
-"""What a forward pass of a transformer must do: its bytes, products and exponentials, from its own leaves."""
+"""The minimal work of a transformer's forward pass: its bytes, products and exponentials, from its
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from grpo_fn.trees import named_leaves, nbytes
 
 @attrs.frozen
 class Work:
-    """Of one token through a model, and of what it keeps of it."""
+    """The work of one token in a model, and of the state that the model keeps for it."""
 
     weights: int  # in matrices that a token is multiplied with: all but an embedding that is only looked up
     weight_bytes: int
@@ -22,7 +24,7 @@ class Work:
 
     @classmethod
     def of(cls, module: nn.Module) -> Work:
-        """Read off a module of SHAPES or the embedded one."""
+        """From a module of SHAPES or the embedded one."""
         args = vars(module.args)
         leaves = named_leaves(module.parameters())
         matrices = {name: leaf for name, leaf in leaves.items() if leaf.ndim == 2}
@@ -44,7 +46,9 @@ class Work:
         )
 
     def flops(self, tokens: float, behind: float) -> float:
-        """Of a forward over `tokens` tokens that have `behind` tokens before them on average."""
+        """The work of a forward pass over `tokens` tokens with `behind` preceding tokens on
+        average.
+        """
         return tokens * (2 * self.weights + self.scores * behind * self.score_flops)
 
     def exponentials(self, tokens: float, behind: float) -> float:
@@ -55,16 +59,17 @@ class Work:
 def decode_seconds(
     work: Work, speed: Rates, *, rows: int, steps: int, prompt: int, prefixes: int, on_cpu: bool
 ) -> float:
-    """The time that decoding cannot go below.
+    """The lower bound of the decoding time.
 
-    Each step reads all matrices once, `prefixes` copies of a prompt's keys and values and those of each row's
-    own tokens. On a CPU products and exponentials do not overlap, and mostly take longer than the bytes.
+    Each step reads all matrices once, `prefixes` copies of a prompt's keys and values, and the keys
+    and values of each row's own tokens. On a CPU, products and exponentials do not overlap, and
+    usually take longer than reading the bytes.
 
     Args:
-        rows: decoded together, all to the end.
-        steps: tokens of each.
-        prompt: tokens in the cache before the first.
-        prefixes: how often a prompt's cache is held: once a row, or once for all of its rows.
+        rows: number of rows decoded together, all to the end.
+        steps: number of tokens of each.
+        prompt: number of tokens in the cache before the first step.
+        prefixes: number of copies of a prompt's cache: one per row, or one for all of its rows.
     """
     moved = steps * (work.weight_bytes + work.cache_bytes * (prefixes * prompt + rows * steps / 2))
     if not on_cpu:

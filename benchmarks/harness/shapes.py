@@ -1,4 +1,4 @@
-"""Models of given shapes with random weights, as mlx-lm modules and as folders that mlx-lm opens."""
+"""Creates models of given shapes with random weights, as mlx-lm modules and as folders for mlx-lm."""
 
 from __future__ import annotations
 
@@ -91,19 +91,20 @@ _TEMPLATE = (
 
 
 def dtype_here() -> mx.Dtype:
-    """What models compute in on this backend: bfloat16 on a GPU, float32 on a CPU."""
+    """The compute dtype of models on this backend: bfloat16 on a GPU, float32 on a CPU."""
     return mx.float32 if backend() == "cpu" else mx.bfloat16
 
 
 def make_module(name: str, *, dtype: mx.Dtype | None = None, **changes: Any) -> nn.Module:
     """A model of SHAPES with fixed random weights, or the embedded one with its own.
 
-    Matrices have a standard deviation of 1/√fan-in, the head one that gives logits of LOGIT_STD.
+    The standard deviation of matrices is 1/√fan-in; the head's is chosen so that logits have
+    LOGIT_STD.
 
     Args:
         name: a key of SHAPES, or "embedded".
-        dtype: of the weights; None: `dtype_here()`.
-        changes: keys of its config.json to set otherwise, such as `vocab_size=32768`.
+        dtype: the weights' dtype; None means `dtype_here()`.
+        changes: keys of its config.json with different values, such as `vocab_size=32768`.
 
     Raises:
         UserError: there is no such shape.
@@ -133,22 +134,24 @@ def make_module(name: str, *, dtype: mx.Dtype | None = None, **changes: Any) -> 
 
 
 def make_prompts(count: int, length: int, vocabulary: int, *, spread: int = 0) -> list[list[int]]:
-    """Random prompts of `length` tokens; with `spread`, of lengths even around it that sum to the same."""
+    """Random prompts of `length` tokens; with `spread`, of lengths spread evenly around it with the
+    same sum.
+    """
     rng = np.random.default_rng(0)
     offsets = np.linspace(-spread, spread, count).round().astype(int) if count > 1 else [0]
     return [rng.integers(8, vocabulary, length + offset).tolist() for offset in offsets]
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """How many tokens the model knows."""
+    """The model's number of token ids."""
     return vars(module)["args"].vocab_size
 
 
 def write_folder(path: Path, name: str) -> Path:
     """A folder with such a model, in float32 or bfloat16 as `dtype_here`, and a tokenizer of its vocabulary.
 
-    The end-of-text token's embedding is zero: at logit 0 among random ones it is drawn once in some 300,000
-    tokens of a vocabulary of 4,096.
+    The end-of-text token's embedding is zero: with a logit of 0 among random ones, it is sampled
+    about once in 300,000 tokens with a vocabulary of 4,096.
     """
     config = {
         **SHAPES[name],

@@ -1,9 +1,9 @@
-"""A process that takes a step of a run whenever it is told to, and says what the step took.
+"""A process that runs a step of a run on request, and reports the step's cost.
 
     python -m benchmarks.harness.stepping SIDE.json
 
-A line of JSON on stdout says that all is loaded and compiled. Each line on stdin then lets one step happen;
-after it, a line of JSON on stdout says what it took.
+A line of JSON on stdout reports that everything is loaded and compiled. Then, each line on stdin
+starts one step, followed by a line of JSON on stdout with its cost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_CHANGE = "optim.learning_rate=1e-12"  # both sides sample from the same weigh
 
 @attrs.frozen(kw_only=True)
 class Side:
-    """What the process does."""
+    """The task of the process."""
 
     config: str  # a file, or a preset's name
     overrides: list[str]  # SECTION.KEY=VALUE
@@ -39,19 +39,19 @@ class Side:
 
 
 class SteppingProcess:
-    """A side in a process of its own."""
+    """One side in a separate process."""
 
     def __init__(self, name: str, side: Side, work: Path, environment: Mapping[str, str]) -> None:
-        """Start it, and wait until it is ready.
+        """Starts the process, and waits until it is ready.
 
         Args:
-            name: in messages.
-            side: what it does.
-            work: folder for its settings, and for what it writes to stderr.
-            environment: all of it.
+            name: its name in messages.
+            side: its task.
+            work: folder for its settings and its stderr.
+            environment: the complete environment.
 
         Raises:
-            UserError: it ended early; here as in `step`.
+            UserError: the process ended early; the same applies to `step`.
         """
         self.name = name
         self._log = tempfile.TemporaryFile("w+", dir=work)  # noqa: SIM115
@@ -73,7 +73,7 @@ class SteppingProcess:
             raise
 
     def step(self) -> dict[str, Any]:
-        """Let one step happen; what it says of it."""
+        """Runs one step, and returns its report."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
@@ -89,7 +89,7 @@ class SteppingProcess:
         return json.loads(line)
 
     def end(self) -> None:
-        """Tells the process that no further step comes, and ends it if it does not end by itself."""
+        """Tells the process that there are no further steps, and ends it if it does not exit."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
@@ -103,9 +103,11 @@ class SteppingProcess:
 
 
 def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
-    """0 or 1 by a completion's letters; all are right that answer questions which begin with an easy word.
+    """0 or 1, depending on a completion's letters; all completions are right for questions that
+    start with an easy word.
 
-    Those are a quarter of 16 questions of `benchmarks.peers.write_data`, and none of other data.
+    These are a quarter of the 16 questions of `benchmarks.peers.write_data`, and none in other
+    data.
     """
     from benchmarks.peers import WORDS
 

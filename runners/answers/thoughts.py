@@ -1,4 +1,4 @@
-"""A model's thoughts and its answer: the only code that separates them."""
+"""Separates a model's thoughts from its answer; no other code does this."""
 
 from __future__ import annotations
 

@@ -111,8 +111,9 @@ def flag(name: str, meaning: str) -> Part:
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a command of a function and applies `ends_with_a_line`. The parts are its arguments,
-    options and groups of options, in order; `notes` are printed below its help."""
+    """Creates a command from a function and applies `ends_with_a_line`. The parts are its
+    arguments, options and groups of options, in order; `notes` are printed below its help.
+    """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         found = ends_with_a_line(function)

@@ -1,5 +1,5 @@
-"""`grpo convert`: other people's models to MLX folders; `grpo export`: a trained model as a folder or
-file for other programs, uploaded on request.
+"""`grpo convert`: converts models to MLX folders; `grpo export`: writes a trained model as a folder
+or file for other programs, and uploads it on request.
 """
 
 from __future__ import annotations

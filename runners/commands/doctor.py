@@ -90,7 +90,7 @@ def doctor_command(as_json: bool) -> None:
         for line in slow:
             echo(f"slow: {line}")
         if not slow and not problem:
-            echo("runs can start, and nothing that would slow them down was found")
+            echo("runs can start, and no cause of slow training was found")
     if problem:
         raise UserError(problem)
 

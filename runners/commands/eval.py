@@ -100,7 +100,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
 
 def _ks(text: str) -> tuple[int, ...]:
     if text and not re.fullmatch(r"[1-9]\d{0,8}(, *[1-9]\d{0,8})*", text):
-        raise UserError(f"--k {text}: expected integers from 1, such as 1,8")
+        raise UserError(f"--k {text}: expected positive integers, such as 1,8")
     return tuple(sorted({int(part) for part in text.split(",") if part}))
 
 

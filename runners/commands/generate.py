@@ -131,7 +131,9 @@ def generate_command(
             raise UserError("the prompt is empty")
         conversations = [conversation(text)]
     if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
-        raise UserError("--raw continues a text: it excludes --system, --image, --tools and --env")
+        raise UserError(
+            "--raw continues a text and cannot be combined with --system, --image, --tools or --env"
+        )
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)

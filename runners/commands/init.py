@@ -56,8 +56,8 @@ def init_command(model: str, data: str, out: str, question: str, answer: str) ->
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
     if not found.answer:
         echo(
-            "         --answer sets the column with reference answers, --question the one with "
-            "questions"
+            "         --answer sets the column with reference answers, --question the column "
+            "with questions"
         )
     if found.form == "none" and not rewards.exists():
         save_text(rewards, REWARD)

@@ -223,7 +223,7 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
         env = attrs.evolve(env, tools=tuple(values["tools"]), factory=values["factory"])
         folders = (Path.cwd(),)
     if values["row"] and not env.factory:
-        raise UserError("--row: expected --env FILE:CLASS as well, found no environment")
+        raise UserError("--row requires --env FILE:CLASS")
     data = DataConfig(nudge=values["nudge"], chat_template_kwargs=dict(values["template_kwargs"]))
     return build_environments(
         env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker()

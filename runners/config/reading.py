@@ -1,6 +1,7 @@
 """Reads a config's values: a TOML file or packaged preset, then --set. Each value keeps its origin.
 
-Types are not checked here; `runners.config.loading` turns the merged values into the frozen config.
+Types are not checked here; `runners.config.loading` converts the merged values to the frozen
+config.
 """
 
 from __future__ import annotations

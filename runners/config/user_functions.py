@@ -26,7 +26,7 @@ def resolve_function(
 ) -> Callable[..., Any]:
     """The function for a name in a config.
 
-    A relative file is searched in each of `base_dirs` in turn (without them, in the working
+    A relative file is looked up in each of `base_dirs` in turn (without them, in the working
     directory). The folders of `base_dirs` and the file's own folder are appended to Python's path,
     so that their modules can be named and a file can import its neighbours. They are not removed,
     because later imports may need them.

@@ -119,7 +119,7 @@ def check_apart(target: Path, *sources: Path) -> None:
     for source in sources:
         if inside in (source.resolve(), *source.resolve().parents):
             raise UserError(
-                f"{target}: the source {source} is inside this folder; expected another folder"
+                f"{target}: the source {source} is inside this folder; expected a different folder"
             )
 
 

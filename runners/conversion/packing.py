@@ -101,7 +101,7 @@ def repack(
     dequantize: bool = False,
     collect: Collect | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Casts, unpacks and packs the module in place, by mlx-lm, and returns its new config.json.
+    """Casts, unpacks and packs the module in place with mlx-lm, and returns its new config.json.
 
     Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect`, linear
     layers are rounded using the moments that it returns. Raises UserError if the recipe does not

@@ -1,1 +1,3 @@
-"""From a file, folder or Hub name to the prompts of a run; no rewards, no model weights."""
+"""Reads the prompts of a run from a file, a folder or the Hub; uses neither rewards nor model
+weights.
+"""

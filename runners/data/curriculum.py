@@ -193,7 +193,7 @@ def with_difficulty(
     found = {line["prompt"]: (float(line["passes"]), float(line["samples"])) for line in lines}
     counts = [found.get(prompt_id(example), (0.0, 0.0)) for example in examples]
     if config.difficulty and not any(samples for _, samples in counts):
-        raise UserError(f"{place}: none of the {len(examples)} training prompts is in it")
+        raise UserError(f"{place}: the file contains none of the {len(examples)} training prompts")
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates

@@ -51,7 +51,7 @@ _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed 
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
-    """The rows to train on (the first `max_samples`) and those to evaluate on.
+    """The rows for training (the first `max_samples`) and the rows for evaluation.
 
     A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
     "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth

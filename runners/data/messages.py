@@ -125,7 +125,8 @@ def read_prompts(
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
             raise UserError(
-                f"{row.place}: the messages contain a system message, and --system sets another one"
+                f"{row.place}: the messages contain a system message, and --system sets a second "
+                f"one"
             )
         found.append(list(conversation(value, system)))
     if not found:

@@ -119,7 +119,7 @@ def build_examples(
                 ) from error
     if rows and not examples:
         raise UserError(
-            f"all {len(rows)} rows are invalid, for example {list(faults.values())[-1]}"
+            f"all {len(rows)} rows are invalid; for example, {list(faults.values())[-1]}"
         )
     kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
     if rows and not kept:

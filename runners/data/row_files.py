@@ -240,7 +240,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     most = max(LEAST, RATIO * path.stat().st_size)
     unpacked = 0
-    too_large = UserError(f"{path}: expected it to unpack to at most {most:,} bytes; found more")
+    too_large = UserError(f"{path}: expected at most {most:,} bytes after unpacking, found more")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names

@@ -1,6 +1,6 @@
 """Creates, resets and calls environments and tools in the process of user code, by number.
 
-These are operations of `runners.user_code`. Results are plain: texts, names and schemas.
+These are operations of `runners.user_code`. Results are plain values: texts, names and schemas.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def config_of_runs(
             return None
         raise UserError(
             f"{others[0]}: not the config of one of your runs on this machine, and it may name "
-            f"code; --config {others[0]} uses its data and rewards, --data uses other data"
+            f"code; --config {others[0]} uses its data and rewards, --data uses different data"
         )
     if not files:
         return None

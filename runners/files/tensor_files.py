@@ -1,4 +1,4 @@
-"""Safetensors files: checked before MLX reads them."""
+"""Checks safetensors files before MLX reads them."""
 
 from __future__ import annotations
 

@@ -168,9 +168,7 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with `part` weights, which are rounded except, often, embeddings and
-        head.
-        """
+        """Bytes of a role with `part` rounded weights; embeddings and head are often not rounded."""
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))
@@ -233,7 +231,7 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
     """Whether the learner computes a group's prompt once: on a GPU only if requested, because
     attention would need a mask array there.
 
-    Never with checkpointed blocks, which would run again without the first run's keys, or if
+    It does not for checkpointed blocks, which would run again without the first run's keys, or if
     routers' decisions are recorded over whole rows.
     """
     wish = config.system.share_prompts

@@ -1,4 +1,4 @@
 """Finds, checks, reads, adapts and writes model folders and modules.
 
-No data, no rewards, no loop.
+Nothing here uses data, rewards or the training loop.
 """

@@ -132,7 +132,7 @@ def read_adapters(
 ) -> dict[str, Any]:
     """Adds a folder's adapters to the newly read module of `path`.
 
-    `digest` is the `base_digest` of the module; If it is None, it is computed if the adapters
+    `digest` is the `base_digest` of the module. If it is None, it is computed if the adapters
     contain a digest (mlx-lm's do not). Returns mlx-lm's num_layers and lora_parameters. Raises
     UserError if the adapters are missing, incomplete, not finite, of another kind than `tune` (if
     given), or made for another model.

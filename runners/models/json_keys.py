@@ -110,7 +110,7 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
     "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
     "alpha_pattern": _optional(
         lambda table: isinstance(table, dict) and all(_is_number(x) and x for x in table.values()),
-        "a JSON object of numbers other than 0",
+        "a JSON object whose values are nonzero numbers",
     ),
     "bias": (lambda value: value in (None, "none"), "none"),
     **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),

@@ -36,7 +36,7 @@ def save_model(
     *,
     evaluation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a model folder with these trained parameters, its floating weights in the source
+    """Writes a model folder with these trained parameters, with floating weights in the source
     model's dtypes.
 
     A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores

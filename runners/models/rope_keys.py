@@ -75,7 +75,7 @@ class _Reader:
     def refuse(self, what: str, value: Any = "") -> UserError:
         """The error for a setting that the module does not support."""
         stated = f" = {show(value)}" if value != "" else ""
-        return UserError(f"rope_parameters: mlx-lm's {self.name} does not compute {what}{stated}")
+        return UserError(f"rope_parameters: mlx-lm's {self.name} does not support {what}{stated}")
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,4 +16,4 @@ MODELS = {"embedded": MODEL_DIR, "embedded-tools": TOOLS_DIR / "model"}
 """The folders of the shipped models, by their names in `model.path`."""
 
 DATA = {"embedded": DATA_DIR, "embedded-tools": TOOLS_DIR / "data"}
-"""The folders of the data that ship, by what `data.source` calls them."""
+"""The folders of the shipped data, by their names in `data.source`."""

@@ -91,10 +91,10 @@ def judge_reward(
     names = set(_PLACEHOLDER.findall(prompt))
     if "completion" not in names:
         raise ValueError(
-            "prompt: expected {completion} where the judged text is inserted, found no such name"
+            "prompt: expected the name {completion} in place of the judged text, found none"
         )
     if not scale[0] < scale[1]:
-        raise ValueError(f"scale: expected the lowest score below the highest one, found {scale}")
+        raise ValueError(f"scale: expected a lowest score below the highest score, found {scale}")
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {
         "temperature": 0.0,

@@ -85,8 +85,8 @@ def resolve_rewards(
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
-                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); name your own "
-                    f"as {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                    f"reward {show(name)} is not built in ({', '.join(REWARDS)}); a custom "
+                    f"reward is {FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
                 )
             function = built_in(form)[name]
         elif worker is None:

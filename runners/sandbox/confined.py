@@ -118,7 +118,7 @@ class Sandbox:
                 drawn = int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
                 self.user = first + count - 3 - drawn
             else:
-                self.missing.append("a user of its own (only root can read its Python)")
+                self.missing.append("a separate user (only root can read its Python)")
         self.filter = bytes.fromhex(filters[not self.namespaces])
         if not self.filter:
             self.missing.append(f"seccomp (not for {os.uname().machine})")

@@ -1,7 +1,7 @@
 """Limits the time and memory of a model's tokenizer and chat template at their first use.
 
 The libraries have no such limits, but a one-line template or a tokenizer.json of a few kilobytes
-can require gigabytes. Therefore, the first use takes place in a process that can be ended. This
+can require gigabytes. Therefore, the first use happens in a process that can be ended. This
 takes a second, once per file content: contents that have passed are recorded in the user's cache
 folder.
 """

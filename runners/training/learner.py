@@ -231,7 +231,7 @@ def check_backend(loaded: LoadedModel, platform: Platform) -> None:
     if family in _WRONG_GRADIENTS.get(platform.backend, ()):
         raise UserError(
             f"{loaded.path}: gradients of {family} are wrong with MLX's {platform.backend} backend "
-            "(docs/models.md, On CUDA); expected another model, or MLX's CPU or Metal backend"
+            "(docs/models.md, On CUDA); expected a different model, or MLX's CPU or Metal backend"
         )
 
 

@@ -49,9 +49,9 @@ class Flight:
     and from which it is proposed again after a resume.
     """
 
-    batch_step: int = rules.key(0, "rollouts made before", _COUNT)
-    update: int = rules.key(0, "whose weights sample it", _COUNT)
-    position: int = rules.key(0, "training examples handed out before", _COUNT)
+    batch_step: int = rules.key(0, "number of earlier rollouts", _COUNT)
+    update: int = rules.key(0, "the update whose weights sample it", _COUNT)
+    position: int = rules.key(0, "number of training examples used before", _COUNT)
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)
     sampler: Sampler = attrs.field(factory=Sampler)
     curriculum: Estimates | None = None
@@ -91,23 +91,25 @@ class RunState:
     train: g.TrainState = _unsaved(
         attrs.NOTHING, "a checkpoint stores it in separate files, as a model"
     )
-    batch_step: int = rules.key(0, "rollouts made", _COUNT)
-    update: int = rules.key(0, "optimizer updates taken", _COUNT)
-    reused: int = rules.key(0, "how many updates the current rollouts have served", _COUNT)
-    position: int = rules.key(0, "training examples handed out", _COUNT)
-    sampled_tokens: int = rules.key(0, "by all ranks", _COUNT)
-    synced_at: int = rules.key(0, "batch steps", _COUNT)
-    ref_synced_at: int = rules.key(0, "batch steps", _COUNT)
-    evaluated_at: int = rules.key(-1, "updates; -1: never", "-1 or >= 0")
+    batch_step: int = rules.key(0, "number of rollouts so far", _COUNT)
+    update: int = rules.key(0, "number of optimizer updates so far", _COUNT)
+    reused: int = rules.key(0, "number of updates that used the current rollouts", _COUNT)
+    position: int = rules.key(0, "number of training examples used so far", _COUNT)
+    sampled_tokens: int = rules.key(0, "number of tokens sampled by all ranks", _COUNT)
+    synced_at: int = rules.key(0, "batch step of the last sync", _COUNT)
+    ref_synced_at: int = rules.key(0, "batch step of the reference's last sync", _COUNT)
+    evaluated_at: int = rules.key(-1, "update of the last evaluation; -1: never", "-1 or >= 0")
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
     eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
     reward: float | None = None  # of the last update
-    elapsed: float = rules.key(0.0, "seconds, of all processes", ">= 0")
+    elapsed: float = rules.key(0.0, "seconds, over all processes of the run", ">= 0")
     micro_batch_tokens: int = rules.key(
-        1, "the budget: the config's, or less once memory ran out", ">= 1"
+        1, "the config's budget, or less after memory has run out", ">= 1"
     )
-    bad_updates: int = rules.key(0, "skipped", _COUNT)
-    bad_updates_in_a_row: int = rules.key(0, "skipped, up to the last one", _COUNT)
+    bad_updates: int = rules.key(0, "number of skipped updates", _COUNT)
+    bad_updates_in_a_row: int = rules.key(
+        0, "number of consecutive skipped updates up to now", _COUNT
+    )
     seen: Seen = attrs.field(factory=Seen)  # by the watch
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
     sampler: Sampler = attrs.field(factory=Sampler)
@@ -117,10 +119,10 @@ class RunState:
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = _unsaved(
-        (), "of these steps, as far as this process made them"
+        (), "the experiences of these steps that this process created"
     )
     loss_stats: tuple[g.LossStats, ...] = _unsaved(
-        (), "only between the gradients and their update"
+        (), "exists only between the gradients and their update"
     )
 
     @property

@@ -41,7 +41,9 @@ class Sampler:
     moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
     fallback: str | None = None  # why few-bit weights were given up
     rows: int = rules.key(
-        0, "completions decoded together: less once memory ran out; 0: all", ">= 0"
+        0,
+        "number of completions decoded together, reduced after memory has run out; 0: all",
+        ">= 0",
     )
     # How its weights are rounded; None: they are not, for good or until there are `moments`.
     role: QuantizedRole | None = attrs.field(

@@ -185,7 +185,7 @@ class SetUp:
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
                 f"{loaded.path}: completions of prompts with images share one copy of their "
-                f"prompt when decoded, which changes the numbers of this model on this machine"
+                f"prompt when decoded, which changes this model's numbers on this machine"
             )
         return Run(
             config=config,

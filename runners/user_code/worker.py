@@ -1,8 +1,8 @@
 """A separate process for user code, which can be ended in any state and ends with the run.
 
 It is persistent, so a call costs only one message in each direction. Arguments are sent as pickles;
-results are returned as JSON. It leads a session: Ctrl-C in the terminal does not reach it or its
-children.
+results are returned as JSON. It is a session leader, so Ctrl-C in the terminal does not reach it or
+its children.
 """
 
 from __future__ import annotations

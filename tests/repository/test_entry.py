@@ -27,5 +27,5 @@ def test_a_foreign_package_is_named_in_one_line(command, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"{place} hides grpo_fn's package runners, which is {ROOT / 'runners'}: rename it, take "
-        f"{place.parent} off PYTHONPATH, or install grpo_fn into an environment of its own\n"
+        f"{place.parent} off PYTHONPATH, or install grpo_fn into a separate environment\n"
     )

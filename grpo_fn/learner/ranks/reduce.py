@@ -62,7 +62,7 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
     """The micro-batches of a batch that a rank computes, with about the same number of tokens on
     each rank.
 
-    If there are fewer micro-batches than ranks, the largest ones are halved. Each rank gets at
+    If there are fewer micro-batches than ranks, the largest ones are halved. Each rank receives at
     least one micro-batch, possibly without rows.
     """
     if size == 1:

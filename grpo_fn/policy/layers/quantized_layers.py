@@ -26,7 +26,7 @@ def unpack_rows() -> int:
 
 
 def is_unpacked(x: mx.array, group_size: int) -> bool:
-    """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
+    """Whether a product of these rows, [...,width], with a packed weight first unpacks the weight.
 
     Always true if a row of the weight is a single group: on CUDA, the packed product of MLX 0.32.4
     is then wrong for more than one row (benchmarks/architectures/upstream.md), and such a weight is

@@ -175,6 +175,6 @@ class _Reader:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if not all(1 <= part <= _MOST for part in shape) or shape[0] % block:
             raise ValueError(
-                f"expected a shape that is a multiple of blocks of {block}, found {show(shape)}"
+                f"expected a shape that is divisible into blocks of {block}, found {show(shape)}"
             )
         return kind.name, tuple(reversed(shape)), offset, prod(shape) // block * size

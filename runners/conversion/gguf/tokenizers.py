@@ -74,7 +74,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            "the tokenizer is not a fast tokenizer of transformers: GGUF cannot represent it"
+            "the tokenizer is not a fast tokenizer of transformers, so GGUF cannot represent it"
         )
     stated = json.loads(backend.to_str())
     model = stated["model"]

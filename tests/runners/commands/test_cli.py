@@ -182,7 +182,7 @@ def test_an_interrupted_run_shows_how_to_continue(
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing argument 'CONFIG'"),
-        (["run", "train.toml", "--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        (["run", "train.toml", "--resume", "--overwrite"], "--resume and --overwrite cannot be combined"),
         (["run", "train.toml", "--allow-config-change"], "--allow-config-change requires --resume"),
     ],
 )

@@ -120,7 +120,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     ("arguments", "message"),
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
-        (["model", "model", "--force"], "is inside this folder; expected another folder"),
+        (["model", "model", "--force"], "is inside this folder; expected a different folder"),
         (["model", "out", "--group-size", "32"], "--group-size requires --bits"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
         (

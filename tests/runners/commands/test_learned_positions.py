@@ -59,5 +59,5 @@ def test_gold_completions_of_a_file_are_checked_too(command, tmp_path):
     (tmp_path / "gold.jsonl").write_text(json.dumps(line) + "\n")
     settings = ("--set", "sft.completions=gold.jsonl", "--set", "rollout.max_new_tokens=8")
     line = command("sft", "train.toml", *settings, code=2)
-    assert "at most 64 positions" in line
+    assert "at most 64 learned positions" in line
     assert "reference completions of the train data with their prompts, " in line

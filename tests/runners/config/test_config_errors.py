@@ -26,11 +26,11 @@ def faults(load):
     ("text", "line"),
     [
         ("rollout.num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
-        ("watch.zzz = 1", "unknown key; watch takes patience, min_entropy, max_kl"),
+        ("watch.zzz = 1", "unknown key; watch contains patience, min_entropy, max_kl"),
         ("num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
         ("lora.rank = 1", "lora: unknown key; did you mean model.lora.rank?"),
-        ("model.zzz = 1", "unknown key; model takes path, tune, lora.rank, lora.scale"),
+        ("model.zzz = 1", "unknown key; model contains path, tune, lora.rank, lora.scale"),
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("rollout.num_generations = 1", "expected an integer >= 2, found 1"),
         ("rollout.temperature = nan", "expected a finite number, found nan"),
@@ -86,7 +86,7 @@ def faults(load):
         ("data.image = 'p'\nenv.factory = 'a:A'", 'expected "" with data.image = "p", found "a:A"'),
         (
             'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
-            "expected 0 with mxfp4, which need groups",
+            "expected 0 with mxfp4, whose group size is",
         ),
         (f'loss = {{{PACKED}}}\nmodel.tune = "lora"', 'expected "none" with model.tune = "lora", where the'),
         (f"loss = {{{PACKED}, ref_sync_every = 8}}", "expected 1.0, or loss.ref_sync_every = 0, with loss."),

@@ -113,7 +113,7 @@ TABLE = "does not map bytes and names to distinct numbers"
         (pickled({**STATE, "special_tokens": {"a": "b"}}), TABLE),
         (pickled({**STATE, "special_tokens": {"a": 3}}), TABLE),
         (pickled({**STATE, "special_tokens": {"a": -1}}), TABLE),
-        (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "no token for some byte"),
+        (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "lacks tokens for some bytes"),
     ],
 )
 def test_what_is_no_vocabulary_is_reported(read, content, message):

@@ -152,7 +152,7 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
     assert known.first_n.tolist() == [0, 1, 0.5, 0.25, NEVER]
     with pytest.raises(UserError, match=r"no prompt has a pass rate from 0.9 to 0.95"):
         with_difficulty(prompts, attrs.evolve(config, pass_rates=(0.9, 0.95)))
-    with pytest.raises(UserError, match="none of the 1 training prompts is in it"):
+    with pytest.raises(UserError, match="the file contains none of the 1 training prompts"):
         with_difficulty(prompts[4:], config)
 
 

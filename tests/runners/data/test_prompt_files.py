@@ -42,7 +42,7 @@ def test_rows_with_texts_or_conversations(tmp_path):
         (['{"question": " "}'], r"is blank"),
         (['{"question": [{"role": "bot", "content": "x"}]}'], r"expected a role of"),
         ([json.dumps({"question": [SYSTEM, {"role": "user", "content": "y"}]})], r"--system"),
-        ([], r"it contains no prompts"),
+        ([], r"the file contains no prompts"),
     ],
 )
 def test_what_is_no_prompt_is_reported(tmp_path, rows, message):

@@ -94,7 +94,7 @@ def test_templates_without_a_system_role(template: str) -> None:
     assert text == "<s><|user|>user: Be brief.\n\n1+1?<|end|><|bot|>"
     assert render(tokenizer(template), MESSAGES[1:])[0] == "<s><|user|>user: 1+1?<|end|><|bot|>"
     for others in ((), ({"role": "assistant", "content": "Hi"}, MESSAGES[1]), (MESSAGES[1], MESSAGES[0])):
-        with pytest.raises(UserError, match=r"no system role|drops the system message"):
+        with pytest.raises(UserError, match=r"no system role|omits the system message"):
             render(tokenizer(template), (MESSAGES[0], *others))
 
 
@@ -170,7 +170,7 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
     assert [example.number for example in examples] == [0, 1, 2, 4, 5, 6, 7] and too_long == 0
     assert found.notices("train", 0, 9) == [f"train data: 1 invalid rows skipped (the first: {fault})"]
     refuses = tokenizer("{{ raise_exception('never') }}")
-    with pytest.raises(UserError, match=r"all 8 rows are invalid, for example .*never"):
+    with pytest.raises(UserError, match=r"all 8 rows are invalid; for example, .*never"):
         build_examples(found, config, refuses)
 
 

@@ -89,7 +89,7 @@ def test_a_model_s_calls_are_run_and_answered(generate):
         (["--tools", "nope.py"], "no file at"),
         (["--tools", "tools.py:doble"], "has no doble; did you mean double?"),
         (["--tools", "tools.py", "--tools", "tools.py:double"], "there is already a tool double"),
-        (["--tools", "tools.py", "--row", '{"a": 1}'], "--row: expected --env FILE:CLASS as well"),
+        (["--tools", "tools.py", "--row", '{"a": 1}'], "--row requires --env FILE:CLASS"),
         (["--env", "tools.py:Box", "--row", "[1]"], "expected a JSON object"),
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
     ],

@@ -101,7 +101,7 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({"alpha_pattern": {r"([a-z._]+\d?)+!": 2}}, {}, "alpha_pattern: expected regular expressions that"),
         ({"alpha_pattern": {"q_proj(": 2}}, {}, r"alpha_pattern: expected .*, found \[.q_proj\("),
         ({"use_dora": True}, DORA, "model.embed_tokens: mlx-lm's DoRA of an embedding differs from PEFT's"),
-        ({"alpha_pattern": {"q": "2"}}, {}, "alpha_pattern: expected a JSON object of numbers"),
+        ({"alpha_pattern": {"q": "2"}}, {}, "alpha_pattern: expected a JSON object whose values are"),
         ({}, {"../../x": array(2, 2)}, "is not part of a LoRA"),
         ({}, {B: array(4, 2)}, "expected lora_A and lora_B of the same rank"),
         ({}, {A: array(3, 6)}, "expected lora_A and lora_B of the same rank"),

@@ -127,18 +127,18 @@ def test_nothing_to_map_changes_nothing():
 
 
 REFUSED = [
-    (config("gemma2", YARN), 'gemma2 does not compute rope_type = "yarn"'),
-    (config("mixtral", {"rope_type": "linear", "factor": 2.0}), 'mixtral does not compute rope_type = "l'),
-    (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not compute rope_type = "default"'),
-    (config("llama", {"rope_type": "axial"}), 'llama does not compute rope_type = "axial"'),
-    (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
+    (config("gemma2", YARN), 'gemma2 does not support rope_type = "yarn"'),
+    (config("mixtral", {"rope_type": "linear", "factor": 2.0}), 'mixtral does not support rope_type = "l'),
+    (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not support rope_type = "default"'),
+    (config("llama", {"rope_type": "axial"}), 'llama does not support rope_type = "axial"'),
+    (config("llama", {"partial_rotary_factor": 0.5}), "does not support partial_rotary_factor = 0.5"),
     (config("llama", {**YARN, "truncate": False}), "compute truncate with rope_type yarn = false"),
     (config("llama", {**YARN, "attention_factor": 2.0}), "attention_factor with rope_type yarn = 2.0"),
-    (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale with rope_type yarn = 0.7"),
+    (config("llama", {**YARN, "mscale": 0.7}), "does not support mscale with rope_type yarn = 0.7"),
     (config("llama", {**LONG, "attention_factor": 3.0}), "attention_factor with rope_type longrope = 3.0"),
     (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
     (config("gemma3_text", {"sliding_attention": YARN}), "other parameters for sliding_attention"),
-    (config("gemma3_text", {"compressed": YARN}), "does not compute layers of type compressed"),
+    (config("gemma3_text", {"compressed": YARN}), "does not support layers of type compressed"),
     (
         config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
         "layer_types other than full_attention in every n-th layer",

@@ -165,7 +165,7 @@ def test_a_faulty_answer_gives_no_reward_and_one_line(answer, said):
         assert scores.values_kb.tolist() != scores.values_kb.tolist()  # NaN
         (line,) = scores.problems
         assert said.format(url=url) in line and "at completion 0" in line and "and 1 more" in line
-        with pytest.raises(RewardError, match=r'reward "j" got'):
+        with pytest.raises(RewardError, match=r'reward "j" received'):
             score(judge(url, "raise"), ["a", "b"])
 
 

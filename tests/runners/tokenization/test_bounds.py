@@ -198,4 +198,4 @@ def test_data_without_end(tmp_path, write):
     write(tmp_path / "a.parquet")
     with closing(BoundedFunction(f"{__name__}:refusal", seconds=4, memory=10**9)) as call:
         line = call(str(tmp_path / "a.parquet"))
-    assert line and "to unpack to at most" in line and "\n" not in line
+    assert line and "bytes after unpacking" in line and "\n" not in line
