@@ -137,7 +137,11 @@ def quickstart_figures(quick: bool) -> list[Figure]:
 def main(quick: bool, randomly: bool, minutes: float) -> Iterator[Sequence[Figure]]:
     """Everything that a Mac's owner can measure in one command; --out names the folder of the result."""
     end = time.monotonic() + 60 * minutes
-    columns = (BarColumn(), TextColumn("{task.completed} of {task.total} {task.description}"), TimeElapsedColumn())
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} {task.description}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         shown = progress.add_task("", total=1 + len(MODELS))
         for name in (QUICKSTART, *MODELS):

@@ -65,9 +65,7 @@ def rendered(results: Path) -> dict[Path, str]:
 
 def manual_pages(results: Path) -> dict[str, str]:
     """The pages of the manual that are made when it is built: one for each benchmark, and the evidence."""
-    pages = {
-        f"benchmarks/{name}.md": page(results, name, load_results(results, name)) for name in NAMES
-    }
+    pages = {f"benchmarks/{name}.md": page(results, name, load_results(results, name)) for name in NAMES}
     return {"evidence.md": evidence.rendered(_read(evidence.PAGE), results)} | pages
 
 

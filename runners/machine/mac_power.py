@@ -93,6 +93,8 @@ class PowerWatch:
         reason = slow_because(self._state)
         if self._told or not reason or len(self._rates) <= _FIRST + _LAST:
             return None
-        share = statistics.median(self._rates[-_LAST:]) / statistics.median(self._rates[1:_FIRST + 1])
+        share = statistics.median(self._rates[-_LAST:]) / statistics.median(
+            self._rates[1 : _FIRST + 1]
+        )
         self._told = share < _SLOWER
         return f"updates run at {share:.0%} of their first pace: {reason}" if self._told else None

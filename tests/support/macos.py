@@ -14,6 +14,7 @@ Currently in use:
  displaysleep         10
  lowpowermode         0
 """
+SAVING = SETTINGS.replace("mode         0", "mode         1")
 HOT = """\
 Note: No thermal warning level has been recorded
 2026-08-20 05:08:37 -0700 CPU Power notify
@@ -23,7 +24,9 @@ Note: No thermal warning level has been recorded
 """
 
 
-def as_mac(monkeypatch, folder: Path, settings=SETTINGS, therm="", level=0, *, caffeinate="exec sleep 60"):
+def as_mac(
+    monkeypatch, folder: Path, settings=SETTINGS, therm="", level=0, *, caffeinate="exec sleep 60"
+) -> None:
     """The system is macOS, with these answers of pmset and notifyutil; `caffeinate` is a shell script."""
     folder = folder / "bin"
     folder.mkdir(exist_ok=True)

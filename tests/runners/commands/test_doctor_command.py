@@ -10,7 +10,7 @@ from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.startup import Platform
 from tests.support.commands import grpo
-from tests.support.macos import SETTINGS, as_mac
+from tests.support.macos import SAVING, as_mac
 
 
 def test_a_machine_that_runs_these_tests_can_start_a_run():
@@ -41,7 +41,7 @@ def test_on_a_mac_it_shows_power_heat_and_limits(tmp_path, monkeypatch):
     info = {"max_recommended_working_set_size": 12 * 10**9, "memory_size": 16 * 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    as_mac(monkeypatch, tmp_path, SETTINGS.replace("mode         0", "mode         1"), level=2)
+    as_mac(monkeypatch, tmp_path, SAVING, level=2)
     found = json.loads(grpo("doctor", "--json").output)
     assert found["gpu_resident_bytes"] == 12 * 10**9 and found["swap_limit_bytes"] <= 8 * 10**9
     assert (found["sleep_minutes"], found["low_power"], found["thermal_pressure"]) == (1, 1, 2)

@@ -9,7 +9,9 @@ import pytest
 
 from runners.machine import mac_power
 from runners.machine.mac_power import PowerWatch, awake, power_state, slow_because
-from tests.support.macos import HOT, SETTINGS, as_mac
+from tests.support.macos import HOT, SAVING, SETTINGS, as_mac
+
+NORMAL = {"sleep_minutes": 1, "low_power": 0, "thermal_pressure": 0}
 
 
 def test_a_run_keeps_the_machine_awake_for_its_length_alone(tmp_path, monkeypatch):
@@ -49,10 +51,9 @@ def test_it_ends_with_an_error_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "therm", "level", "state", "reason"),
     [
-        (SETTINGS, HOT, 0, {"sleep_minutes": 1, "low_power": 0, "cpu_speed": 70, "thermal_pressure": 0}, "70 %"),
-        (SETTINGS, "", 2, {"sleep_minutes": 1, "low_power": 0, "thermal_pressure": 2}, "pressure is heavy"),
-        (SETTINGS.replace("mode         0", "mode         1"), "", 0,
-         {"sleep_minutes": 1, "low_power": 1, "thermal_pressure": 0}, "low-power mode is on"),
+        (SETTINGS, HOT, 0, NORMAL | {"cpu_speed": 70}, "70 %"),
+        (SETTINGS, "", 2, NORMAL | {"thermal_pressure": 2}, "pressure is heavy"),
+        (SAVING, "", 0, NORMAL | {"low_power": 1}, "low-power mode is on"),
         (" powermode            2\n", "", 0, {"low_power": 0, "thermal_pressure": 0}, ""),
         ("", "Note: No thermal warning level has been recorded\n", "", {}, ""),
     ],

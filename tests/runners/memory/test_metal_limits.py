@@ -36,7 +36,7 @@ def device(monkeypatch):
     [
         (PHASES, 11 * GB, ""),  # a tenth more than the peak
         ({}, 12 * GB, ""),  # no forecast: all that is allowed
-        ({"gradient": Phase(0, 0, 13 * GB)}, 12 * GB, "`sudo sysctl iogpu.wired_limit_mb=13638` allows as much"),
+        ({"gradient": Phase(0, 0, 13 * GB)}, 12 * GB, "`sudo sysctl iogpu.wired_limit_mb=13638`"),
         ({"gradient": Phase(0, 0, 14 * GB)}, 12 * GB, "it becomes slow once macOS swaps"),
     ],
 )  # fmt: skip
