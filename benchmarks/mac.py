@@ -5,9 +5,9 @@ One command for everybody who has a Mac, of at most 20 minutes. The result has n
 - *quickstart*: a whole run, from command to end
 - *Qwen3-0.6B, 4 bits, 4 × 256*: one prompt × 4 completions × 256 tokens, LoRA on a packed base. On an M4 Max,
   mlx-lm-lora was reported to sample 558 tokens/s and take .412 steps/s in 5.3 GB: the targets on this chip.
-- *Qwen2.5-0.5B, bf16* and *affine-4*: 2 prompts × 8 × 128, LoRA; *affine-4* samples with packed weights of 4 bits
+- *Qwen2.5-0.5B, bf16* and *affine-4*: 2 prompts × 8 × 128, LoRA; *affine-4* samples with packed weights
 
-Each model comes from the Hub, or has random weights of its shape if the Hub cannot be reached: a note says so.
+Each model comes from the Hub, or has random weights of its shape if the Hub cannot be reached, with a note.
 Medians leave out the first update, which compiles.
 """
 
@@ -137,12 +137,9 @@ def quickstart_figures(quick: bool) -> list[Figure]:
 def main(quick: bool, randomly: bool, minutes: float) -> Iterator[Sequence[Figure]]:
     """Everything that a Mac's owner can measure in one command; --out names the folder of the result."""
     end = time.monotonic() + 60 * minutes
-    columns = (
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total} {task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    text = TextColumn("{task.completed} of {task.total} {task.description}")
+    console = Console(stderr=True)
+    with Progress(BarColumn(), text, TimeElapsedColumn(), console=console) as progress:
         shown = progress.add_task("", total=1 + len(MODELS))
         for name in (QUICKSTART, *MODELS):
             progress.update(shown, description=name)

@@ -90,10 +90,9 @@ TOO_MANY = "[metal::malloc] Resource limit (499000) exceeded."
 @pytest.mark.parametrize(
     ("fits", "tries", "text", "said"),
     [
-        *[
-            (fits, tries, LACK, "out of memory (")
-            for fits, tries in ((6, [0, 3]), (3, [0, 3]), (0, [0, 3, 3]))
-        ],
+        (6, [0, 3], LACK, "out of memory ("),
+        (3, [0, 3], LACK, "out of memory ("),
+        (0, [0, 3, 3], LACK, "out of memory ("),
         (6, [0, 3], TOO_MANY, f"too many arrays ({TOO_MANY})"),
     ],
 )
