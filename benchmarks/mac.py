@@ -38,7 +38,7 @@ STEPS = 6  # updates of each model
 TARGET_CHIP = "Apple M4 Max"
 QUICKSTART = "quickstart"
 QWEN3 = "Qwen3-0.6B, 4 bits, 4 × 256"
-LORA = ['model.tune="lora"', "system.check_model=false"]
+LORA = ['model.tune="lora"']
 LARGE = [*LORA, "optim.batch_size=2", "rollout.num_generations=8", "rollout.max_new_tokens=128"]
 PACKED = ["rollout.quantization=affine-4", "rollout.storage=packed", "loss.correction=token_truncate"]
 TINY = {
