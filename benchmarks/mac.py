@@ -42,7 +42,7 @@ LORA = ['model.tune="lora"']
 LARGE = [*LORA, "optim.batch_size=2", "rollout.num_generations=8", "rollout.max_new_tokens=128"]
 PACKED = ["rollout.quantization=affine-4", "rollout.storage=packed", "loss.correction=token_truncate"]
 TINY = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
 

@@ -110,7 +110,7 @@ def test_a_mac_is_measured_by_one_command(tmp_path, monkeypatch):
     monkeypatch.setattr(mac, "run_seed", lambda *_: found)
     options = ["--quick", "--random", "--out", str(tmp_path / "metal" / "m9")]
     done = CliRunner().invoke(mac.main, options)
-    assert done.exit_code == 0 and "3 of 4" in done.output, done.output
+    assert done.exit_code == 0 and "4 of 4" in done.output, done.output
     file = tmp_path / "metal" / "m9" / "mac.json"
     (measured,) = record.load_records(file).values()
     values = {figure.name: figure.value for figure in measured.figures}
