@@ -43,8 +43,8 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart(r"rates: (?P<row>[^:]+): (?P<series>weights|peak)", "MB", "memory, MB"),
     ),
     "mac": (
-        Chart(r"(?P<row>.+): (?P<series>sampling)", "tokens/s", "sampled tokens a second"),
-        Chart(r"(?P<row>.+): (?P<series>steps)", "steps/s", "steps a second"),
+        Chart(r"(?P<row>.+): sampling", "tokens/s", "sampled tokens a second"),
+        Chart(r"(?P<row>.+): steps", "steps/s", "steps a second"),
         Chart(r"(?P<row>.+): (?P<series>measured peak|predicted)", "MB", "peak, MB"),
     ),
     "learner": (
