@@ -9,7 +9,11 @@ import pytest
 
 from runners.machine import mac_power
 from runners.machine.mac_power import PowerWatch, awake, power_state, slow_because
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.support.macos import HOT, SAVING, SETTINGS, as_mac
+from tests.support.resuming import SHORT, config_in, lines_of, straight_run
+from tests.support.tiny_states import same_bits
 
 NORMAL = {"sleep_minutes": 1, "low_power": 0, "thermal_pressure": 0}
 
@@ -46,6 +50,19 @@ def test_it_ends_with_an_error_too(tmp_path, monkeypatch):
     with pytest.raises(KeyError), awake():
         raise KeyError
     assert started[0].poll() is not None
+
+
+def test_a_run_is_awake_and_logs_power_and_heat(tmp_path, monkeypatch):
+    """With the updates' other metrics; it learns the same as elsewhere."""
+    noted = tmp_path / "noted"
+    straight = straight_run(*SHORT)
+    as_mac(monkeypatch, tmp_path, level=1, caffeinate=f"echo $$ > {noted}; exec sleep 600")
+    result = run_training(config_in(tmp_path / "a", *SHORT), report=Quiet())
+    updates = [line for line in lines_of(result.folder / "training_log.jsonl") if "loss" in line]
+    assert {(line["power/low_power"], line["power/thermal_pressure"]) for line in updates} == {(0, 1)}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+    assert same_bits(result.state, straight.state)
 
 
 @pytest.mark.parametrize(
