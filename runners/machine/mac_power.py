@@ -87,9 +87,9 @@ class PowerWatch:
         return {f"power/{name}": self._state[name] for name in logged if name in self._state}
 
     def slower(self, rate: float) -> str | None:
-        """Takes an update's tokens per second. A line, once, if updates have become slower by a
-        third and macOS reports a reason."""
-        self._rates.append(rate)
+        """Takes an update's tokens per second; 0: it sampled none. A line, once, if updates have
+        become slower by a third and macOS reports a reason."""
+        self._rates += [rate] if rate else []
         reason = slow_because(self._state)
         if self._told or not reason or len(self._rates) <= _FIRST + _LAST:
             return None

@@ -87,13 +87,14 @@ def test_what_macos_reports(settings, therm, level, state, reason, tmp_path, mon
 
 @pytest.mark.parametrize(("level", "late", "lines"), [(1, 60, 1), (1, 70, 0), (0, 20, 0)])
 def test_a_third_slower_is_said_once_with_its_reason(level, late, lines, tmp_path, monkeypatch):
-    """The first update, which compiles, does not count; without a reason of macOS nothing is said."""
+    """Neither supervised updates count nor the first other one, which compiles; without a reason of macOS
+    nothing is said."""
     as_mac(monkeypatch, tmp_path, SETTINGS, "", level)
     watch = PowerWatch()
     assert watch.metrics() == {"power/low_power": 0, "power/thermal_pressure": level}
     as_mac(monkeypatch, tmp_path, SETTINGS, "", 4)  # is not read again within half a minute
     said = []
-    for rate in (5, *[100] * 8, *[late] * 6):
+    for rate in (*[0.0] * 12, 5, *[100] * 8, *[late] * 6):
         said += filter(None, [watch.slower(rate)])
         assert watch.metrics()["power/thermal_pressure"] == level
     assert len(said) == lines

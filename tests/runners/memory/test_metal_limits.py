@@ -5,6 +5,10 @@ import pytest
 
 from runners.memory.forecast import Phase
 from runners.memory.metal_limits import keep_cache_of, metal_limits
+from runners.telemetry.report import Quiet
+from runners.training import session, train
+from runners.training.plan import plan_of
+from tests.support.resuming import SHORT, config_in
 
 GB = 10**9
 PHASES = {"rollout": Phase(1 * GB, 0, 2 * GB, 3 * GB), "gradient": Phase(1 * GB, 1 * GB, 8 * GB)}
@@ -64,3 +68,17 @@ def test_freed_memory_is_kept_for_the_phase_that_begins(device, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     keep_cache_of(PHASES["rollout"])
     assert device["cache"][1:] == [5 * GB, 8 * GB, 2**29]
+
+
+def test_a_run_sets_them_by_its_forecast(device, tmp_path, monkeypatch):
+    """Its peak stays resident while it runs; each phase says what it needs when it begins."""
+    begun = []
+    monkeypatch.setattr(session, "keep_cache_of", begun.append)
+    monkeypatch.setattr(train, "metal_limits", lambda _, *more: metal_limits("metal", *more))
+    runs = []
+    monkeypatch.setattr(session, "plan_of", lambda run, shown: runs.append(run) or plan_of(run, shown))
+    train.run_training(config_in(tmp_path / "a", *SHORT, "eval.at_start=true"), report=Quiet())
+    phases = runs[0].phases
+    assert [*phases] == ["rollout", "evaluation", "gradient", "update"]
+    assert begun[:3] == [phases["evaluation"], phases["rollout"], phases["gradient"]]
+    assert device["wired"] == [0, int(1.1 * max(map(sum, phases.values()))), 0]
