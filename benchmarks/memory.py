@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import click
 import mlx.core as mx
+import mlx.nn as nn
 
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
@@ -30,7 +31,7 @@ from runners.memory.plan import data_shape
 from runners.memory.sizes import model_sizes
 from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
-from runners.telemetry.events import Event, Finished, Status
+from runners.telemetry.events import Event, Finished, Status, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
@@ -41,7 +42,7 @@ TOML = """
 name = "measured"
 output_dir = "{folder}/out"
 [model]
-path = "{folder}/model"
+path = "{model}"
 [data]
 source = "{folder}/rows.jsonl"
 system_prompt = ""
@@ -70,16 +71,15 @@ REWARD = "def alternating(completions, **_):\n    return [float(i % 2) for i in 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One run to predict and measure; if `model` is None, it is the quickstart with different
-    rewards.
-    """
+    """One run to be predicted and measured; `model` None: the quickstart, except its rewards."""
 
-    model: Mapping[str, Any] | None
+    model: Mapping[str, Any] | str | None  # its config, for random weights; a folder or a name on the Hub
     words: int = 0  # of each question, about a token each
     settings: Sequence[str] = ()
 
 
-def _model(arch: str, layers: int, hidden: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+def model_config(arch: str, layers: int, hidden: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    """The config.json of a model; `torch_dtype` and `quantization` count for its random weights too."""
     return {
         "model_type": arch,
         "vocab_size": vocabulary,
@@ -109,15 +109,15 @@ CASES = {
     # Cut to a length that every batch reaches: a forecast is for completions of full length.
     "quickstart": Case(model=None, settings=["rollout.max_new_tokens=24"]),
     "full, prompts of 400 tokens": Case(
-        model=_model("qwen2", 6, 256, 4096), words=200, settings=_batch(2, 8, 48)
+        model=model_config("qwen2", 6, 256, 4096), words=200, settings=_batch(2, 8, 48)
     ),
     "LoRA": Case(
-        model=_model("llama", 6, 256, 4096, tie_word_embeddings=False),
+        model=model_config("llama", 6, 256, 4096, tie_word_embeddings=False),
         words=30,
         settings=[*_batch(4, 8, 48), 'model.tune="lora"'],
     ),
     "KL, packed 4-bit rollouts": Case(
-        model=_model("qwen2", 4, 384, 4096),
+        model=model_config("qwen2", 4, 384, 4096),
         words=30,
         settings=[
             *_batch(2, 8, 32),
@@ -128,24 +128,24 @@ CASES = {
         ],
     ),
     "checkpointing, four micro-batches": Case(
-        model=_model("qwen2", 8, 256, 4096),
+        model=model_config("qwen2", 8, 256, 4096),
         words=30,
         settings=[*_batch(8, 4, 64), "system.grad_checkpoint=true", "system.micro_batch_tokens=1280"],
     ),
     "32,768 words, short completions": Case(
-        model=_model("qwen2", 3, 256, 32768), words=20, settings=_batch(4, 8, 16)
+        model=model_config("qwen2", 3, 256, 32768), words=20, settings=_batch(4, 8, 16)
     ),
     "weights, hardly any tokens": Case(
-        model=_model("llama", 4, 768, 4096), words=4, settings=_batch(1, 2, 4)
+        model=model_config("llama", 4, 768, 4096), words=4, settings=_batch(1, 2, 4)
     ),
     # Computed in float32, which a CPU is quick at.
     "the same, weights and moments in bfloat16": Case(
-        model=_model("llama", 4, 768, 4096),
+        model=model_config("llama", 4, 768, 4096),
         words=4,
         settings=[*_batch(1, 2, 4), "model.master=bfloat16", "optim.moments=bfloat16"],
     ),
     "decoding: 128 rows": Case(
-        model=_model("llama", 4, 128, 4096, num_key_value_heads=4),
+        model=model_config("llama", 4, 128, 4096, num_key_value_heads=4),
         words=10,
         settings=[*_batch(16, 8, 40), "system.micro_batch_tokens=512"],
     ),
@@ -154,17 +154,20 @@ QUICK = ("quickstart", "LoRA", "32,768 words, short completions")
 
 
 class PhasePeaks(Quiet):
-    """Records the peak of MLX's memory in each activity that the loop reports."""
+    """Records the peak of MLX's memory in each activity that the loop reports, and the metrics of updates."""
 
     def __init__(self) -> None:
         """Starts without records."""
         self.peaks: dict[str, int] = {}
+        self.updates: list[Mapping[str, Any]] = []
         self._doing = "start"
 
     def handle(self, event: Event) -> None:
         """A status ends the previous activity: its peak is recorded, and a new one starts."""
         if isinstance(event, Status):
             self._cut(event.text.split()[0])
+        if isinstance(event, Updated):
+            self.updates.append(event.metrics)
         if isinstance(event, Finished):
             self._cut("finished")
 
@@ -182,6 +185,7 @@ class Outcome:
     predicted: Forecast
     measured: int
     peaks: Mapping[str, int]  # of each thing that the loop did
+    updates: Sequence[Mapping[str, Any]]  # their metrics
 
     @property
     def error(self) -> float:
@@ -215,32 +219,42 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
         run_training(config, report=report)
         mx.clear_cache()
     peaks = {name: peak - before for name, peak in report.peaks.items()}
-    return Outcome(predicted, max(peaks.values()), peaks)
+    return Outcome(predicted, max(peaks.values()), peaks, report.updates)
 
 
 def write_case(folder: Path, case: Case) -> None:
-    """A model with random weights and the embedded model's tokenizer, problems, a reward and a
-    config.
-    """
-    from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes
-
+    """Problems, a reward and a config; a model of random weights if the case has no other."""
     assert case.model is not None
-    target = folder / "model"
-    target.mkdir()
-    model_class, args_class = _get_classes(dict(case.model))
-    mx.random.seed(0)
-    weights = dict(tree_flatten(model_class(args_class.from_dict(dict(case.model))).parameters()))
-    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
-    copy_companions(MODEL_DIR, target)
-    (target / "config.json").write_text(json.dumps(case.model))
+    model = case.model
+    if not isinstance(model, str):
+        model = write_model(folder / "model", model)
     rows = [{"question": f"{'7 ' * case.words}{i % 10}", "answer": "1"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
-    (folder / "train.toml").write_text(TOML.format(folder=folder))
+    (folder / "train.toml").write_text(TOML.format(folder=folder, model=model))
 
 
-def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
+def write_model(target: Path, config: Mapping[str, Any]) -> Path:
+    """A model of random weights with the embedded model's tokenizer."""
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    target.mkdir()
+    model_class, args_class = _get_classes(dict(config))
+    mx.random.seed(0)
+    module = model_class(args_class.from_dict(dict(config)))
+    module.set_dtype(getattr(mx, config.get("torch_dtype", "float32")))
+    if "quantization" in config:
+        nn.quantize(module, **config["quantization"])
+    weights = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
+    copy_companions(MODEL_DIR, target)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def figures_of(name: str, found: Outcome, target: float | None) -> list[Figure]:
+    """The peak as measured and as predicted, and the error of the forecast."""
     peak, predicted = found.predicted.peak
     parts = found.predicted.phases[peak]._asdict()
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
@@ -263,7 +277,7 @@ def main(quick: bool, names: Sequence[str]) -> Sequence[Figure]:
     for name in chosen:
         say(f"memory: {name}")
         # How far MLX runs ahead varies by a few per cent: --quick, which only has to work, is not judged.
-        figures += _figures(name, outcome(CASES[name]), None if quick else WITHIN)
+        figures += figures_of(name, outcome(CASES[name]), None if quick else WITHIN)
     return figures
 
 

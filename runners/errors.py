@@ -93,6 +93,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or bool(says_so)
 
 
+def shortage(text: str) -> str:
+    """What ran out, for a message about this exception of `is_out_of_memory`."""
+    if "Resource limit" in text:
+        return f"too many arrays ({text}): Metal limits their number, whatever their size"
+    return f"out of memory ({text})"
+
+
 def system_fault(error: BaseException) -> str | None:
     """The system's message about a refused file, thread or disk space; None for other exceptions."""
     if isinstance(error, OSError):

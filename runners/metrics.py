@@ -133,6 +133,8 @@ time/rest | seconds | time that no other part includes: logs, batches, the displ
 time/eval | seconds | time for one evaluation | – | fewer `eval.samples`, a larger `eval.every`
 memory/active_gb | 10⁹ bytes | memory currently used by MLX | steady | rises from update to update: a reward function keeps arrays
 memory/peak_gb | 10⁹ bytes | peak memory used by MLX since the start of the run | below 90 % of the memory | [memory](memory.md) names the keys that lower it
+power/low_power | 0 or 1 | whether macOS is in low-power mode; read every half minute | 0 | turn it off: `sudo pmset -a lowpowermode 0`
+power/thermal_pressure | 0 to 4 | macOS's thermal pressure: nominal, moderate, heavy, trapping, sleeping; read every half minute | 0 | from 2 on the machine computes slower: cool it, close other programs
 memory/swap_gb | 10⁹ bytes | memory that the whole system has swapped out to disk | near 0 | everything becomes slow: a smaller batch; see [memory](memory.md)
 nonfinite | names | metrics of this log entry that are NaN or infinite, which JSON cannot represent | absent | a reward that returned no value at all has a mean of NaN; otherwise see `update_skipped`
 """

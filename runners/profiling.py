@@ -18,6 +18,7 @@ from runners.data.stream import RunLength
 from runners.errors import gigabytes
 from runners.machine import startup
 from runners.machine.terminal import aligned
+from runners.memory.metal_limits import metal_limits
 from runners.metrics import METRICS
 from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
@@ -95,11 +96,12 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     loading = time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
-    for number in range(steps + 1):
-        text = f"step {number + 1} of {steps + 1}"
-        shown.note(text)
-        shown.status(text)
-        rows.append(stepping.step())
+    with metal_limits(machine.backend, run.phases, shown.note):
+        for number in range(steps + 1):
+            text = f"step {number + 1} of {steps + 1}"
+            shown.note(text)
+            shown.status(text)
+            rows.append(stepping.step())
     first = rows[0]["step_time"]
     step = statistics.median(row["step_time"] for row in rows[1:])
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}

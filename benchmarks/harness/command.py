@@ -126,7 +126,7 @@ def benchmark(
                 for file, text in found.files.items():
                     (folder / file).write_text(text, encoding="utf-8")
                 kind.draw(folder, name, say)
-                if folder.resolve() == kind.home:
+                if folder.resolve().is_relative_to(kind.home):
                     refresh()
             except UserError as error:
                 say(str(error))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.places import filled
-from benchmarks.harness.record import Record, load_records
+from benchmarks.harness.record import Record, load_records, load_results
 from runners.errors import UserError
 
 FRONT = Path(__file__).resolve().parents[2] / "README.md"
@@ -37,7 +37,7 @@ def headlines(results: Path) -> str:
     """
     lines = []
     for name, backend, line in LINES:
-        record = load_records(results / f"{name}.json").get(backend)
+        record = load_results(results, name).get(backend)
         if record is not None:
             words = f"- {line(record)} (`python -m benchmarks.{name}`)"
             # No line ends inside code or before a unit.
@@ -135,12 +135,23 @@ def _peers(record: Record) -> str:
     return f"a whole step, {_cores(record)}: {'; '.join(said)}"
 
 
+def _mac(record: Record) -> str:
+    shape = "Qwen3-0.6B, 4 bits, 4 × 256"
+    sampling, steps = (_value(record, f"{shape}: {what}") for what in ("sampling", "steps"))
+    peak = _value(record, f"{shape}: measured peak") / 1e3
+    return (
+        f"{shape} tokens, LoRA, on {record.machine['cpu']}: {sampling:,.0f} tokens per second sampled, "
+        f"{steps:.2g} steps per second, {peak:.1f} GB"
+    )
+
+
 LINES: tuple[tuple[str, str, Line], ...] = (
     ("quickstart", "cpu", _quickstart),
     ("rollout", "cpu", _rollout),
     ("rollout", "cuda", _rollout_cuda),
     ("learner", "cpu", _learner),
     ("peers", "cpu", _peers),
+    ("mac", "metal", _mac),
 )
 """Benchmark, backend and the text about its record."""
 

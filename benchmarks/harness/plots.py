@@ -42,6 +42,11 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart(r"rates: (?P<row>[^:]+): tokens/s at (?P<series>batch \d+)", "tokens/s", "tokens a second"),
         Chart(r"rates: (?P<row>[^:]+): (?P<series>weights|peak)", "MB", "memory, MB"),
     ),
+    "mac": (
+        Chart(r"(?P<row>.+): sampling", "tokens/s", "sampled tokens a second"),
+        Chart(r"(?P<row>.+): steps", "steps/s", "steps a second"),
+        Chart(r"(?P<row>.+): (?P<series>measured peak|predicted)", "MB", "peak, MB"),
+    ),
     "learner": (
         Chart(r"(?P<panel>.+): time, (?P<row>.+)", "s", "seconds"),
         Chart(r"(?P<panel>.+): peak, (?P<row>.+)", "MB", "peak, MB"),

@@ -173,6 +173,19 @@ def load_records(path: Path) -> dict[str, Record]:
         raise UserError(f"{path} is not a result of a benchmark ({error}); move it away") from error
 
 
+def load_results(results: Path, name: str) -> dict[str, Record]:
+    """A benchmark's records by backend in a folder of results; for Metal the newest, those that users sent
+    (metal/MACHINE/NAME.json) included.
+
+    Raises:
+        UserError: a file is not a result file.
+    """
+    records = load_records(results / f"{name}.json")
+    sent = [load_records(file) for file in sorted((results / "metal").glob(f"*/{name}.json"))]
+    found = [each["metal"] for each in (*sent, records) if "metal" in each and not each["metal"].quick]
+    return records | ({"metal": max(found, key=lambda record: record.date)} if found else {})
+
+
 def save_record(
     folder: Path,
     backend: str,

@@ -11,7 +11,16 @@ from pathlib import Path
 from benchmarks.evidence import page as evidence
 from benchmarks.harness import headlines, plots
 from benchmarks.harness.places import filled
-from benchmarks.harness.record import RESULTS, Record, grid, load_records, spell, surroundings, table
+from benchmarks.harness.record import (
+    RESULTS,
+    Record,
+    grid,
+    load_records,
+    load_results,
+    spell,
+    surroundings,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "benchmarks" / "README.md"
@@ -36,6 +45,7 @@ NAMES = (
     "memory",
     "ranks",
     "mechanisms",
+    "mac",
 )
 GRIDS = ("real_quant", "mechanisms")  # one table for many rows
 
@@ -45,7 +55,7 @@ def rendered(results: Path) -> dict[Path, str]:
 
     Raises UserError if a place on a page is missing or a result cannot be read.
     """
-    records = {name: load_records(results / f"{name}.json") for name in NAMES}
+    records = {name: load_results(results, name) for name in NAMES}
     parts = {"list": listed(records), "missed": missed(records)}
     ten = {"headlines": headlines.ten(results)}
     return {
@@ -59,9 +69,7 @@ def manual_pages(results: Path) -> dict[str, str]:
     """The pages that are generated when the manual is built: one for each benchmark, and the
     evidence.
     """
-    pages = {
-        f"benchmarks/{name}.md": page(results, name, load_records(results / f"{name}.json")) for name in NAMES
-    }
+    pages = {f"benchmarks/{name}.md": page(results, name, load_results(results, name)) for name in NAMES}
     return {"evidence.md": evidence.rendered(_read(evidence.PAGE), results)} | pages
 
 
@@ -144,7 +152,7 @@ def draw_chart(folder: Path, name: str, say: Callable[[str], None]) -> None:
 def verdicts(results: Path) -> Iterator[str]:
     """A line for every target: PASS or MISS, benchmark, figure and value."""
     for name in NAMES:
-        for backend, record in load_records(results / f"{name}.json").items():
+        for backend, record in load_results(results, name).items():
             for figure in record.figures:
                 if figure.met is not None:
                     verdict = "PASS" if figure.met else "MISS"

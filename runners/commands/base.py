@@ -18,6 +18,7 @@ from runners.errors import (
     first_line,
     is_out_of_memory,
     one_line,
+    shortage,
     system_fault,
 )
 from runners.machine.metal_faults import ADVICE, is_watchdog
@@ -76,7 +77,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             fault = UserError()
             if is_out_of_memory(error):
                 more = "`grpo plan CONFIG` shows how a run uses memory"
-                lines = [f"out of memory ({first_line(error)}); {more}"]
+                lines = [f"{shortage(first_line(error))}; {more}"]
             elif is_watchdog(error):
                 lines = [f"{first_line(error)}: {ADVICE}"]
             elif refused := system_fault(error):

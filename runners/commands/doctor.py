@@ -45,7 +45,15 @@ def doctor_command(as_json: bool) -> None:
     it. Nothing is changed. The exit code is 2 if no run can start.
     """
     from runners.machine import startup
-    from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
+    from runners.machine.mac_power import power_state, slow_because
+    from runners.machine.memory_readings import (
+        free_memory,
+        memory_limit,
+        resident_limit,
+        swap_limit,
+        swap_used,
+        total_memory,
+    )
     from runners.machine.versions import installed_version
     from runners.sandbox.sandbox import check_sandbox
 
@@ -68,7 +76,8 @@ def doctor_command(as_json: bool) -> None:
     else:
         total = total_memory()
         limit = memory_limit() if sys.platform == "linux" else None
-        slow = list(machine.notices)
+        power = power_state()
+        slow = [*machine.notices, *filter(None, [slow_because(power)])]
         found |= {
             "device": f"{machine.device} ({machine.backend})",
             "cores": machine.cores,
@@ -76,8 +85,12 @@ def doctor_command(as_json: bool) -> None:
             "free_memory_bytes": free_memory(),
             "container_limit_bytes": limit if limit and limit <= total else None,
             "swap_used_bytes": swap_used(),
+            **power,
             "blas": Path(machine.blas).name if machine.blas else None,
         }
+        if machine.backend == "metal":
+            found["gpu_resident_bytes"] = resident_limit()
+            found["swap_limit_bytes"] = int(swap_limit(0))
     if as_json:
         echo_text(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:

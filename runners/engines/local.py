@@ -24,7 +24,7 @@ from runners.engines.engine import (
     Weights,
     never,
 )
-from runners.errors import is_out_of_memory
+from runners.errors import is_out_of_memory, shortage
 from runners.tokenization.text import TextDecoder
 
 PAUSE = 0.2  # seconds between two reports of how far the rows have come
@@ -342,7 +342,7 @@ class LocalEngine:
         together = largest * max(before // largest // 2, 1)
         self._restart(weights, left)
         self.decoding = attrs.evolve(self.decoding, max_batch=together)
-        self.note(f"out of memory ({reason}): sampling again, {together:,} rows at a time")
+        self.note(f"{shortage(reason)}; sampling again, {together:,} rows at a time")
 
     def _under_way(self) -> list[Ticket]:
         return [ticket for ticket, job in self._jobs.items() if job.queued and not job.is_done]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,13 @@ def total_memory() -> int:
     return min(physical, memory_limit() or physical)
 
 
+def resident_limit() -> int:
+    """Bytes that macOS lets the GPU keep in memory; 0 if no Mac's GPU computes."""
+    import mlx.core as mx
+
+    return int(mx.device_info().get("max_recommended_working_set_size", 0))
+
+
 def memory_metrics() -> dict[str, float]:
     """MLX's memory and the system's swap, as the log names them."""
     import mlx.core as mx
@@ -43,7 +51,7 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     import mlx.core as mx
 
     info = mx.device_info()
-    bounds = total_memory(), info.get("max_recommended_working_set_size", 0), 1e9 * memory_limit_gb
+    bounds = total_memory(), resident_limit(), 1e9 * memory_limit_gb
     free = int(min(filter(None, bounds))) - mx.get_active_memory()
     left = info.get("free_memory", _meminfo().get("MemAvailable"))
     # MLX's own cache counts as used there, but new arrays can use it.
@@ -79,6 +87,16 @@ def swap_used() -> int | None:
         if {"SwapTotal", "SwapFree"} <= sizes.keys()
         else None
     )
+
+
+def swap_limit(asked_gb: float) -> float:
+    """Bytes of swap that a run may add: `asked_gb`; if that is 0, on a Mac half of the memory, and
+    at most half of the free disk, which holds the swap. Elsewhere 0: any number."""
+    import mlx.core as mx
+
+    if asked_gb or not mx.metal.is_available():
+        return 1e9 * asked_gb
+    return max(min(total_memory(), shutil.disk_usage("/").free) / 2, 1.0)
 
 
 def memory_limit() -> int | None:

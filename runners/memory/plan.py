@@ -115,15 +115,16 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
-) -> tuple[Config, tuple[str, ...]]:
-    """The config with micro-batch and rollout.max_batch chosen, and notices.
+) -> tuple[Config, tuple[str, ...], dict[str, Phase]]:
+    """The config with micro-batch and rollout.max_batch chosen, notices, and the phases of the
+    forecast; none if there is no forecast.
 
     `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if unknown.
     Values that the config sets are kept.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
-        return config.having("system", micro_batch_tokens=tokens), (sizes,)
+        return config.having("system", micro_batch_tokens=tokens), (sizes,), {}
     import mlx.core as mx
 
     limit = config.system.memory_limit_gb
@@ -139,7 +140,7 @@ def memory_outlook(
         if rows < asked:
             config = config.having("rollout", max_batch=rows)
             notices.append(f"decoding: memory suffices for {rows:,} of {asked:,} rows at a time")
-    return config, tuple(notices)
+    return config, tuple(notices), attrs.evolve(found, config=config).phases
 
 
 def _too_large(config: Config, sizes: ModelSizes) -> str | None:

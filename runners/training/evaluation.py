@@ -102,7 +102,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     lines = list[str]()
     for start in range(0, len(problems), rows):
         done = f", {start:,} of {len(problems):,} done" if start else ""
-        session.shown.status(f"evaluating{done}")
+        session.begin("evaluation", f"evaluating{done}")
         part = evaluate_on_ranks(session.ranks, evaluator, problems[start : start + rows], sampling)
         seconds += part.seconds
         completions += part.completions

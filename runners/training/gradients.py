@@ -20,7 +20,7 @@ import grpo_fn as g
 from grpo_fn.learner import halve_batch, pieces_of_rank
 from grpo_fn.trees import Tree
 from runners.engines.engine import Advance
-from runners.errors import UserError, is_out_of_memory
+from runners.errors import UserError, is_out_of_memory, shortage
 from runners.ranks.ranks import Ranks
 
 _Result = TypeVar("_Result")
@@ -188,13 +188,13 @@ class MicroBatches:
         cuttable = [_tokens(piece) for piece in pieces if piece.targets_bt.shape[0] > 1]
         if not cuttable:
             raise UserError(
-                f"out of memory with one completion at a time ({reason}); lower "
+                f"{shortage(reason)}, with one completion at a time; lower "
                 "rollout.max_new_tokens, set "
                 'system.grad_checkpoint = true, or train adapters: model.tune = "lora"'
             )
         large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
-            f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated "
+            f"{shortage(reason)}, with {large:,} tokens at a time: the step is repeated "
             f"with half of that; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
         )
         return max(large // 2, 1)

@@ -17,8 +17,10 @@ from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
 from runners.files.run_files import BEST
-from runners.machine.memory_readings import swap_used
+from runners.machine.mac_power import PowerWatch
+from runners.machine.memory_readings import swap_limit, swap_used
 from runners.machine.terminal import OutputLost
+from runners.memory.metal_limits import keep_cache_of
 from runners.models.model_writer import save_model
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
@@ -59,7 +61,9 @@ class Session:
         self._log_fault: str | None = None  # the last reported fault of the log
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
         self._lost: str | None = None  # why rank 0's display has no reader
-        self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
+        self._swap_limit = swap_limit(self.config.system.swap_limit_gb)
+        self._swap = swap_used() or 0 if self._swap_limit else 0  # at the start
+        self.power = PowerWatch()
         self._started = time.perf_counter()
         self.ranks.watchdog.on_fault = lambda line: log.log({**self.place(), "fault": line})
         g.materialize(state.train, state.waiting)
@@ -77,6 +81,12 @@ class Session:
         """Whether no step is left."""
         ended = self.state.seen.reached or self.state.batch_step >= self.run.length.batch_steps
         return bool(ended) and not self.plan.update_due(self.state)
+
+    def begin(self, phase: str, text: str) -> None:
+        """Shows a phase of the forecast that begins."""
+        self.shown.status(text)
+        if self.ahead is None:  # else phases overlap
+            keep_cache_of(self.run.phases.get(phase))
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
@@ -242,11 +252,10 @@ class Session:
         """If the system has swapped out more than system.swap_limit_gb since the start, saves and
         raises UserError.
         """
-        limit = 1e9 * self.config.system.swap_limit_gb
-        if not limit:
+        if not self._swap_limit:
             return
         grown = (swap_used() or 0) - self._swap
-        if self.ranks.any_rank("the swap", grown > limit):
+        if self.ranks.any_rank("the swap", grown > self._swap_limit):
             self.save_to_stop("stopped before the system swaps more: ")
             raise UserError(
                 f"{self.config.where('system.swap_limit_gb')}: the system has swapped out "

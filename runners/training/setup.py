@@ -33,6 +33,7 @@ from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import check_prompts
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.startup import Platform
+from runners.memory.forecast import Phase
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
@@ -74,6 +75,7 @@ class Run:
     collector: Collector
     notices: tuple[str, ...]
     ranks: Ranks  # those that share the run
+    phases: Mapping[str, Phase]  # the forecast of their memory; empty: there is none
 
 
 @attrs.define(eq=False)
@@ -149,7 +151,9 @@ class SetUp:
         train, curriculum, left_out = with_difficulty(data.train, config.data)
         data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
         longest = max(len(example.tokens) for example in (*data.train, *data.gold))
-        config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
+        config, expected, phases = memory_outlook(
+            config, platform, sizes, longest, len(data.evaluation)
+        )
         if config.rollout.launch == "auto":
             config = config.having("rollout", launch=usual_launch(platform))
         # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
@@ -216,6 +220,7 @@ class SetUp:
                 *expected,
             ),
             ranks=ranks,
+            phases=phases,
         )
 
     def _loaded(self) -> LoadedModel:

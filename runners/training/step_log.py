@@ -137,7 +137,8 @@ def log_update(session: Session, updated: UpdateResult) -> None:
             f"loss is "
             f"{metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
         )
-    for line in warnings:
+    slower = session.power.slower(metrics.get("tokens_per_second/step", 0.0))
+    for line in (*warnings, *filter(None, [slower])):
         session.shown.note(line)
 
 
@@ -173,6 +174,7 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
         **_rank_metrics(session),
         "time/elapsed": session.elapsed(),
         **memory_metrics(),
+        **session.power.metrics(),
     }
     if not gold:
         return metrics

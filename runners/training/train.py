@@ -12,8 +12,10 @@ from runners.config.loading import Config
 from runners.environments.environments import start_worker
 from runners.errors import RewardError
 from runners.machine import startup
+from runners.machine.mac_power import awake
 from runners.machine.metal_faults import explained_aborts
 from runners.machine.signals import Stopped, StopSignals
+from runners.memory.metal_limits import metal_limits
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
@@ -81,6 +83,7 @@ def run_training(
         worker = stack.enter_context(closing(start_worker(config)))
         machine = startup.prepare(config.system.memory_limit_gb, config)
         stack.enter_context(explained_aborts(machine.backend))
+        stack.enter_context(awake())
         if ranks is None:  # else their owner ends them
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())
@@ -97,6 +100,8 @@ def run_training(
                 overwrite=overwrite,
             )
         )
+        limits = metal_limits(machine.backend, session.run.phases, session.shown.note)
+        stack.enter_context(limits)
         try:
             try:
                 return train(session)
@@ -135,7 +140,7 @@ def train(session: Session) -> RunResult:
 def take_batch_step(session: Session) -> None:
     """Runs one rollout with its rewards; its micro-batches then wait for their updates."""
     plan, state = session.plan, session.state
-    session.shown.status("sampling")
+    session.begin("rollout", "sampling")
     if session.ahead is None or state.batch_step < session.run.length.supervised:
         # prompts -> completions -> rewards
         found = experience(plan, plan.engine, propose(plan, state))
@@ -155,7 +160,7 @@ def take_batch_step(session: Session) -> None:
 def take_update(session: Session) -> None:
     """Runs one optimizer update with its gradients."""
     plan = session.plan
-    session.shown.status("learning")
+    session.begin("gradient", "learning")
     session.state = release_sampler(plan, session.state)
     summed = [gradients(plan, session.state)]  # Σ over the micro-batches that wait
     with session.committing("the update"):

@@ -1,6 +1,8 @@
 """The benchmarks measure what they say: their tools on known answers, and each command end to end."""
 
+import getpass
 import re
+import socket
 import time
 
 import attrs
@@ -9,11 +11,15 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import mac
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
+from benchmarks.harness.headlines import headlines
 from benchmarks.harness.record import Figure
 from benchmarks.peers import WARM, Peer, Side, side_of
+from benchmarks.quickstart import outcome_of
 from benchmarks.report import main as report_command
+from runners.errors import UserError
 from tests.support.benchmark_runs import check_quick_run
 
 TEXTS = "cpu device system blas blas_threads python mlx mlx-lm grpo_fn"
@@ -93,6 +99,49 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
     check_quick_run("rollout", tmp_path)
+
+
+def test_a_mac_is_measured_by_one_command(tmp_path, monkeypatch):
+    """In small, on this machine: sampling, steps and memory of each model, a picture, no names or paths. The
+    pages show the newest result that a Mac's owner sent."""
+    lines = [{"update": n, "em": 0.5, "em_subset": 200, "reward": 1.0, "memory/peak_gb": 0.2} for n in (0, 1)]
+    monkeypatch.setattr("benchmarks.quickstart.read_log", lambda folder: lines)
+    found = attrs.evolve(outcome_of(tmp_path), seconds=60.0, resident=3e8)
+    monkeypatch.setattr(mac, "run_seed", lambda *_: found)
+    options = ["--quick", "--random", "--out", str(tmp_path / "metal" / "m9")]
+    done = CliRunner().invoke(mac.main, options)
+    assert done.exit_code == 0 and "4 of 4" in done.output, done.output
+    file = tmp_path / "metal" / "m9" / "mac.json"
+    (measured,) = record.load_records(file).values()
+    values = {figure.name: figure.value for figure in measured.figures}
+    parts = ("sampling", "steps", "measured peak", "predicted", "error")
+    assert {f"{name}: {part}" for name in mac.MODELS for part in parts} <= values.keys()
+    assert values["quickstart: from command to end"] == 60 and min(values.values()) >= 0
+    assert file.with_suffix(".svg").is_file()
+    text = file.read_text(encoding="utf-8")
+    assert not re.search(r"/(Users|home|private|tmp|work)/", text)
+    assert socket.gethostname() not in text and f'"{getpass.getuser()}"' not in text
+    for day, chip in (("2027-01-02", "Apple M9 Max"), ("2027-01-01", "Apple M9")):
+        sent = attrs.evolve(measured, quick=False, date=day, machine=measured.machine | {"cpu": chip})
+        record.save_record(tmp_path / "metal" / chip.replace(" ", "-"), "metal", sent)
+    assert record.load_results(tmp_path, "mac")["metal"].machine["cpu"] == "Apple M9 Max"
+    assert re.search(r"4 × 256 tokens, LoRA,\son Apple M9 Max: [\d,]+ tokens", headlines(tmp_path))
+
+
+def test_parts_of_a_mac_that_come_too_late_or_do_not_fit_are_left_out(tmp_path, monkeypatch):
+    """The others are measured."""
+
+    def refuses(*_):
+        raise UserError("not enough memory")
+
+    monkeypatch.setattr(mac, "run_seed", refuses)
+    monkeypatch.setattr(mac, "model_figures", lambda name, *_, **__: [Figure(name=name, value=1.0)])
+    for minutes, count in (("20", 3), ("0", 0)):
+        done = CliRunner().invoke(mac.main, ["--quick", "--minutes", minutes, "--out", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        (measured,) = record.load_records(tmp_path / "mac.json").values()
+        assert len(measured.figures) == count
+    assert "left out after 0 minutes" in done.output
 
 
 SENT = sorted((record.RESULTS / "metal").glob("*/*.json"))

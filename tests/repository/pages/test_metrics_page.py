@@ -70,8 +70,8 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     # Conversations have theirs, models with experts, several ranks, prompts that come again, a teacher, runs
     # that become worse: see test_train.py, test_experts.py and test_teacher.py of tests/runners/training,
     # tests/runners/ranks/test_rank_processes.py, tests/runners/data/test_curriculum.py and
-    # tests/runners/checkpoints/test_best.py.
-    played = ("experts/", "groups/pass_rate/", "ranks/", "teacher/", "tools/", "turns/")
+    # tests/runners/checkpoints/test_best.py; Macs theirs: tests/runners/machine/test_mac_power.py.
+    played = ("experts/", "groups/pass_rate/", "power/", "ranks/", "teacher/", "tools/", "turns/")
     played += ("eval/success", "eval/reward", "eval/turns", "eval/tool_calls", "eval/failed")
     rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb", "fault", "worse"}
     assert {*METRICS} - found - rare == set(), "in the table, and never logged"

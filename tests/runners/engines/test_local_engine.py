@@ -83,8 +83,20 @@ def test_a_request_that_comes_late_gets_what_it_gets_alone():
     assert found == alone
 
 
-@pytest.mark.parametrize(("fits", "tries"), [(6, [0, 3]), (3, [0, 3]), (0, [0, 3, 3])])
-def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tries, monkeypatch):
+LACK = "cudaMallocAsync(&data, size, stream) failed: out of memory"
+TOO_MANY = "[metal::malloc] Resource limit (499000) exceeded."
+
+
+@pytest.mark.parametrize(
+    ("fits", "tries", "text", "said"),
+    [
+        (6, [0, 3], LACK, "out of memory ("),
+        (3, [0, 3], LACK, "out of memory ("),
+        (0, [0, 3, 3], LACK, "out of memory ("),
+        (6, [0, 3], TOO_MANY, f"too many arrays ({TOO_MANY})"),
+    ],
+)
+def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tries, text, said, monkeypatch):
     """With half as many rows, down to one request's, tried twice: the same completions, or it ends."""
     policy = tiny_policy()
     engine = engine_of(policy)
@@ -94,7 +106,7 @@ def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tr
     def short(policy, params, queue, decoding):
         found.append(decoding.max_batch)
         if (decoding.max_batch or 9) > fits:
-            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+            raise RuntimeError(text)
         yield from real(policy, params, queue, decoding)
 
     monkeypatch.setattr(local, "decode_queue", short)
@@ -106,6 +118,7 @@ def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tr
         with pytest.raises(MemoryError, match="out of memory"):
             generate(engine, requests(), SAMPLING)
     assert found == tries and len(notes) == len(tries) - 1
+    assert all(note.startswith(said) and "; sampling again, 3 rows" in note for note in notes)
 
 
 class Slow:

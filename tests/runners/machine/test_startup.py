@@ -4,13 +4,20 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from grpo_fn.backends.cpu import blas
 from runners.machine import startup
-from runners.machine.memory_readings import free_memory, memory_metrics, total_memory, usable_memory
+from runners.machine.memory_readings import (
+    free_memory,
+    memory_metrics,
+    swap_limit,
+    total_memory,
+    usable_memory,
+)
 from tests.support.processes.new_process import ROOT, in_new_process
 
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
@@ -85,6 +92,16 @@ def test_memory_limit_and_readings():
     found, total = memory_metrics(), total_memory()
     assert 1e9 * found["memory/peak_gb"] >= 1e9 * found["memory/active_gb"] >= array.nbytes and total > 1e9
     assert 0 < free_memory(0.5) <= 5e8 and usable_memory(0.5) == 5e8 and free_memory() <= total
+
+
+def test_on_a_mac_swap_is_limited_by_itself(monkeypatch):
+    """Half of the memory, and of the free disk, which holds the swap; the config's own limit stays."""
+    assert swap_limit(0) == 0 and swap_limit(2.5) == 2.5e9
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    memory = total_memory()
+    for free, limit in ((10 * memory, memory / 2), (memory // 4, memory // 4 / 2), (0, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert swap_limit(0) == limit and swap_limit(2.5) == 2.5e9
 
 
 @pytest.mark.parametrize("left", ["", "1"])

@@ -231,11 +231,12 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
     """A bound on the rows, with a line; one group at least, and a bound of the config's own stays."""
     checked = config("optim.batch_size=64", "rollout.max_new_tokens=1000")
     sizes = model_sizes(checked, CPU)
-    outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+    outlook, notices, phases = plan.memory_outlook(checked, CPU, sizes, 30)
     assert outlook.rollout.max_batch == 0 and notices == ()
     for free, least, most in ((20_000_000, 8, 252), (-(10**12), 4, 4)):
         monkeypatch.setattr(plan, "free_memory", lambda limit, free=free: free)
-        outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+        outlook, notices, fewer = plan.memory_outlook(checked, CPU, sizes, 30)
+        assert sum(fewer["rollout"]) < sum(phases["rollout"])
         rows = outlook.rollout.max_batch
         assert rows % 4 == 0 and least <= rows <= most
         assert notices == (f"decoding: memory suffices for {rows} of 256 rows at a time",)
@@ -273,12 +274,12 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grp
 def test_a_run_above_its_memory_is_warned(config):
     """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
     tight = config("system.memory_limit_gb=0.005")
-    _, notices = plan.memory_outlook(tight, CPU, model_sizes(tight, CPU), 30)
+    _, notices, _ = plan.memory_outlook(tight, CPU, model_sizes(tight, CPU), 30)
     assert notices[0].startswith("memory: the run is expected to need")
     assert notices[0].endswith("lower rollout.max_batch")
     broken = tight.having("model", path="/nowhere/at/all")
     reason = plan.sizes_if_it_can_fit(broken, CPU)
-    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[1] == (reason,)
+    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[1:] == ((reason,), {})
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():

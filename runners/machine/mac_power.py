@@ -1,0 +1,100 @@
+"""macOS during a run: it stays awake, and its power and heat explain slow steps.
+
+Importing this module does not import MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import attrs
+
+_CAFFEINATE = "/usr/bin/caffeinate"
+# `pmset -g therm` has figures on Intel; on Apple silicon only the notification has the pressure.
+_QUERY = "pmset -g; pmset -g therm; notifyutil -g com.apple.system.thermalpressurelevel"
+_ANSWERS = {
+    "sleep_minutes": r"^ *sleep +(\d+)",
+    "low_power": r"^ *(?:lowpowermode|powermode) +(\d)",  # 2: high power
+    "cpu_speed": r"CPU_Speed_Limit\s*= *(\d+)",
+    "thermal_pressure": r"thermalpressurelevel +(\d)",
+}
+_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+_EVERY = 30.0  # seconds between two queries of a run
+_FIRST = 6  # updates, the first excluded, whose pace counts as usual
+_LAST = 3  # updates whose pace is compared with it
+_SLOWER = 2 / 3  # of the usual pace
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """On macOS, the machine does not go to sleep during the block; its display may."""
+    if sys.platform != "darwin":
+        yield
+        return
+    # -w: ends with this process, however it ends. A new session: Ctrl-C is for the run alone.
+    command = [_CAFFEINATE, "-is", "-w", str(os.getpid())]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def power_state() -> dict[str, int]:
+    """What macOS reports: minutes until it sleeps (0: never), low-power mode, CPU speed in per
+    cent, thermal pressure (0 to 4). Without what it does not report; elsewhere empty."""
+    if sys.platform != "darwin":
+        return {}
+    done = subprocess.run(["/bin/sh", "-c", _QUERY], capture_output=True, text=True, check=False)
+    found = {name: re.search(form, done.stdout, re.MULTILINE) for name, form in _ANSWERS.items()}
+    state = {name: int(match[1]) for name, match in found.items() if match}
+    return state | {name: int(state[name] == 1) for name in state if name == "low_power"}
+
+
+def slow_because(state: dict[str, int]) -> str:
+    """Why the machine computes slower than it can; empty if macOS reports no reason."""
+    pressure = state.get("thermal_pressure", 0)
+    reasons = {
+        "low-power mode is on (`sudo pmset -a lowpowermode 0`)": state.get("low_power"),
+        f"thermal pressure is {_PRESSURES[min(pressure, 4)]}": pressure,
+        f"the CPU runs at {state.get('cpu_speed')} %": state.get("cpu_speed", 100) < 100,
+    }
+    return " and ".join(reason for reason, holds in reasons.items() if holds)
+
+
+@attrs.define(eq=False)
+class PowerWatch:
+    """A run's readings of power and heat, and the pace of its updates."""
+
+    _state: dict[str, int] = attrs.field(factory=dict, init=False)
+    _due: float = attrs.field(default=0.0, init=False)
+    _rates: list[float] = attrs.field(factory=list, init=False)
+    _told: bool = attrs.field(default=False, init=False)
+
+    def metrics(self) -> dict[str, float]:
+        """The readings for the log; empty if the system is not macOS."""
+        if time.monotonic() >= self._due:
+            self._state = power_state()
+            self._due = time.monotonic() + _EVERY
+        logged = ("low_power", "thermal_pressure")
+        return {f"power/{name}": self._state[name] for name in logged if name in self._state}
+
+    def slower(self, rate: float) -> str | None:
+        """Takes an update's tokens per second; 0: it sampled none. A line, once, if updates have
+        become slower by a third and macOS reports a reason."""
+        self._rates += [rate] if rate else []
+        reason = slow_because(self._state)
+        if self._told or not reason or len(self._rates) <= _FIRST + _LAST:
+            return None
+        share = statistics.median(self._rates[-_LAST:]) / statistics.median(
+            self._rates[1 : _FIRST + 1]
+        )
+        self._told = share < _SLOWER
+        return f"updates run at {share:.0%} of their first pace: {reason}" if self._told else None

@@ -1,0 +1,58 @@
+"""MLX's limits on Metal during a run: memory that stays resident, and freed memory that MLX keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from runners.errors import gigabytes
+from runners.machine.memory_readings import resident_limit, total_memory
+from runners.memory.forecast import Phase
+
+_MARGIN = 1.1  # of the predicted peak
+_MOST = 0.9  # of the machine's memory that macOS is asked to leave to the GPU
+_LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
+
+
+def raised_limit(needed: int) -> str:
+    """The command that makes macOS allow this many bytes; empty if it does, or memory is too small."""
+    if not resident_limit() < needed <= _MOST * total_memory():
+        return ""
+    return f"sudo sysctl iogpu.wired_limit_mb={-(-needed // 2**20)}"
+
+
+@contextmanager
+def metal_limits(
+    backend: str, phases: Mapping[str, Phase], note: Callable[[str], None]
+) -> Iterator[None]:
+    """On Metal, what the run needs at its peak stays resident during the block, as far as macOS
+    allows; a line if it allows less. Without a forecast, all that it allows. Both of MLX's limits
+    are restored."""
+    if backend != "metal":
+        yield
+        return
+    allowed = resident_limit()
+    needed = int(_MARGIN * max(map(sum, phases.values()), default=0)) or allowed
+    if needed > allowed:
+        command = raised_limit(needed)
+        note(
+            f"macOS lets the GPU keep {gigabytes(allowed)} in memory, and the run is expected to "
+            f"need {gigabytes(needed)}: it becomes slow once macOS swaps"
+            + (f"; until the next restart, `{command}` allows as much" if command else "")
+        )
+    resident = mx.set_wired_limit(min(needed, allowed))
+    cache = mx.set_cache_limit(mx.get_memory_limit())
+    try:
+        yield
+    finally:
+        mx.synchronize()
+        mx.set_cache_limit(cache)
+        mx.set_wired_limit(resident)
+
+
+def keep_cache_of(phase: Phase | None) -> None:
+    """On Metal, MLX keeps as much freed memory as this phase uses again, not what other phases left."""
+    if phase is not None and mx.metal.is_available():
+        mx.set_cache_limit(max(round(phase.activations + phase.cache), _LEAST_CACHE))

@@ -1,0 +1,101 @@
+"""macOS's sleep, power and heat, with stand-ins for its commands."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from runners.machine import mac_power
+from runners.machine.mac_power import PowerWatch, awake, power_state, slow_because
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.macos import HOT, SAVING, SETTINGS, as_mac
+from tests.support.resuming import SHORT, config_in, lines_of, straight_run
+from tests.support.tiny_states import same_bits
+
+NORMAL = {"sleep_minutes": 1, "low_power": 0, "thermal_pressure": 0}
+
+
+def test_a_run_keeps_the_machine_awake_for_its_length_alone(tmp_path, monkeypatch):
+    """With -is, never -d: the display may sleep. Nothing is started elsewhere, and nothing is left."""
+    noted = tmp_path / "noted"
+    as_mac(monkeypatch, tmp_path, caffeinate=f'echo "$$ $@" > {noted}; exec sleep 60')
+    with awake():
+        for _ in range(200):
+            if noted.exists() and noted.read_text().endswith("\n"):
+                break
+            time.sleep(0.01)
+        number, *words = noted.read_text().split()
+        assert words == ["-is", "-w", str(os.getpid())]
+        os.kill(int(number), 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
+    noted.unlink()
+    monkeypatch.setattr(sys, "platform", "linux")
+    with awake():
+        pass
+    assert not noted.exists()
+
+
+def test_it_ends_with_an_error_too(tmp_path, monkeypatch):
+    """The exception passes, and the process is gone."""
+    as_mac(monkeypatch, tmp_path, caffeinate="exec sleep 60")
+    started = []
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        mac_power.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1]
+    )
+    with pytest.raises(KeyError), awake():
+        raise KeyError
+    assert started[0].poll() is not None
+
+
+def test_a_run_is_awake_and_logs_power_and_heat(tmp_path, monkeypatch):
+    """With the updates' other metrics; it learns the same as elsewhere."""
+    noted = tmp_path / "noted"
+    straight = straight_run(*SHORT)
+    as_mac(monkeypatch, tmp_path, level=1, caffeinate=f"echo $$ > {noted}; exec sleep 600")
+    result = run_training(config_in(tmp_path / "a", *SHORT), report=Quiet())
+    updates = [line for line in lines_of(result.folder / "training_log.jsonl") if "loss" in line]
+    assert {(line["power/low_power"], line["power/thermal_pressure"]) for line in updates} == {(0, 1)}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+    assert same_bits(result.state, straight.state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "therm", "level", "state", "reason"),
+    [
+        (SETTINGS, HOT, 0, NORMAL | {"cpu_speed": 70}, "70 %"),
+        (SETTINGS, "", 2, NORMAL | {"thermal_pressure": 2}, "pressure is heavy"),
+        (SAVING, "", 0, NORMAL | {"low_power": 1}, "low-power mode is on"),
+        (" powermode            2\n", "", 0, {"low_power": 0, "thermal_pressure": 0}, ""),
+        ("", "Note: No thermal warning level has been recorded\n", "", {}, ""),
+    ],
+)  # fmt: skip
+def test_what_macos_reports(settings, therm, level, state, reason, tmp_path, monkeypatch):
+    """Of what it does not report there is nothing; high power and no pressure are no reason."""
+    as_mac(monkeypatch, tmp_path, settings, therm, level)
+    assert power_state() == state
+    found = slow_because(state)
+    assert reason in found and bool(found) == bool(reason)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert power_state() == {}
+
+
+@pytest.mark.parametrize(("level", "late", "lines"), [(1, 60, 1), (1, 70, 0), (0, 20, 0)])
+def test_a_third_slower_is_said_once_with_its_reason(level, late, lines, tmp_path, monkeypatch):
+    """Neither supervised updates count nor the first other one, which compiles; without a reason of macOS
+    nothing is said."""
+    as_mac(monkeypatch, tmp_path, SETTINGS, "", level)
+    watch = PowerWatch()
+    assert watch.metrics() == {"power/low_power": 0, "power/thermal_pressure": level}
+    as_mac(monkeypatch, tmp_path, SETTINGS, "", 4)  # is not read again within half a minute
+    said = []
+    for rate in (*[0.0] * 12, 5, *[100] * 8, *[late] * 6):
+        said += filter(None, [watch.slower(rate)])
+        assert watch.metrics()["power/thermal_pressure"] == level
+    assert len(said) == lines
+    assert all("60% of their first pace: thermal pressure is moderate" in line for line in said)
