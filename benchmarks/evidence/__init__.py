@@ -4,7 +4,7 @@
 docs/evidence.md. Results are in benchmarks/results/evidence.
 """
 
-NAMES = ("against_trl", "real_model", "real_samplers")
+NAMES = ("against_trl", "real_model", "real_samplers", "staleness")
 """The commands, `python -m benchmarks.evidence.NAME`."""
 CLOSED = ("samplers", "presets", "masters", "difficulty", "cold_start")
 """Answered once: their commands are gone, docs/evidence.md shows their last results."""

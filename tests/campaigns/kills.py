@@ -52,6 +52,7 @@ TOOLS = [
     "env={tools=['runners.environments.calculator:calculate'], max_turns=2}",
     "rollout.max_new_tokens=28",
 ]
+SMALL = ["model.tune=lora", "model.lora={rank=4}"]
 CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
@@ -64,7 +65,9 @@ KINDS = {  # ranks, settings
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
     "ahead 1": (1, [*CORRECTED, "rollout.max_staleness=1"]),
-    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", "model.tune=lora", "model.lora={rank=4}"]),
+    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", *SMALL]),
+    "samplers 1": (2, [*CORRECTED, "rollout.max_staleness=1", "ranks.samplers=1"]),
+    "samplers 2": (2, [*CORRECTED, "rollout.max_staleness=2", "ranks.samplers=1", *SMALL]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "agents": (1, ['env.program=["python", "agent.py"]', "env.timeout=300.0", *AGENTS]),
     "sft": (1, [*SHORT, *SUPERVISED, "model.tune=lora", "model.lora={rank=4}", "loss.sync_every=3"]),
@@ -193,7 +196,10 @@ class Harness:
             except UserError as error:
                 problems.append(str(error))
                 continue
-            if comparable(path) != self.saved[step]:
+            found, straight = comparable(path), self.saved[step]
+            # With samplers apart, a rank whose sampler is gone may save between a batch step and its update.
+            between = len({each["trainer_state"]["loop"]["update"] for each in (found, straight)}) > 1
+            if found != straight and not (between and "ranks.samplers=1" in self.settings):
                 problems.append(f"{path.name} differs")
         lines = [json.loads(line) for line in whole_lines(run / "training_log.jsonl")]
         log = without_noise([line for line in lines if "fault" not in line])  # which names a rank that failed
