@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.rollout import Interrupted
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, map_arrays
 from runners.engines.engine import (
     Engine,
     Request,
@@ -128,9 +129,13 @@ class RankEngine:
         return found
 
 
+def blank_weights(policy: g.Policy, params: Tree) -> Tree:
+    """Zeros with the shapes and dtypes of the weights that rank 0 sends; they need no memory."""
+    return map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), policy.cast(params))
+
+
 def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
-    """Carries out rank 0's orders, until it ends. `blank` has the shapes of the weights that it
-    sends."""
+    """Carries out rank 0's orders until it ends; `blank`: see `blank_weights`."""
     weights = Weights(policy, blank, -1)
     own: dict[int, Ticket] = {}  # this engine's tickets by rank 0's, since the last "load"
     ended: dict[Ticket, tuple[Row, ...]] = {}

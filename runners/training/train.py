@@ -7,12 +7,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import attrs
-import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.trees import map_arrays
 from runners.config.loading import Config
-from runners.engines.apart import serve
+from runners.engines.apart import blank_weights, serve
 from runners.environments.environments import start_worker
 from runners.errors import RewardError
 from runners.machine import startup
@@ -125,9 +123,7 @@ def run_training(
 def sample(session: Session, ranks: Ranks) -> RunResult:
     """Samples for rank 0 until it ends, with the weights that it sends."""
     engine, policy = session.run.learner.engine, session.run.learner.sampling
-    params = policy.cast(session.state.train.params)
-    blank = map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), params)
-    del params
+    blank = blank_weights(policy, session.state.train.params)
     session.change(train=None)  # frees the weights, the reference and the optimizer's moments
     ranks.watchdog.timeout = math.inf  # rank 0 may learn for long before its next order
     serve(ranks, engine, policy, blank)

@@ -12,7 +12,7 @@ from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import map_arrays
 from runners.checkpoints.manifest import check_manifest
 from runners.config.loading import load_config
-from runners.engines.apart import RankEngine, serve
+from runners.engines.apart import RankEngine, blank_weights, serve
 from runners.engines.engine import Request, Weights
 from runners.engines.local import LocalEngine
 from runners.engines.rollouts import Cancelled, generate, seeds_of
@@ -73,7 +73,7 @@ def exchanged(count, act):
 def policy_and_blank():
     """A small model's policy, and what its weights look like."""
     policy = g.Policy.from_module(load(FOLDER).module)
-    return policy, map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), policy.params)
+    return policy, blank_weights(policy, policy.params)
 
 
 @pytest.fixture(autouse=True, scope="module")
