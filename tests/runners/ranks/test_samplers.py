@@ -166,7 +166,7 @@ def test_a_rank_that_samples_and_fails_is_named_and_its_prompts_are_sampled_agai
     want = outcome(straight)
     straight.rename(tmp_path / "straight")
     options = [str(config), *APART, "--set", f"system.collective_timeout={15 if fault == 'hangs' else 600}"]
-    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "15", "600")
+    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "26", "600")
     run = begin(2, tmp_path / "ranks", options, *hooks)
     there = tmp_path / "ranks/1.there"
     assert run.wait_until(there.exists), run.said()
