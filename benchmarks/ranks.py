@@ -268,9 +268,7 @@ def apart_figures(case: Case, quick: bool) -> Iterator[list[Figure]]:
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [1, 2, 4: as many as fit]."
 )
 @click.option("--apart", is_flag=True, help="Instead, compare one device with two of which one samples.")
-def main(
-    quick: bool, chosen: Sequence[str], counts: Sequence[int], apart: bool
-) -> Iterator[list[Figure]]:
+def main(quick: bool, chosen: Sequence[str], counts: Sequence[int], apart: bool) -> Iterator[list[Figure]]:
     """Whole steps on several ranks of this host, which it starts itself."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])

@@ -1,8 +1,8 @@
 """Rollouts ahead: does a model learn as well from completions of older weights?
 
-Each case trains with `rollout.max_staleness` of 0, 1, 2 or 4, and with `token_truncate`, with the trust region
-`ipo`, or with neither ("none", which `grpo-run` refuses above a staleness of 0). `quickstart` is the shipped
-model; the other tasks need the pretrained model in GRPO_REAL_MODEL.
+Each case trains with `rollout.max_staleness` of 0, 1, 2 or 4, and with `token_truncate`, with the trust
+region `ipo`, or with neither ("none", which `grpo-run` refuses above a staleness of 0). `quickstart` is the
+shipped model; the other tasks need the pretrained model in GRPO_REAL_MODEL.
 
 A call that ends early is continued with `--missing`: `--minutes 9 --missing` again and again does all runs.
 """

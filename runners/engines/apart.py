@@ -104,7 +104,9 @@ class RankEngine:
             if self._end is None:
                 self._end = Interrupted()
                 self._ranks.meet(_MEETING, [["end"]])
-            elif isinstance(self._end, RankError):  # the reason for a launcher's signal, if one came
+            elif isinstance(
+                self._end, RankError
+            ):  # the reason for a launcher's signal, if one came
                 raise self._end
 
     def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
@@ -153,13 +155,17 @@ def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
                     weights = Weights(policy, params, version, rows)
                     engine.load(weights)
                 case ["submit", rank, number, request, sampling] if rank == ranks.number:
-                    own[number] = engine.submit(_request(request, own), g.Sampling(**sampling))
+                    own[number] = engine.submit(
+                        _request(request, own), attrs.evolve(g.Sampling(), **sampling)
+                    )
                 case ["cancel", rank, number] if rank == ranks.number:
                     engine.cancel(own[number])
-        until = time.monotonic() + _MOMENT
-        ended = {}
-        if own:
-            ended = engine.collect(len(own), should_stop=lambda: time.monotonic() > until)
+        ended = engine.collect(len(own), should_stop=_moment()) if own else {}
+
+
+def _moment() -> ShouldStop:
+    end = time.monotonic() + _MOMENT
+    return lambda: time.monotonic() > end
 
 
 def _request(plain: dict[str, Any], own: dict[int, Ticket]) -> Request:
