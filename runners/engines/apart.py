@@ -104,10 +104,8 @@ class RankEngine:
             if self._end is None:
                 self._end = Interrupted()
                 self._ranks.meet(_MEETING, [["end"]])
-            elif isinstance(
-                self._end, RankError
-            ):  # the reason for a launcher's signal, if one came
-                raise self._end
+            elif isinstance(self._end, RankError):
+                raise self._end  # it is also the reason for a signal from the launcher
 
     def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
         """Sends the orders, and then new weights; the requests that have ended."""
@@ -138,7 +136,7 @@ def blank_weights(policy: g.Policy, params: Tree) -> Tree:
 
 def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
     """Carries out rank 0's orders until it ends; `blank`: see `blank_weights`."""
-    weights = Weights(policy, blank, -1)
+    params = blank
     own: dict[int, Ticket] = {}  # this engine's tickets by rank 0's, since the last "load"
     ended: dict[Ticket, tuple[Row, ...]] = {}
     while True:
@@ -151,9 +149,10 @@ def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
                 case ["load", version, rows, changed]:
                     engine.load(None)
                     own.clear()
-                    params = ranks.shared(blank) if changed else weights.params
-                    weights = Weights(policy, params, version, rows)
-                    engine.load(weights)
+                    if changed:
+                        params = None  # frees the old weights before the new ones come
+                        params = ranks.shared(blank)
+                    engine.load(Weights(policy, params, version, rows))
                 case ["submit", rank, number, request, sampling] if rank == ranks.number:
                     own[number] = engine.submit(
                         _request(request, own), attrs.evolve(g.Sampling(), **sampling)

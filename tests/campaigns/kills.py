@@ -81,6 +81,7 @@ KINDS = {  # ranks, settings
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }
+STALENESS = ("full", "ahead 1", "ahead 2", "samplers 1", "samplers 2")  # of 0, 1 and 2
 PRUNED = ["checkpoint.keep_last=2", "checkpoint.keep_best=1"]  # so that checkpoints are removed, too
 
 
@@ -250,9 +251,10 @@ def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: i
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--each", default=0, help="Kills of each kind, in place of --kills, and a line for each.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="[all]")
-def main(kills: int, seed: int, each: int, kinds: tuple[str, ...]) -> None:
+@click.option("--staleness", is_flag=True, help=f"The kinds {', '.join(STALENESS)}.")
+def main(kills: int, seed: int, each: int, kinds: tuple[str, ...], staleness: bool) -> None:
     """Kill runs again and again, and compare. Exit code 1 where anything was lost or differs."""
-    chosen = kinds or tuple(KINDS)
+    chosen = STALENESS if staleness else kinds or tuple(KINDS)
     problems: list[str] = []
     for part in [(kind,) for kind in chosen] if each else [chosen]:
         with tempfile.TemporaryDirectory(prefix="kills-") as folder:
