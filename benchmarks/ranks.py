@@ -4,7 +4,8 @@
 Each case has the same work for any number of ranks, except *same rows a rank*; efficiency is the
 rate divided by N times the rate of one rank. *Waiting* is the share of a step in which a rank waits
 for slower ones, *reducing* the share in sums. Two ranks on a CPU share its cores, so there is no
-target for their efficiency.
+target for their efficiency. With `--apart`, complete runs compare one device with two, one of which
+only samples.
 
 **What limits it.** A decoding step has a part that does not shrink with its rows, and AdamW's update is the
 same on each rank.
@@ -33,8 +34,10 @@ from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import write_folder
 from benchmarks.peers import CONFIG, write_data
+from benchmarks.quickstart import command_line
 from runners.config.loading import Config, load_config
 from runners.errors import UserError
+from runners.files.json_files import read_lines
 from runners.machine import startup
 from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
 
@@ -139,24 +142,29 @@ def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, An
         out = Path(folder) / "result.json"
         own = [sys.executable, "-m", "benchmarks.ranks", "--worker", str(out)]
         own += ["--case", json.dumps(attrs.asdict(case))]
-        transport = "nccl" if backend() == "cuda" else "ring"
-        # fmt: off
-        command = [
-            launcher_script(), "-n", str(ranks), "--backend", transport,
-            "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
-        ]
-        # fmt: on
         said = Path(folder) / "said.txt"
-        with said.open("w") as stream:
-            done = subprocess.Popen(
-                command if launcher else own, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
-            )
-            done.wait()  # with its input open: at the end of it mlx.launch never sleeps
-        assert done.stdin is not None
-        done.stdin.close()
+        run_on(ranks, own, said, launcher=launcher)
         if not out.exists():
             raise UserError(f"{ranks} ranks: no result: {said.read_text()[-600:]}")
         return json.loads(out.read_text())
+
+
+def run_on(ranks: int, own: Sequence[str], said: Path, *, launcher: bool) -> None:
+    """Runs a command on so many ranks of this host; the file gets what they print."""
+    transport = "nccl" if backend() == "cuda" else "ring"
+    # fmt: off
+    command = [
+        launcher_script(), "-n", str(ranks), "--backend", transport,
+        "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
+    ]
+    # fmt: on
+    with said.open("w") as stream:
+        done = subprocess.Popen(
+            command if launcher else own, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
+        )
+        done.wait()  # with its input open: at the end of it mlx.launch never sleeps
+    assert done.stdin is not None
+    done.stdin.close()
 
 
 def launcher_script() -> str:
@@ -218,18 +226,63 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
     return figures
 
 
+APART = {  # the processes of each run, and its settings; the first one is the base
+    "one device": (1, ()),
+    "one device, rollouts ahead": (1, ("rollout.max_staleness=1",)),
+    "samplers apart": (2, ("rollout.max_staleness=1", "ranks.samplers=1")),
+}
+FASTER = 1.4  # times the steps a second of one device that two have to take, with one that samples
+
+
+def apart_figures(case: Case, quick: bool) -> Iterator[list[Figure]]:
+    """Whole runs of a case on one device, and on two of which one only samples."""
+    base = 0.0
+    for title, (count, more) in APART.items():
+        say(f"ranks: {case.name}, {title}")
+        with tempfile.TemporaryDirectory() as folder:
+            write_case(Path(folder), case)
+            settings = [
+                f"model.tune={case.tune}",
+                f"optim.max_steps={case.repeats + 5}",
+                f"run.output_dir={folder}",
+                f"system.micro_batch_tokens={case.micro_batch}",
+                "run.name=apart",
+                "loss.correction=token_truncate",
+                *more,
+            ]
+            words = [word for setting in settings for word in ("--set", setting)]
+            own = [*command_line(), str(Path(folder) / "train.toml"), *words]
+            run_on(count, own, Path(folder) / "said.txt", launcher=count > 1)
+            log = Path(folder) / "apart/training_log.jsonl"
+            steps = [line["step_time"] for line in read_lines(log) if "reward" in line]
+        step = statistics.median(steps[4:])  # the first compile, and fill the queue
+        base = base or step
+        name = f"{case.name}: {title}"
+        goal = FASTER if count > 1 and backend() == "cuda" and not quick else None
+        yield [
+            Figure(name=f"{name}: step", value=step, unit="s", samples=len(steps) - 4),
+            Figure(name=f"{name}: steps a second", value=base / step, unit="x", at_least=goal),
+        ]
+
+
 @benchmark("ranks", parts=("chosen",))
 @click.option("--case", "chosen", multiple=True, help="Only this one, such as 'qwen2.5-0.5b, full'.")
 @click.option(
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [those of 1, 2 and 4 that fit]."
 )
-def main(quick: bool, chosen: Sequence[str], counts: Sequence[int]) -> Iterator[list[Figure]]:
+@click.option(
+    "--apart", is_flag=True, help="Compare one device with two, one of which only samples."
+)
+def main(quick: bool, chosen: Sequence[str], counts: Sequence[int], apart: bool) -> Iterator[list[Figure]]:
     """Measure complete steps on several ranks of this host, which the command starts."""
     most = devices()
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
     known = {case.name: case for case in cases(quick)}
     for name in chosen_of(chosen, known):
-        yield figures_of(known[name], counts, quick)
+        if apart:
+            yield from apart_figures(known[name], quick)
+        else:
+            yield figures_of(known[name], counts, quick)
 
 
 @click.command()

@@ -85,6 +85,7 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine = startup.prepare(config.system.memory_limit_gb, config)
     start = time.monotonic()
+    config = config.having("ranks", samplers=0)
     config = config.having("rollout", max_staleness=0)  # parts are measured one after another
     whole = config
     together = config.optim.gradient_accumulation_steps

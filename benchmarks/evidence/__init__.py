@@ -5,7 +5,7 @@ process.
 `page` fills docs/evidence.md. Results are in benchmarks/results/evidence.
 """
 
-NAMES = ("against_trl", "real_model", "real_samplers")
+NAMES = ("against_trl", "real_model", "real_samplers", "staleness")
 """The commands, `python -m benchmarks.evidence.NAME`."""
 CLOSED = ("samplers", "presets", "masters", "difficulty", "cold_start")
 """Comparisons that were made once: their commands were removed, and docs/evidence.md shows their

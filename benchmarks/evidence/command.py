@@ -21,10 +21,10 @@ from benchmarks.evidence.pool import Job, Usage, side_by_side
 from benchmarks.evidence.readings import RESIDENT, SECONDS, read_log
 from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, chosen_of, numbers, say
 from benchmarks.harness.machine import backend
-from benchmarks.harness.record import RESULTS, Figure
+from benchmarks.harness.record import RESULTS, Figure, load_records
 from runners.errors import UserError
 
-SAME_WORK = ("jobs", "seeds", "cases", "minutes", "models", "teach", "sums", "gsm8k")
+SAME_WORK = ("jobs", "seeds", "cases", "minutes", "missing", "models", "teach", "sums", "gsm8k")
 REAL_MODEL = "GRPO_REAL_MODEL"
 ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the trials
 EVIDENCE = RESULTS / "evidence"
@@ -112,10 +112,14 @@ def evidence(
             help="Number of parallel runs [0: 2 cores each; on a GPU 1].",
         )
         @click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Stop after these [0: never].")
+        @click.option("--missing", is_flag=True, help="Only runs that the result lacks.")
         @functools.wraps(function)
         def run(
-            quick: bool, seeds: Sequence[int], jobs: int, minutes: float, **options: Any
+            quick: bool, seeds: Sequence[int], jobs: int, minutes: float, missing: bool, **options: Any
         ) -> Iterator[list[Figure]]:
+            out = click.get_current_context().params["out"] or EVIDENCE
+            last = load_records(out / f"{name}.json").get(backend()) if missing else None
+            done = {_trial_of(figure) for figure in last.figures} if last else set()
             chosen = chosen_of(options.pop("cases") or (quick_cases if quick else cases), known)
             before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
             with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as work:
@@ -129,7 +133,8 @@ def evidence(
                     until=time.monotonic() + (60 * minutes or float("inf")),
                 )
                 try:
-                    yield from _run_all(name, plan, function(plan, **options))
+                    trials = function(plan, **options)
+                    yield from _run_all(name, plan, [each for each in trials if each.name not in done])
                 finally:
                     signal.signal(signal.SIGTERM, before)
 

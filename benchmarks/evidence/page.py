@@ -19,6 +19,7 @@ from benchmarks.evidence.readings import (
     BEFORE,
     HELD_OUT_AFTER,
     HELD_OUT_BEFORE,
+    LENGTH,
     MISMATCH,
     PEAK,
     RESIDENT,
@@ -93,6 +94,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(SAMPLE_SIZE, "effective sample size, %"),
         Column(STEP, "a step, s"),
         Column(SYNC, "sync, % of a step"),
+    ),
+    "staleness": (
+        Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
+        Column(HELD_OUT_AFTER, "after"),
+        Column(REWARD, REWARD),
+        Column(SAMPLE_SIZE, "effective sample size, %"),
+        Column(LENGTH, LENGTH),
+        Column(STEP, "a step, s"),
+        Column("seconds of training", "training, s"),
     ),
     "real_model": (
         Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
@@ -193,21 +203,23 @@ TITLES = {
     "difficulty": "Exact match over tokens sampled, by how prompts and groups are drawn, means and ranges",
     "cold_start": "Exact match over tokens: GRPO, supervised updates, and both, means and ranges",
     "real_model": "A pretrained model's reward over seconds of training, here and in TRL, means and ranges",
+    "staleness": "Reward over seconds of training by staleness and correction, means and ranges",
 }
 BELOW = {
-    **dict.fromkeys(("real_model", "real_samplers"), "seconds of training"),
+    **dict.fromkeys(("real_model", "real_samplers", "staleness"), "seconds of training"),
     **dict.fromkeys(("difficulty", "cold_start"), TOKENS),
 }
 """The x-axis of a command's curves; all other curves are over updates."""
 FOLLOWED = {
     **dict.fromkeys(("samplers", "difficulty", "cold_start"), (AFTER,)),
-    **dict.fromkeys(("masters", "real_model", "real_samplers"), (REWARD,)),
+    **dict.fromkeys(("masters", "real_model", "real_samplers", "staleness"), (REWARD,)),
 }
 """The figures whose curves are drawn; for other commands, both."""
 PANELS = {  # the parts of a case's name that begin a panel's title, and those that label a line
     "samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
     "real_samplers": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
     "real_model": "(?P<panel>.+), (?P<label>.+)",
+    "staleness": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
     "masters": "(?P<rate>[^,]+), (?P<label>.+)",
 }
 _NAMES = {REWARD: "reward", AFTER: "exact match, %"}

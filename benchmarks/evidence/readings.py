@@ -23,6 +23,7 @@ SECONDS, STEP, RESIDENT = "from command to end", "step", "resident memory"
 TOKENS = "tokens sampled"
 TAUGHT = "groups that taught"
 PEAK = "peak memory of the GPU"
+LENGTH = "tokens of a completion, last tenth"
 MISMATCH, SAMPLE_SIZE, MASKED = "mismatch", "effective sample size", "masked tokens"
 SYNC = "time of a sync"
 _SAMPLER = {  # the log's name -> figure, unit, factor

@@ -25,7 +25,7 @@ from runners.report.run_record import flattened
 
 # Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = {
-    *("checkpoint", "log", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
+    *("checkpoint", "log", "ranks", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
     *("answer.partial_sandbox", "eval.every", "eval.at_start", "optim.max_bad_updates"),
     "reward.stop_if_all_fail",
     *("system.memory_limit_gb", "system.collective_timeout", "system.check_model"),

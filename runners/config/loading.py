@@ -54,6 +54,7 @@ class Config:
     log: sections.LogConfig = attrs.field(factory=sections.LogConfig)
     watch: sections.WatchConfig = attrs.field(factory=sections.WatchConfig)
     stop: sections.StopConfig = attrs.field(factory=sections.StopConfig)
+    ranks: sections.RanksConfig = attrs.field(factory=sections.RanksConfig)
     system: sections.SystemConfig = attrs.field(factory=sections.SystemConfig)
     settings: Settings | None = attrs.field(default=None, eq=False, repr=False)
 
@@ -222,6 +223,7 @@ def _check_complete(config: Config) -> None:
     of_turn = loss.baseline == "turn"
     about_turns = "[env], because it applies to turns"
     stale = config.rollout.max_staleness
+    apart = config.ranks.samplers
     uses = config.optim.num_iterations * config.optim.minibatches
     late = loss.sync_every > config.optim.gradient_accumulation_steps
     for key, wrong, expected in (
@@ -234,7 +236,7 @@ def _check_complete(config: Config) -> None:
             "equal has a deviation of 0)"),
         ("loss.scale", of_turn and loss.scale == "batch",
             '"group" or "none" with loss.baseline = "turn"'),
-        ("rollout.max_staleness", stale and loss.correction == "none",
+        ("rollout.max_staleness", stale and loss.correction == "none" and loss.surrogate != "ipo",
             '0, or a loss.correction such as "token_truncate", because older weights sample'),
         ("loss.dynamic_sampling", stale and loss.dynamic_sampling,
             "false with rollout.max_staleness, which fixes the next prompts in advance"),
@@ -243,6 +245,12 @@ def _check_complete(config: Config) -> None:
         ("loss.router_replay", stale and loss.router_replay, "false with rollout.max_staleness"),
         ("rollout.max_staleness", stale and uses > 1,
             "0, or 1 for optim.num_iterations and optim.minibatches"),
+        ("ranks.samplers", apart and not stale,
+            "0, or rollout.max_staleness >= 1, without which sampling and learning take turns"),
+        ("rollout.quantization", apart and config.rollout.quantization != "none",
+            '"none" with ranks.samplers'),
+        ("env.program", apart and config.env.program, "[] with ranks.samplers"),
+        ("env.taskset", apart and config.env.taskset, '"" with ranks.samplers'),
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,

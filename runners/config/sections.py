@@ -330,6 +330,13 @@ class StopConfig:
 
 
 @attrs.frozen(kw_only=True)
+class RanksConfig:
+    """[ranks]: what the processes of `mlx.launch` do: see [many devices](many-devices.md)."""
+
+    samplers: int = key(0, "number of ranks that only sample, all but rank 0, which only learns; requires `rollout.max_staleness` >= 1. 0: each rank samples and learns. See [samplers apart](many-devices.md#samplers-apart)", ">= 0")
+
+
+@attrs.frozen(kw_only=True)
 class SystemConfig:
     """[system]: memory and speed on this machine."""
 

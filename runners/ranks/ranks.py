@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from grpo_fn.learner import Collectives
+    from grpo_fn.trees import Tree
 
 _MOMENT = 1.0  # seconds until the end of another rank is visible
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
@@ -147,19 +148,53 @@ class Ranks:
             return [own]
         # an interrupted exchange would leave the others at another point
         with self._signals.deferred():
-            messages = self._exchange(own)
-            if any(message.error is not None for message in messages):
-                self.agreed_to_end()
-                raise self._error_of(messages)
+            messages = self._checked(self._exchange(own))
             asked = max(message.asked for message in messages)
-            if len({message.where for message in messages}) > 1 and not asked:
-                self.agreed_to_end()
-                spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
-                raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
             if asked and not self._stopping and not self._committing:
                 self._stopping = self._signals.stopping = True
                 raise Stopped(asked)
         return messages
+
+    def _checked(self, messages: list[RankMessage]) -> list[RankMessage]:
+        """The messages of an exchange. Raises RankError if a rank ends, or is at another point."""
+        if any(message.error is not None for message in messages):
+            self.agreed_to_end()
+            raise self._error_of(messages)
+        asked = any(message.asked for message in messages)
+        if len({message.where for message in messages}) > 1 and not asked:
+            self.agreed_to_end()
+            spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
+            raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
+        return messages
+
+    # ranks that sample for rank 0
+
+    def apart(self) -> Ranks:
+        """This rank alone, for the steps that it does not share with the others."""
+        alone = Ranks(signals=self._signals)
+        alone.number = self.number
+        alone.watchdog = self.watchdog
+        return alone
+
+    def meet(self, where: str, value: Any) -> list[Any]:
+        """Every rank's value. Unlike `all_gather_object`, it may be called in any thread: a signal
+        that has come to a rank is passed on to the process, and does not end the exchange."""
+        own = RankMessage(where, value, asked=self._signals.received or 0)
+        messages = self._checked(self._exchange(own))
+        for message in messages:
+            if message.asked:
+                self._signals.ask(message.asked)
+        return [message.value for message in messages]
+
+    def shared(self, tree: Tree) -> Tree:
+        """Rank 0's tree on all ranks; the others pass one with the same shapes. May be called in
+        any thread."""
+        from grpo_fn.learner import share
+
+        self._moving = True  # if it fails, each rank detects that itself
+        found = share(tree, self)
+        self._moving = False
+        return found
 
     def _values(self, where: str, value: Any) -> list[Any]:
         """Every rank's value, while the ranks join: no signal counts."""

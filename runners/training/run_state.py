@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import Shape, share
+from grpo_fn.learner import Shape
 from grpo_fn.trees import named_leaves, on_host, structure_of
 from runners.checkpoints.checkpoint import DTYPES, STATE_FILE, load_trees, pack, unpack
 from runners.checkpoints.resume import Origin
@@ -310,13 +310,12 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         found = messages[0].value
         if not found:
             return state
-        with ranks.moving_arrays():
-            if not ranks.is_rank_zero:
-                arrays = {
-                    name: mx.zeros(shape, DTYPES[dtype])
-                    for name, (shape, dtype) in found["leaves"].items()
-                }
-            arrays = share(arrays, ranks)
+        if not ranks.is_rank_zero:
+            arrays = {
+                name: mx.zeros(shape, DTYPES[dtype])
+                for name, (shape, dtype) in found["leaves"].items()
+            }
+        arrays = ranks.shared(arrays)
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
         state = restore_state(

@@ -108,10 +108,16 @@ class SetUp:
                 f"{config.where('data.image')}: training on prompts with images is only possible "
                 f"on one rank, found {ranks.count}"
             )
-        if config.rollout.max_staleness and not ranks.is_alone:
+        samplers = config.ranks.samplers
+        if samplers not in (0, ranks.count - 1):
             raise UserError(
-                f"{config.where('rollout.max_staleness')}: expected 0 on several ranks, found "
-                f"{config.rollout.max_staleness}"
+                f"{config.where('ranks.samplers')}: expected 0, or all ranks but one "
+                f"({ranks.count - 1} of {ranks.count}), found {samplers}"
+            )
+        if config.rollout.max_staleness and not (ranks.is_alone or samplers):
+            raise UserError(
+                f"{config.where('rollout.max_staleness')}: expected 0 on several ranks, or "
+                f"ranks.samplers = {ranks.count - 1}, found {config.rollout.max_staleness}"
             )
         spec = config.loss_spec()
         rewards = load_code(config, worker)
@@ -123,7 +129,7 @@ class SetUp:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
         check_columns(rewards, columns, environments=config.env.answers and not config.env.agents)
-        sizes = sizes_if_it_can_fit(config, platform, ranks.count)
+        sizes = sizes_if_it_can_fit(config, platform, ranks.count - samplers)
         loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
         loaded.tokenizer.start = self.start

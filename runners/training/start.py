@@ -31,6 +31,7 @@ from runners.checkpoints.run_folder import clear, locked, place_of, restore_best
 from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
+from runners.engines.apart import RankEngine
 from runners.errors import UserError, gigabytes
 from runners.files.own_folder import remember
 from runners.files.run_files import OWN_RUNS
@@ -43,7 +44,6 @@ from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog, check_dashboards_installed
 from runners.telemetry.report import PlainReport, Quiet, Report
 from runners.training.run_state import RunState, check_alike, first_state, restore, share_start
-from runners.training.sampler import weights_of
 from runners.training.session import Session
 from runners.training.setup import Run, SetUp
 from runners.user_code.worker import Worker
@@ -128,10 +128,9 @@ def start_or_resume(
                 f"{state.update}"
             )
         check_alike(ranks, run, inputs)
-        state = share_start(ranks, run, state, resumed=origin is not None)
-        run.learner.engine.load(
-            weights_of(run.learner.sampling, state.train.old_params, state.sampler)
-        )
+        if config.ranks.samplers:
+            run = _apart(run, stack)
+        state = share_start(run.ranks, run, state, resumed=origin is not None)
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
         if origin is not None:
@@ -143,6 +142,7 @@ def start_or_resume(
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
         session = Session(run, state, log=log, shown=shown, facts=facts)
+        session.plan.load(state)
         if session.ahead is not None:
             stack.callback(session.ahead.close)
             for flight in state.flights:
@@ -154,6 +154,18 @@ def start_or_resume(
 
         with shown.ending():
             yield session
+
+
+def _apart(run: Run, stack: ExitStack) -> Run:
+    """The run of a rank that learns alone, with an engine on the others, or of one that samples."""
+    ranks = run.ranks.apart()
+    learner = run.learner
+    if ranks.is_rank_zero:
+        engine = RankEngine(run.ranks)
+        stack.callback(engine.close)
+        learner = attrs.evolve(learner, engine=engine)
+    collector = attrs.evolve(run.collector, ranks=ranks)
+    return attrs.evolve(run, learner=learner, collector=collector, ranks=ranks)
 
 
 def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import attrs
 
 import grpo_fn as g
 from runners.config.loading import Config
+from runners.engines.apart import blank_weights, serve
 from runners.environments.environments import start_worker
 from runners.errors import RewardError
 from runners.machine import startup
@@ -16,6 +18,7 @@ from runners.machine.mac_power import awake
 from runners.machine.metal_faults import explained_aborts
 from runners.machine.signals import Stopped, StopSignals
 from runners.memory.metal_limits import metal_limits
+from runners.ranks.messages import RankError
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
@@ -102,19 +105,34 @@ def run_training(
         )
         limits = metal_limits(machine.backend, session.run.phases, session.shown.note)
         stack.enter_context(limits)
+        if config.ranks.samplers and not ranks.is_rank_zero:
+            with signals.deferred():  # rank 0 says when to stop
+                return sample(session, ranks)
         try:
             try:
                 return train(session)
-            except RewardError as error:
-                if ranks.is_alone or error.on_all_ranks:  # else the others wait within a rollout
-                    session.save_to_stop("before the reward failed: ")
+            except (RewardError, RankError) as error:
+                # else the others wait within a rollout
+                if session.ranks.is_alone or getattr(error, "on_all_ranks", False):
+                    failed = "reward" if isinstance(error, RewardError) else "sampling"
+                    session.save_to_stop(f"before the {failed} failed: ")
                 raise
         except Stopped as stopped:  # also while that is saved
-            ranks.stop_together(stopped)
+            session.ranks.stop_together(stopped)
             stopped.begun = True
             session.save_to_stop("interrupted: ")
-            ranks.agreed_to_end()
+            session.ranks.agreed_to_end()
             raise
+
+
+def sample(session: Session, ranks: Ranks) -> RunResult:
+    """Samples for rank 0 until it ends, with the weights that it sends."""
+    engine, policy = session.run.learner.engine, session.run.learner.sampling
+    blank = blank_weights(policy, session.state.train.params)
+    session.change(train=None)  # frees the weights, the reference and the optimizer's moments
+    ranks.watchdog.timeout = math.inf  # rank 0 may learn for long before its next order
+    serve(ranks, engine, policy, blank)
+    return RunResult(session.run.folder, session.state.train, None, None, 0, session.elapsed())
 
 
 def train(session: Session) -> RunResult:

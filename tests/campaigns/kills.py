@@ -54,6 +54,7 @@ TOOLS = [
     "rollout.max_new_tokens=28",
 ]
 ARRIVAL = "env.schedule=arrival"
+SMALL = ["model.tune=lora", "model.lora={rank=4}"]
 CORRECTED = ["loss.correction=token_truncate"]
 DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
 EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
@@ -66,7 +67,9 @@ KINDS = {  # ranks, settings
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
     "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
     "ahead 1": (1, [*CORRECTED, "rollout.max_staleness=1"]),
-    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", "model.tune=lora", "model.lora={rank=4}"]),
+    "ahead 2": (1, [*CORRECTED, "rollout.max_staleness=2", *SMALL]),
+    "samplers 1": (2, [*CORRECTED, "rollout.max_staleness=1", "ranks.samplers=1"]),
+    "samplers 2": (2, [*CORRECTED, "rollout.max_staleness=2", "ranks.samplers=1", *SMALL]),
     "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "agents": (1, ['env.program=["python", "agent.py"]', "env.timeout=300.0", *AGENTS]),
     "sft": (1, [*SHORT, *SUPERVISED, "model.tune=lora", "model.lora={rank=4}", "loss.sync_every=3"]),
@@ -80,6 +83,7 @@ KINDS = {  # ranks, settings
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }
+STALENESS = ("full", "ahead 1", "ahead 2", "samplers 1", "samplers 2")  # of 0, 1 and 2
 PRUNED = ["checkpoint.keep_last=2", "checkpoint.keep_best=1"]  # so that checkpoints are removed, too
 
 
@@ -210,7 +214,10 @@ class Harness:
             except UserError as error:
                 problems.append(str(error))
                 continue
-            if self.fixed(comparable(path)) != self.saved[step]:
+            found, straight = self.fixed(comparable(path)), self.saved[step]
+            # With samplers apart, a rank whose sampler is gone may save between a batch step and its update.
+            between = len({each["trainer_state"]["loop"]["update"] for each in (found, straight)}) > 1
+            if found != straight and not (between and "ranks.samplers=1" in self.settings):
                 problems.append(f"{path.name} differs")
         lines = [json.loads(line) for line in whole_lines(run / "training_log.jsonl")]
         known = [line for line in lines if "fault" not in line]  # which names a rank that failed
@@ -269,9 +276,10 @@ def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: i
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--each", default=0, help="Kills of each kind, in place of --kills, and a line for each.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="[all]")
-def main(kills: int, seed: int, each: int, kinds: tuple[str, ...]) -> None:
+@click.option("--staleness", is_flag=True, help=f"The kinds {', '.join(STALENESS)}.")
+def main(kills: int, seed: int, each: int, kinds: tuple[str, ...], staleness: bool) -> None:
     """Kill runs again and again, and compare. Exit code 1 where anything was lost or differs."""
-    chosen = kinds or tuple(KINDS)
+    chosen = STALENESS if staleness else kinds or tuple(KINDS)
     problems: list[str] = []
     for part in [(kind,) for kind in chosen] if each else [chosen]:
         with tempfile.TemporaryDirectory(prefix="kills-") as folder:

@@ -5,7 +5,9 @@ import pytest
 from tests.campaigns.kills import hunt
 
 
-@pytest.mark.parametrize("kinds", [("quantized", "experts"), ("ahead 1", "ahead 2"), ("2 ranks",)])
+@pytest.mark.parametrize(
+    "kinds", [("quantized", "experts"), ("ahead 1", "ahead 2"), ("2 ranks",), ("samplers 1",)]
+)
 def test_killed_runs_go_on_and_end_as_if_they_had_not_been(tmp_path, kinds):
     """Four kills, mostly while it saves: nothing lost, nothing different.
 

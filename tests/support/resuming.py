@@ -132,12 +132,13 @@ def without_noise(records):
 
 
 def outcome(folder):
-    """All that a run's folder has to hold, however often the run was cut off."""
+    """All that a run's folder has to hold, however often the run was cut off, but for why it was."""
     models = {
         name: {file.name: file.read_bytes() for file in (folder / name).glob("*") if file.is_file()}
         for name in ("final", "best")
     }
-    log = without_noise(lines_of(folder / "training_log.jsonl"))
+    lines = lines_of(folder / "training_log.jsonl")
+    log = without_noise([line for line in lines if "fault" not in line])
     return {"log": log, "completions": (folder / "completions.jsonl").read_bytes(), **models}
 
 

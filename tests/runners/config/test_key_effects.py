@@ -149,6 +149,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "rollout.calibration": ('"none"', 'rollout.quantization="affine-4"', "rollout.group_size=32"),
     "rollout.bits_budget": ("5.5", 'rollout.quantization="affine-4"', "rollout.group_size=32"),
     "rollout.max_staleness": ("1", "loss.correction=token_truncate", "optim.max_steps=3"),
+    "ranks.samplers": ("1", "rollout.max_staleness=1", "loss.correction=token_truncate"),
     "rollout.mismatch_limit": ("1e-9", PACKED, "rollout.group_size=32"),
     "reward.functions": ('["{root}/rewards.py:some"]',),
     "reward.timeout": ("0.05", 'reward.functions=["{root}/rewards.py:slow"]'),

@@ -99,12 +99,22 @@ def test_no_row_is_older_than_asked_with_several_batch_steps_an_update():
         (("loss.sync_every=2",), "loss.sync_every"),
         (("optim.num_iterations=2",), "rollout.max_staleness"),
         (("loss.router_replay=true",), "loss.router_replay"),
+        (("ranks.samplers=1", "rollout.max_staleness=0"), "ranks.samplers"),
+        (("ranks.samplers=1", "rollout.quantization=affine-4"), "rollout.quantization"),
+        (("ranks.samplers=1", "env.program=['agent']"), "env.program"),
+        (("ranks.samplers=1", "env.taskset=verifiers:wordle"), "env.taskset"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, settings, key):
     """With the key and what is expected."""
     with pytest.raises(ConfigError, match=rf"{key}: expected .*found"):
         config_in(tmp_path / "a", *AHEAD[1], *settings).check()
+
+
+def test_ipo_needs_no_correction(tmp_path):
+    """It compares with the weights that sampled a completion, and takes none."""
+    config = config_in(tmp_path / "a", *AHEAD[1], "loss.correction=none", "loss.surrogate=ipo").check()
+    assert config.loss_spec().correction == "none"
 
 
 def test_a_reward_that_fails_ends_the_run_as_ever(tmp_path):

@@ -1,0 +1,191 @@
+"""An engine on other ranks, which sample for rank 0 (`ranks.samplers`).
+
+The ranks meet again and again: rank 0 sends its orders, and the others return the completions that
+have ended since. Between two meetings they decode for a moment, so that rank 0 can stop them at any
+time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.rollout import Interrupted
+from grpo_fn.trees import Tree, map_arrays
+from runners.engines.engine import (
+    Engine,
+    Request,
+    Row,
+    ShouldStop,
+    Ticket,
+    Token,
+    Traits,
+    Weights,
+    never,
+)
+from runners.ranks.messages import RankError
+from runners.ranks.ranks import Ranks
+
+_MOMENT = 0.1  # seconds of decoding between two meetings
+_MEETING = "the samples"  # in messages about ranks
+
+
+class RankEngine:
+    """Rank 0's end of the engine; each other rank runs `serve`."""
+
+    traits = Traits(drawn_logp=True, entropy=True, images=False)
+
+    def __init__(self, ranks: Ranks) -> None:
+        """The ranks have no weights yet."""
+        self.version = -1
+        self.rows = 0
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._end: BaseException | None = None  # why there are no more meetings
+        self._orders: list[Any] = []  # for the next meeting
+        # the rank of each request since the last `load`
+        self._owners: dict[Ticket | None, int] = {}
+        self._open: set[Ticket] = set()
+        self._tickets = itertools.count()
+
+    def load(self, weights: Weights | None) -> None:
+        """See `Engine`. Only trained weights are sent, in the dtype that the sampler computes with,
+        and only if their version is new."""
+        if weights is None:
+            return
+        changed = weights.version != self.version
+        self._owners.clear()
+        self._orders.append(["load", weights.version, weights.rows, changed])
+        self._meet(weights.policy.cast(weights.params) if changed else None)
+        self.version = weights.version
+
+    def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
+        """See `Engine`. Requests are dealt to the ranks in turn."""
+        ticket = Ticket(next(self._tickets))
+        owner = self._owners.get(request.continues, 1 + ticket % (self._ranks.count - 1))
+        drawn_from = attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)}
+        self._orders.append(["submit", owner, ticket, attrs.asdict(request), drawn_from])
+        self._owners[ticket] = owner
+        self._open.add(ticket)
+        return ticket
+
+    def collect(
+        self, least: int = 1, *, should_stop: ShouldStop = never
+    ) -> dict[Ticket, tuple[Row, ...]]:
+        """See `Engine`."""
+        found = self._meet()
+        while len(found) < least and self._open and not should_stop():
+            found |= self._meet()
+        return found
+
+    def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
+        """See `Engine`; ranks return whole completions only."""
+        raise NotImplementedError
+
+    def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
+        """See `Engine`; ranks return whole completions only."""
+        raise NotImplementedError
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Engine`."""
+        self._orders.append(["cancel", self._owners[ticket], ticket])
+
+    def close(self) -> None:
+        """Ends `serve` on the other ranks. A thread that still waits for completions raises
+        Interrupted."""
+        with self._ranks.moving_arrays(), self._lock:  # no signal interrupts the meeting
+            if self._end is None:
+                self._end = Interrupted()
+                self._ranks.meet(_MEETING, [["end"]])
+            elif isinstance(self._end, RankError):
+                raise self._end  # it is also the reason for a signal from the launcher
+
+    def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
+        """Sends the orders, and then new weights; the requests that have ended."""
+        with self._lock:
+            if self._end is not None:
+                raise self._end
+            orders = self._orders
+            self._orders = []
+            try:
+                answers = self._ranks.meet(_MEETING, orders)
+                if params is not None:
+                    self._ranks.shared(params)
+            except BaseException as error:
+                self._end = error
+                raise
+        found: dict[Ticket, tuple[Row, ...]] = {}
+        for rows, ended in answers[1:]:
+            self.rows = rows
+            found |= {Ticket(ticket): tuple(map(_row, group)) for ticket, *group in ended}
+        self._open -= found.keys()
+        return found
+
+
+def blank_weights(policy: g.Policy, params: Tree) -> Tree:
+    """Zeros with the shapes and dtypes of the weights that rank 0 sends; they need no memory."""
+    return map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), policy.cast(params))
+
+
+def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
+    """Carries out rank 0's orders until it ends; `blank`: see `blank_weights`."""
+    params = blank
+    own: dict[int, Ticket] = {}  # this engine's tickets by rank 0's, since the last "load"
+    ended: dict[Ticket, tuple[Row, ...]] = {}
+    while True:
+        numbers = {ticket: number for number, ticket in own.items()}
+        answer = [[numbers[ticket], *map(attrs.astuple, rows)] for ticket, rows in ended.items()]
+        for order in ranks.meet(_MEETING, [engine.rows, answer])[0]:
+            match order:
+                case ["end"]:
+                    return
+                case ["load", version, rows, changed]:
+                    engine.load(None)
+                    own.clear()
+                    if changed:
+                        params = None  # frees the old weights before the new ones come
+                        params = ranks.shared(blank)
+                    engine.load(Weights(policy, params, version, rows))
+                case ["submit", rank, number, request, sampling] if rank == ranks.number:
+                    own[number] = engine.submit(
+                        _request(request, own), attrs.evolve(g.Sampling(), **sampling)
+                    )
+                case ["cancel", rank, number] if rank == ranks.number:
+                    engine.cancel(own[number])
+        ended = engine.collect(len(own), should_stop=_moment()) if own else {}
+
+
+def _moment() -> ShouldStop:
+    end = time.monotonic() + _MOMENT
+    return lambda: time.monotonic() > end
+
+
+def _request(plain: dict[str, Any], own: dict[int, Ticket]) -> Request:
+    """From JSON."""
+    return Request(
+        prompt=tuple(plain["prompt"]),
+        seeds=tuple(map(tuple, plain["seeds"])),
+        drawn=plain["drawn"],
+        keep=plain["keep"],
+        borrows=plain["borrows"],
+        continues=own.get(plain["continues"]),
+    )
+
+
+def _row(plain: list[Any]) -> Row:
+    """From JSON."""
+    tokens, logp, finish, versions, entropy = plain
+    return Row(
+        tuple(tokens),
+        tuple(logp),
+        finish,
+        tuple(map(tuple, versions)),
+        None if entropy is None else tuple(entropy),
+    )
