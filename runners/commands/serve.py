@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
 
-from runners.commands.base import command, option
+from runners.commands.base import command, flag, option
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -37,6 +38,17 @@ LENGTH = 4096  # of a model that does not say how long its texts may be
     ),
     option("--name", "Name of the model for clients [MODEL]."),
     option("--max-length", "Maximum tokens of a prompt and its completion.", click.IntRange(2)),
+    flag(
+        "--tinker",
+        "Serve Tinker's training API instead, for the packages tinker and tinker-cookbook.",
+    ),
+    option(
+        "--weights=DIR",
+        "With --tinker: folder for the models that clients save.",
+        click.Path(path_type=Path),
+        Path("tinker-weights"),
+        show_default=True,
+    ),
     PROMPT,
     SAMPLING,
     MODEL,
@@ -59,6 +71,8 @@ def serve_command(
     api_key: str | None,
     name: str | None,
     max_length: int | None,
+    tinker: bool,
+    weights: Path,
     **values: Any,
 ) -> None:
     """Serve a model over HTTP for OpenAI clients.
@@ -69,8 +83,13 @@ def serve_command(
     """
     if host not in LOCAL and not api_key:
         raise UserError(f"--host {host}: expected --api-key KEY as well, since others can reach it")
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise UserError("grpo serve needs the extra serve: pip install 'grpo_fn[serve]'")
+    if tinker and api_key and not api_key.startswith("tml-"):
+        raise UserError(
+            "--api-key: expected a key that starts with tml-, as Tinker's clients require"
+        )
+    extra = "tinker" if tinker else "serve"
+    if not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])):
+        raise UserError(f"grpo serve needs the extra {extra}: pip install 'grpo_fn[{extra}]'")
     loaded = open_model(model, values)
     stated = read_json(loaded.path / "config.json")
     lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
@@ -100,14 +119,22 @@ def serve_command(
     engine = loaded.engine
     if isinstance(engine, LocalEngine):
         engine.decoding = attrs.evolve(engine.decoding, few_sizes=True)
-    service = Service(engine, served)
-    seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
-    session = service.open(api_key or "", seed=seed, records=False)
-    with Server(service, host, port, None if api_key else session) as server, Drain() as drain:
-        echo(f"{server.url}  (Ctrl-C finishes the completions under way)")
-        service.run(lambda: drain.stopped)
-        service.draining = True
-        service.run(lambda: service.idle)
+    if tinker:
+        from runners.serve.tinker.app import TrainingServer
+        from runners.serve.tinker.trainer import Trainer
+
+        work = Trainer(loaded.policy, engine, loaded.path, weights)
+        server = TrainingServer(work, served, host, port, api_key or "")
+    else:
+        work = Service(engine, served)
+        seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
+        session = work.open(api_key or "", seed=seed, records=False)
+        server = Server(work, host, port, None if api_key else session)
+    with server, Drain() as drain:
+        echo(f"{server.url}  (Ctrl-C finishes what is under way)")
+        work.run(lambda: drain.stopped)
+        work.draining = True
+        work.run(lambda: work.idle)
 
 
 class Drain(Interrupts):

@@ -165,7 +165,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         tools=() if body.get("tool_choice") == "none" else tools,
         template_kwargs=kwargs,
     )
-    logprobs = _checked("logprobs", rest.get("logprobs", False), bool)
+    logprobs = checked("logprobs", rest.get("logprobs", False), bool)
     return Asked(given=given, chat=chat, logprobs=logprobs)
 
 
@@ -185,7 +185,7 @@ def read_generate(body: Mapping[str, Any]) -> Asked:
     """The parameters of /inference/v1/generate."""
     given, rest = _read(body, ("token_ids", "sampling_params"))
     more, _ = _read(_object("sampling_params", rest), ("logprobs",))
-    prompt = _checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
+    prompt = checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
     whole = {**more, **given, "return_token_ids": True}
     return Asked(given=whole, prompts=(_prompt(list(prompt)),), ids=True, logprobs=True)
 
@@ -201,7 +201,7 @@ def _read(body: Mapping[str, Any], raw: Sequence[str]) -> tuple[dict[str, Any], 
             rest[name] = value
         elif name in USED:
             value = [value] if name == "stop" and isinstance(value, str) else value
-            given[name] = _checked(name, value, *USED[name])
+            given[name] = checked(name, value, *USED[name])
         elif name not in FIXED:
             near = did_you_mean(name, [*USED, *FIXED, *IGNORED, *raw])
             raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
@@ -219,7 +219,7 @@ def _object(param: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
+def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
     """A value of this type and range. Raises ApiError if it is none."""
     try:
         found = rules.structure(value, kind)
@@ -233,7 +233,7 @@ def _checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
 def _prompt(value: Any) -> str | tuple[int, ...]:
     """A prompt, text or ids; whether the model has these is checked later."""
     ids = isinstance(value, list)
-    found = _checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
+    found = checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
     if not found:
         raise ApiError("prompt: expected a text or token ids, found an empty one", "prompt")
     return found
