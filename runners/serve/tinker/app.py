@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import itertools
 import secrets
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,59 +19,60 @@ from starlette.routing import Route
 
 from runners.engines import engine
 from runners.errors import UserError, error_line, show
+from runners.serve.app import HttpServer
 from runners.serve.chat import ServedModel
-from runners.serve.http_server import HttpServer
 from runners.serve.service import Limits
 from runners.serve.tinker import wire
-from runners.serve.tinker.losses import Rows, check_data, loss_of, spec_of
-from runners.serve.tinker.trainer import (
-    SAMPLING,
-    TRAINING,
-    Ended,
-    Model,
-    Sample,
-    Sampler,
-    Trainer,
-)
+from runners.serve.tinker.losses import check_data, loss_of
+from runners.serve.tinker.trainer import SAMPLING, TRAINING, Ended, Model, Sample, Sampler, Trainer
 from runners.serve.wire import ApiError
 
 ANNOUNCED = 128  # completions in an answer: the client fetches them all at once
 CLONES = 1_000_000_000  # numbers of requests of each copy of a sampling client
+ROW = 4096  # bytes that a completion counts, while it waits or decodes
+AGAIN = 60.0  # seconds in which an answer may be fetched once more
+PARTS = ("attn", "mlp", "unembed")
 
 
 @attrs.frozen(kw_only=True)
 class TrainingLimits(Limits):
-    """What clients may use up; `rows` are completions that wait or decode."""
+    """What clients may use up."""
 
-    rows: int = 65_536
     hold: float = 20.0  # seconds after which a future that is not done is answered "not yet"
     vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
     gap: float = 60.0  # seconds in which a request with a smaller number must come
     sessions: int = 256
     models: int = 32  # in training
-    samplers: int = 16  # of a session: the latest ones
+    samplers: int = 64  # the latest ones
     futures: int = 16_384  # answers that are to come, or were not fetched
-    fetched: int = 512  # answers of a session that may be fetched once more
-    queued: int = 256_000_000  # bytes of data that wait for their turn
+    room: int = 268_435_456  # bytes of data and completions that wait
+
+
+@attrs.define(eq=False)
+class TrainingSession:
+    """A client."""
+
+    id: str
+    over: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 @attrs.define(eq=False)
 class Future:
-    """An answer that is to come."""
+    """An answer that is to come. In place of itself, the client gets `said`."""
 
-    id: str
     session: TrainingSession
     heard: Callable[[Future], object]
-    said: dict[str, Any]  # the promise
-    outcome: Any = None  # JSON, bytes of protobuf, or a fault
+    said: dict[str, Any]
+    outcome: Any = None  # JSON, or bytes of protobuf
     done: asyncio.Event = attrs.field(factory=asyncio.Event)
     cancelled: bool = False
 
     def set(self, outcome: Any) -> None:
-        """The answer has come."""
+        """The answer has come, or a fault."""
         if isinstance(outcome, Exception):
-            known = isinstance(outcome, UserError | ApiError | Ended)
-            category = "user" if known else "server"
+            ours = not isinstance(outcome, UserError | ApiError | Ended)
+            category = "server" if ours else "user"
             outcome = {"error": error_line(outcome), "category": category}
         self.outcome = outcome
         self.done.set()
@@ -88,10 +89,17 @@ class Slot:
 
     id: str
     session: TrainingSession
-    model: Model | None = None  # None: it is not made yet, or could not be
+    found: Model | None = None  # None: it is not made yet, or could not be
     next: int = 1
-    held: dict[int, tuple[Future, Callable[[], Any]]] = attrs.field(factory=dict)
+    held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def model(self) -> Model:
+        """Raises UserError if there is none."""
+        if self.found is None:
+            raise UserError(f"the model {self.id} could not be made")
+        return self.found
 
 
 @attrs.define(eq=False)
@@ -99,26 +107,19 @@ class Way:
     """A sampling session: a client's way to a sampler, and its futures that are done."""
 
     id: str
+    session: TrainingSession
     path: str | None = None  # of saved weights
-    sampler: Sampler | None = None  # None: it is not made yet, or could not be
+    found: Sampler | None = None  # None: it is not made yet, or could not be
     done: int = 0  # futures
     # Those that the client does not know of, by the number of its copy, with their places.
-    news: dict[int, deque[tuple[int, dict[str, str]]]] = attrs.field(
-        factory=lambda: defaultdict(deque)
-    )
+    news: dict[int, deque[Any]] = attrs.field(factory=lambda: defaultdict(deque))
     changed: asyncio.Event = attrs.field(factory=asyncio.Event)
 
-
-@attrs.define(eq=False)
-class TrainingSession:
-    """What a client has made."""
-
-    id: str
-    slots: dict[str, Slot] = attrs.field(factory=dict)
-    ways: OrderedDict[str, Way] = attrs.field(factory=OrderedDict)
-    fetched: deque[str] = attrs.field(factory=deque)
-    over: bool = False
-    timer: asyncio.TimerHandle | None = None
+    def sampler(self) -> Sampler:
+        """Raises UserError if there is none."""
+        if self.found is None:
+            raise UserError(f"the weights of {self.path or self.id} could not be read")
+        return self.found
 
 
 class TrainingServer(HttpServer):
@@ -139,15 +140,10 @@ class TrainingServer(HttpServer):
             "telemetry": lambda asked: {"status": "accepted"},
             "client/config": lambda asked: {"sample_use_retrieve_futures": True},
             "client/dynamic_config": lambda asked: {"sample_cancel_enabled": True},
-            "join_sampling_session": lambda asked: {
-                "client_counter": 1 + secrets.randbelow(CLONES)
-            },
             "get_server_capabilities": self._capabilities,
             "create_session": self._create_session,
             "session_heartbeat": lambda asked: self._touch(self._session(asked["session_id"])),
-            "sessions/{session_id}/finish": lambda asked: self._end(
-                self._session(asked["session_id"])
-            ),
+            "sessions/{id}/finish": lambda asked: self._end(self._session(asked["id"])),
             "create_model": self._create_model,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
@@ -156,6 +152,9 @@ class TrainingServer(HttpServer):
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
+            "join_sampling_session": lambda asked: {
+                "client_counter": secrets.randbelow(CLONES) + 1
+            },
             "samplers/{id}": self._sampler,
             "asample": self._asample,
             "cancel_future": self._cancel,
@@ -172,18 +171,19 @@ class TrainingServer(HttpServer):
         self._model = model
         self._key = key
         self._sessions: dict[str, TrainingSession] = {}
+        self._slots: dict[str, Slot] = {}
+        self._ways: dict[str, Way] = {}
         self._futures: dict[str, Future] = {}
-        self._bytes = 0  # of data that waits for its turn
-        self._rows = 0
+        self._room = self._limits.room
         trainer.deliver = lambda news: self.deliver(news)
 
     async def _call(self, name: str, call: Callable[[Any], Any], request: Request) -> Response:
-        given = request.headers.get("x-api-key", "")
-        if self._key and not secrets.compare_digest(given.encode(), self._key.encode()):
+        given = request.headers.get("x-api-key", "").encode()
+        if self._key and not secrets.compare_digest(given, self._key.encode()):
             raise ApiError("the API key is wrong", status=401)
         encoding = request.headers.get("content-encoding", "")
-        body = wire.unpacked(await self._body(request), encoding, self._limits.body)
-        asked = wire.read_body(name, body) | request.path_params
+        body = await self._body(request)
+        asked = wire.read_body(name, body, encoding, self._limits.body) | request.path_params
         try:
             answer = call(asked)
             answer = await answer if inspect.isawaitable(answer) else answer
@@ -191,7 +191,7 @@ class TrainingServer(HttpServer):
             raise ApiError(str(error)) from error
         if isinstance(answer, bytes):
             return Response(answer, media_type="application/x-protobuf")
-        return answer if isinstance(answer, Response) else JSONResponse(answer or {})
+        return JSONResponse(answer or {}, 408 if answer and "queue_state" in answer else 200)
 
     # What there is.
 
@@ -202,20 +202,19 @@ class TrainingServer(HttpServer):
             raise ApiError(f"the session of {show(name)} is over, or never was", status=410)
         return session
 
-    def _slot(self, asked: dict[str, Any]) -> Slot:
-        name = asked["model_id"]
-        slot = self._session(name).slots.get(name)
-        if slot is None:
+    def _slot(self, name: str) -> Slot:
+        self._session(name)
+        if name not in self._slots:
             raise ApiError(f"there is no model {show(name)}", "model_id", status=404)
-        return slot
+        return self._slots[name]
 
     def _way(self, name: str) -> Way:
-        ways = self._session(name).ways
-        if name not in ways:
-            kept = f"a session keeps its latest {self._limits.samplers}"
+        self._session(name)
+        if name not in self._ways:
+            kept = f"the latest {self._limits.samplers} are kept"
             raise ApiError(f"there is no sampling session {show(name)}: {kept}", status=404)
-        ways.move_to_end(name)
-        return ways[name]
+        self._ways[name] = self._ways.pop(name)  # it is the latest one
+        return self._ways[name]
 
     def _capabilities(self, asked: dict[str, Any]) -> dict[str, Any]:
         model = {"model_name": self._model.name, "max_context_length": self._model.length}
@@ -245,86 +244,58 @@ class TrainingServer(HttpServer):
         """Free all that a session holds."""
         session.over = True
         self._sessions.pop(session.id, None)
-        for future in list(self._futures.values()):
-            if future.session is session:
-                del self._futures[future.id]
-                future.set(Ended("the session is over"))
-        session.slots.clear()
+        for things in (self._slots, self._ways, self._futures):
+            for name in [name for name, each in things.items() if each.session is session]:
+                gone = things.pop(name)
+                if isinstance(gone, Future) and not gone.done.is_set():
+                    gone.set(Ended("the session is over"))
 
     # Futures.
 
     def _promise(
-        self,
-        name: str,
-        session: TrainingSession,
-        heard: Callable[[Future], object] = lambda future: None,
-        **said: Any,
+        self, name: str, session: TrainingSession, heard: Callable[[Future], object], cost: int = 0
     ) -> Future:
-        """A new future. ApiError if there is no room for it."""
+        """A new future, for which so many bytes wait. ApiError if there is no room for it."""
         if self._trainer.draining:
             raise ApiError("the server ends", status=503)
-        if len(self._futures) >= self._limits.futures:
+        if len(self._futures) >= self._limits.futures or cost > self._room:
             raise ApiError("too many requests are under way, or were not fetched", status=429)
-        future = Future(name, session, heard, {"request_id": name, **said})
-        self._futures[name] = future
-        return future
 
-    def _queue(self, future: Future, job: Callable[[], Any]) -> dict[str, Any]:
-        """Hand a job to the trainer, unless nobody waits for it by then."""
+        def free(future: Future) -> None:
+            self._room += cost
+            heard(future)
 
-        def unless_over() -> Any:
-            if future.is_over():
-                raise Ended("the session is over")
-            return job()
-
-        self._trainer.put(unless_over, future.set)
-        return future.said
+        self._room -= cost
+        self._futures[name] = Future(session, free, {"request_id": name})
+        return self._futures[name]
 
     def _ordered(
-        self, asked: dict[str, Any], job: Callable[[Model], Any], size: int = 0
+        self, asked: dict[str, Any], job: Callable[[Model], Any], cost: int = 0
     ) -> dict[str, Any]:
         """Queue a job of a model behind those with smaller numbers. A repeated call is the same."""
-        slot = self._slot(asked)
+        slot = self._slot(asked["model_id"])
         number = asked["seq_id"]
         name = f"{slot.id}:{number}"
-        if name in self._futures:
-            return self._futures[name].said
-        if number < slot.next:
-            raise ApiError(f"seq_id: expected at least {slot.next}, found {number}", "seq_id")
-        if number > slot.next and self._bytes + size > self._limits.queued:
-            raise ApiError("too much data waits for its turn", status=429)
-
-        def run() -> Any:
-            if slot.model is None:
-                raise UserError(f"the model {slot.id} could not be made")
-            return job(slot.model)
-
-        def heard(future: Future) -> None:
-            self._bytes -= size
-
-        self._bytes += size
-        slot.held[number] = self._promise(name, slot.session, heard), run
-        self._release(slot)
+        if name not in self._futures:
+            if number < slot.next:
+                raise ApiError(f"seq_id: expected at least {slot.next}, found {number}", "seq_id")
+            future = self._promise(name, slot.session, lambda future: None, cost)
+            slot.held[number] = lambda: job(slot.model), future
+            while slot.next in slot.held:
+                self._trainer.put(*slot.held.pop(slot.next))
+                slot.next += 1
+            if slot.timer is not None:
+                slot.timer.cancel()
+            skip = asyncio.get_running_loop().call_later(self._limits.gap, self._skip, slot)
+            slot.timer = skip
         return self._futures[name].said
-
-    def _release(self, slot: Slot) -> None:
-        """Queue what has its turn, and wait no longer than `gap` for what is missing."""
-        while slot.next in slot.held:
-            self._queue(*slot.held.pop(slot.next))
-            slot.next += 1
-        if slot.timer is not None:
-            slot.timer.cancel()
-        loop = asyncio.get_running_loop()
-        wait = loop.call_later(self._limits.gap, self._skip, slot) if slot.held else None
-        slot.timer = wait
 
     def _skip(self, slot: Slot) -> None:
         """Fail what waits for a request that has not come."""
         fault = UserError(f"request {slot.next} of {slot.id} did not come, so this has no turn")
-        if slot.model is not None:
+        for number, (_, future) in slot.held.items():
+            slot.next = max(slot.next, number + 1)
             slot.model.fault = str(fault)
-        slot.next = max(slot.held) + 1
-        for future, _ in slot.held.values():
             future.set(fault)
         slot.held.clear()
 
@@ -340,12 +311,8 @@ class TrainingServer(HttpServer):
         try:
             await asyncio.wait_for(future.done.wait(), self._limits.hold)
         except TimeoutError:
-            waits = {"type": "try_again", "request_id": name, "queue_state": "active"}
-            return JSONResponse(waits, 408)
-        fetched = future.session.fetched
-        fetched.append(name)
-        if len(fetched) > self._limits.fetched:
-            self._futures.pop(fetched.popleft(), None)
+            return {"type": "try_again", "request_id": name, "queue_state": "active"}
+        asyncio.get_running_loop().call_later(AGAIN, self._futures.pop, name, None)
         return future.outcome
 
     async def _retrieve_many(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -365,55 +332,43 @@ class TrainingServer(HttpServer):
             with suppress(TimeoutError):
                 await asyncio.wait_for(way.changed.wait(), min(hold, self._limits.hold))
         done = list(itertools.islice(news, ANNOUNCED))
-        last = done[-1][0] if done else cursor
-        return {"completions": [each for _, each in done], "cursor": last}
+        cursor = done[-1][0] if done else cursor
+        return {"completions": [each for _, each in done], "cursor": cursor}
 
     # Models.
 
     def _make(self, asked: dict[str, Any], make: Callable[[], Model]) -> dict[str, Any]:
         """A new model. A repeated call is the same."""
         session = self._session(asked["session_id"])
-        optimizer = wire.read("optimizer_config", asked["optimizer_config"] or {})["type"]
-        if optimizer != "adamw":
-            raise UserError(f"optimizer_config: expected adamw, found {show(optimizer)}")
         self._check_base(asked["base_model"])
         name = f"{session.id}:train:{asked['model_seq_id']}"
-        if name in session.slots:
-            return {"request_id": f"{name}:make"}
-        if sum(len(each.slots) for each in self._sessions.values()) >= self._limits.models:
-            raise UserError(f"{self._limits.models} models are in training already")
-        slot = Slot(name, session)
+        if name not in self._slots:
+            if len(self._slots) >= self._limits.models:
+                raise UserError(f"{self._limits.models} models are in training already")
+            slot = Slot(name, session)
 
-        def job() -> dict[str, Any]:
-            slot.model = make()
-            return {"model_id": name, "path": asked.get("path")}
+            def job() -> dict[str, Any]:
+                slot.found = make()
+                return {"model_id": name, "path": asked.get("path")}
 
-        promise = self._queue(self._promise(f"{name}:make", session), job)
-        session.slots[name] = slot
-        return promise
+            future = self._promise(f"{name}:make", session, lambda future: None)
+            self._slots[name] = slot
+            self._trainer.put(job, future)
+        return {"request_id": f"{name}:make"}
 
     def _create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
         lora = wire.read("lora_config", asked["lora_config"])
-        parts = [part for part in ("attn", "mlp", "unembed") if lora[f"train_{part}"]]
-        make = partial(self._trainer.create, lora["rank"], parts, lora["seed"])
-        return self._make(asked, make)
+        parts = [part for part in PARTS if lora[f"train_{part}"]]
+        return self._make(asked, partial(self._trainer.create, lora["rank"], parts, lora["seed"]))
 
     def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
-        path = asked["path"]
-        optimizer = asked["optimizer"]
+        how = {"optimizer": asked["optimizer"]}
         if asked["session_id"]:
-            return self._make(asked, partial(self._trainer.restore, path, optimizer=optimizer))
-
-        def job(model: Model) -> dict[str, Any]:
-            self._trainer.load(model, path, optimizer=optimizer)
-            return {"model_id": asked["model_id"], "path": path}
-
-        return self._ordered(asked, job)
+            return self._make(asked, partial(self._trainer.restore, asked["path"], **how))
+        return self._ordered(asked, partial(self._trainer.load, asked["path"], **how))
 
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
-        model = self._slot(asked).model
-        if model is None:
-            raise UserError("the model could not be made")
+        model = self._slot(asked["model_id"]).model
         rank = model.kind.about["lora_parameters"]["rank"]
         name = self._model.name
         data = {"model_name": name, "tokenizer_id": str(self._trainer.path)}
@@ -423,51 +378,45 @@ class TrainingServer(HttpServer):
     def _forward_backward(self, asked: dict[str, Any]) -> dict[str, Any]:
         message = asked["message"]
 
-        def read() -> Rows:
-            loss = loss_of(message.loss_fn)
-            spec = spec_of(loss, wire.loss_config(message))
+        def read() -> Any:
+            loss, spec = loss_of(message.loss_fn, wire.loss_config(message))
             data = wire.data_of(message)
             check_data(data, loss, self._model.vocabulary, self._model.length)
-            return Rows(data, loss, spec)
+            return data, loss, spec
 
-        def job(model: Model) -> bytes:
-            backward = not message.forward_only
-            return wire.forward_output(*self._trainer.forward(model, read, backward=backward))
-
-        return self._ordered(asked, job, asked["size"])
+        work = self._trainer.forward if message.forward_only else self._trainer.backward
+        return self._ordered(
+            asked, lambda model: wire.forward_output(*work(read, model)), asked["size"]
+        )
 
     def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
-        def job(model: Model) -> dict[str, Any]:
-            return self._trainer.update(model, wire.rates_of(asked["adam_params"]))
-
-        return self._ordered(asked, job)
+        params = asked["adam_params"]
+        return self._ordered(
+            asked, lambda model: self._trainer.update(wire.rates_of(params), model)
+        )
 
     def _save(self, part: str, asked: dict[str, Any]) -> dict[str, Any]:
         path = f"tinker://{asked['model_id']}/{part}/{asked['path'] or asked['seq_id']}"
-        overwrite = part == SAMPLING or asked["overwrite"]
-        return self._ordered(
-            asked, lambda model: self._trainer.save(model, path, overwrite=overwrite)
-        )
+        overwrite = asked.get("overwrite", True)
+        return self._ordered(asked, partial(self._trainer.save, path, overwrite=overwrite))
 
     # Sampling.
 
     def _new_way(self, session: TrainingSession, number: int, path: str | None = None) -> Way:
         """A new sampling session, in place of the one that was not used for longest."""
-        way = Way(f"{session.id}:sample:{number}", path)
-        way = session.ways.setdefault(way.id, way)
-        if len(session.ways) > self._limits.samplers:
-            session.ways.popitem(last=False)
-        return way
+        name = f"{session.id}:sample:{number}"
+        if len(self._ways) >= self._limits.samplers:
+            del self._ways[next(iter(self._ways))]
+        return self._ways.setdefault(name, Way(name, session, path))
 
     def _save_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["sampling_session_seq_id"] is None:
             return self._save(SAMPLING, asked)
-        if asked["kind"] not in ("snapshot", "inflight"):
-            raise UserError(f"kind: expected snapshot or inflight, found {show(asked['kind'])}")
-        way = self._new_way(self._slot(asked).session, asked["sampling_session_seq_id"])
+        session = self._session(asked["model_id"])
+        way = self._new_way(session, asked["sampling_session_seq_id"])
 
         def job(model: Model) -> dict[str, Any]:
-            way.sampler = Sampler(model.kind, model.state.params)
+            way.found = self._trainer.snapshot(model)
             return {"sampling_session_id": way.id}
 
         return self._ordered(asked, job)
@@ -481,9 +430,9 @@ class TrainingServer(HttpServer):
         way = self._new_way(session, asked["sampling_session_seq_id"], path)
 
         def job() -> None:
-            way.sampler = self._trainer.sampler(path)
+            way.found = self._trainer.sampler(path)
 
-        self._trainer.put(job, lambda fault: None)
+        self._trainer.put(job, Future(session, lambda future: None, {}))
         return {"sampling_session_id": way.id}
 
     def _sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -491,43 +440,32 @@ class TrainingServer(HttpServer):
         return {"sampler_id": way.id, "base_model": self._model.name, "model_path": way.path}
 
     def _asample(self, asked: dict[str, Any]) -> dict[str, Any]:
-        wire.refuse_extras(asked)
         way = self._way(asked["sampling_session_id"])
         name = f"{way.id}:{asked['seq_id']}"
         if name in self._futures:
             return self._futures[name].said
         prompt = wire.prompt_of(asked["prompt"])
         self._model.check(prompt)
-        sampling = wire.sampling_of(asked["sampling_params"], self._model, len(prompt))
+        sampling, seed = wire.sampling_of(asked["sampling_params"], self._model, len(prompt))
         count = asked["num_samples"]
-        if self._rows + count > self._limits.rows:
-            raise ApiError("too many completions are under way", status=429)
 
         def heard(future: Future) -> None:
-            self._rows -= count
             way.done += 1
             state = "failed" if isinstance(future.outcome, dict) else "finished"
-            news = way.news[asked["seq_id"] // CLONES]
-            news.append((way.done, {"state": state, "request_id": name}))
+            done = {"state": state, "request_id": name}
+            way.news[asked["seq_id"] // CLONES].append((way.done, done))
             way.changed.set()
 
-        def source() -> Sampler:
-            if way.sampler is None:
-                raise UserError(f"the weights of {way.path or way.id} could not be read")
-            return way.sampler
-
-        ids = [f"{name}:{number}" for number in range(count)]
-        future = self._promise(name, self._session(name), heard, sample_sequence_ids=ids)
-        self._rows += count
+        future = self._promise(name, way.session, heard, ROW * count)
+        future.said["sample_sequence_ids"] = [f"{name}:{number}" for number in range(count)]
         last = asked["prompt_logprobs_last_n"] or len(prompt)
         sample = Sample(
-            source=source,
-            request=engine.Request(prompt=prompt, seeds=wire.seeds_of(asked, count)),
-            sampling=sampling,
-            scored=min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0,
-            answer=wire.sample_output,
-            end=future.set,
-            is_over=future.is_over,
+            future,
+            way.sampler,
+            engine.Request(prompt=prompt, seeds=wire.seeds_of(seed, count)),
+            sampling,
+            min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0,
+            wire.sample_output,
         )
-        self._trainer.put(partial(self._trainer.take, sample), future.set)
+        self._trainer.put(partial(self._trainer.take, sample), future)
         return future.said

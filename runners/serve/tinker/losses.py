@@ -1,13 +1,13 @@
-"""Tinker's losses: rows of tokens with numbers for each, as batches of the learner.
+"""Tinker's losses, sums over tokens: rows with numbers for each token, as batches of the learner.
 
-All of them are sums over tokens. `importance_sampling` and `cispo` multiply the gradient of log π by
-the ratio to the sampler, as a correction's weight: −r·A, and −sg(clip(r))·A·log π.
+`importance_sampling` and `cispo` multiply the gradient of log π by the ratio to the sampler, as a
+correction's weight: −r·A, and −sg(clip(r))·A·log π.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -19,8 +19,8 @@ from runners.errors import UserError, did_you_mean, listed, show
 TARGETS = "target_tokens"
 RATIO_MASK = "sequence_ratio_mask"
 UNBOUNDED = 1e30  # a cap that no ratio reaches
-_LOW = "clip_low_threshold"
-_HIGH = "clip_high_threshold"
+_SAMPLED = (TARGETS, "logprobs", "advantages")
+_BAND = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 @attrs.frozen(eq=False)
@@ -31,79 +31,51 @@ class Datum:
     inputs: Mapping[str, np.ndarray]  # [N] each
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False)
 class Loss:
-    """A loss by name: its parameters, what its rows must have, and the learner's spec."""
+    """What a loss needs, and the learner's spec of it."""
 
-    defaults: Mapping[str, float]
-    spec: Callable[..., g.LossSpec]  # takes the parameters in this order
-    needs: tuple[str, ...] = (TARGETS, "logprobs", "advantages")
-    may: tuple[str, ...] = ()
-    by_old: bool = True  # whether the sampler is the policy of the ratio; else the correction's
-
-
-class Rows(NamedTuple):
-    """Data for the learner."""
-
-    data: Sequence[Datum]
-    loss: Loss
-    spec: g.LossSpec
+    needs: tuple[str, ...]  # arrays of each row
+    defaults: Mapping[str, float]  # parameters
+    fields: Callable[..., dict[str, Any]]  # of the LossSpec, from the parameters in this order
+    by_old: bool = True  # whether the sampler is π_old of the ratio; else the μ of a correction
 
 
-def _spec(surrogate: str, **fields: object) -> g.LossSpec:
-    return g.LossSpec(surrogate=surrogate, aggregation="sum", **fields)  # type: ignore[arg-type]
+def _weighted(surrogate: str, low: float = 0.0, high: float = UNBOUNDED) -> dict[str, Any]:
+    cut = {"correction_floor": low, "correction_cap": high}
+    return {"surrogate": surrogate, "correction": "token_truncate", **cut}
 
 
-def _weighted(surrogate: str, low: float, high: float) -> g.LossSpec:
-    return _spec(surrogate, correction="token_truncate", correction_floor=low, correction_cap=high)
+def _clipped(low: float, high: float, level: str = "token") -> dict[str, Any]:
+    return {"level": level, "epsilon_low": 1 - low, "epsilon_high": high - 1}
 
 
-def _clipped(level: str) -> Callable[[float, float], g.LossSpec]:
-    return lambda low, high: _spec("clip", level=level, epsilon_low=1 - low, epsilon_high=high - 1)
-
-
-_BAND = {_LOW: 0.8, _HIGH: 1.2}
 LOSSES = {
-    "cross_entropy": Loss(
-        defaults={}, spec=lambda: _spec("likelihood"), needs=(TARGETS,), may=("weights",)
-    ),
-    "importance_sampling": Loss(
-        defaults={}, spec=lambda: _weighted("none", 0.0, UNBOUNDED), by_old=False
-    ),
-    "ppo": Loss(defaults=_BAND, spec=_clipped("token")),
+    "cross_entropy": Loss((TARGETS, "weights"), {}, lambda: {"surrogate": "likelihood"}),
+    "importance_sampling": Loss(_SAMPLED, {}, lambda: _weighted("none"), by_old=False),
+    "ppo": Loss(_SAMPLED, _BAND, _clipped),
     "cispo": Loss(
-        defaults=_BAND, spec=lambda low, high: _weighted("likelihood", low, high), by_old=False
+        _SAMPLED, _BAND, lambda low, high: _weighted("likelihood", low, high), by_old=False
     ),
-    "dro": Loss(defaults={"beta": 0.05}, spec=lambda beta: _spec("dro", dro_beta=beta)),
-    "gspo": Loss(
-        defaults=_BAND,
-        spec=_clipped("sequence"),
-        needs=(TARGETS, "logprobs", "advantages", RATIO_MASK),
-    ),
+    "dro": Loss(_SAMPLED, {"beta": 0.05}, lambda beta: {"surrogate": "dro", "dro_beta": beta}),
+    "gspo": Loss((*_SAMPLED, RATIO_MASK), _BAND, lambda low, high: _clipped(low, high, "sequence")),
 }
 
 
-def loss_of(name: str) -> Loss:
-    """The loss with this name. Raises UserError, with the names that there are."""
-    if name in LOSSES:
-        return LOSSES[name]
-    raise UserError(
-        f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{did_you_mean(name, LOSSES)}"
-    )
-
-
-def spec_of(loss: Loss, config: Mapping[str, float | str]) -> g.LossSpec:
-    """The learner's spec for these parameters. Raises UserError for unknown or impossible ones."""
-    for name, value in config.items():
-        if name not in loss.defaults:
-            known = listed([*loss.defaults]) if loss.defaults else "nothing"
-            raise UserError(f"loss_fn_config: expected {known}, found {show(name)}")
-        if isinstance(value, str) or not np.isfinite(value):
-            raise UserError(f"loss_fn_config.{name}: expected a number, found {show(value)}")
+def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
+    """A loss with these parameters. Raises UserError for unknown or impossible ones."""
+    if name not in LOSSES:
+        near = did_you_mean(name, LOSSES)
+        raise UserError(f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{near}")
+    loss = LOSSES[name]
+    unknown = config.keys() - loss.defaults.keys()
+    if unknown:
+        known = listed([*loss.defaults]) if loss.defaults else "nothing"
+        raise UserError(f"loss_fn_config: expected {known}, found {listed(sorted(unknown))}")
     values = {**loss.defaults, **config}
     try:
-        return loss.spec(*values.values())
-    except ValueError as error:
+        return loss, g.LossSpec(aggregation="sum", **loss.fields(*values.values()))
+    except (ValueError, TypeError) as error:
         raise UserError(f"loss_fn_config: {show(values)} is not possible: {error}") from error
 
 
@@ -111,40 +83,38 @@ def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length
     """Raises UserError unless the rows have what the loss needs, and the model has their tokens."""
     if not data:
         raise UserError("data: expected at least one datum, found none")
-    known = {*loss.needs, *loss.may}
     for number, datum in enumerate(data):
-        where = f"data[{number}]"
         size = len(datum.tokens)
         if not 1 <= size <= length:
-            raise UserError(f"{where}.model_input: expected 1 to {length} tokens, found {size}")
-        names = datum.inputs.keys()
-        for name in sorted(known ^ names):
-            if name in loss.needs:
-                raise UserError(f"{where}.loss_fn_inputs: {name} is missing")
-            if name in names:
-                near = did_you_mean(name, known)
-                raise UserError(
-                    f"{where}.loss_fn_inputs: this loss does not take {show(name)}{near}"
-                )
+            raise UserError(f"data[{number}]: expected 1 to {length} tokens, found {size}")
+        for name in sorted(datum.inputs.keys() ^ set(loss.needs)):
+            if name in datum.inputs:
+                near = did_you_mean(name, loss.needs)
+                raise UserError(f"data[{number}]: the loss takes no {show(name)}{near}")
+            if name != "weights":
+                raise UserError(f"data[{number}]: {name} is missing")
         for name, values in {"model_input": datum.tokens, **datum.inputs}.items():
-            _check_values(f"{where}.{name}", name, values, size, vocabulary)
-        if RATIO_MASK in names and datum.inputs["advantages"][datum.inputs[RATIO_MASK] == 0].any():
-            raise UserError(f"{where}.advantages: expected 0 where {RATIO_MASK} is 0")
+            fault = _fault(name, values, size, vocabulary)
+            if fault:
+                raise UserError(f"data[{number}].{name}: {fault}")
+        out = (
+            datum.inputs["advantages"][datum.inputs[RATIO_MASK] == 0]
+            if RATIO_MASK in loss.needs
+            else []
+        )
+        if np.any(out):
+            raise UserError(f"data[{number}].advantages: expected 0 where {RATIO_MASK} is 0")
 
 
-def _check_values(
-    where: str, name: str, values: np.ndarray, size: int, vocabulary: int | None
-) -> None:
+def _fault(name: str, values: np.ndarray, size: int, vocabulary: int | None) -> str:
+    """What is wrong with an array; empty: nothing."""
     if values.shape != (size,):
-        shape = [*values.shape]
-        raise UserError(f"{where}: expected a number for each of {size} tokens, found {shape}")
+        return f"expected {size} numbers, one for each token, found the shape {[*values.shape]}"
     if name not in ("model_input", TARGETS):
-        if not np.isfinite(values).all():
-            raise UserError(f"{where}: expected finite numbers, found NaN or infinity")
-        return
+        return "" if np.isfinite(values).all() else "expected finite numbers, found others"
     most = np.inf if vocabulary is None else vocabulary
-    if values.dtype.kind != "i" or values.min() < 0 or values.max() >= most:
-        raise UserError(f"{where}: expected token ids from 0 to {most - 1}")
+    fits = values.dtype.kind == "i" and values.min() >= 0 and values.max() < most
+    return "" if fits else f"expected token ids >= 0 and < {most}, found others"
 
 
 def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
@@ -152,24 +122,21 @@ def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
 
     A ratio mask is in `keep_bt`, until the batch is split: see `counted`.
     """
-    factor = "advantages" if "advantages" in loss.needs else "weights"
-    targets = [datum.inputs[TARGETS] for datum in data]
-    rows = [
-        (datum.tokens[:1].tolist(), [*datum.tokens[1:].tolist(), int(target[-1])])
-        for datum, target in zip(data, targets, strict=True)
-    ]
-    drawn = (
-        [datum.inputs["logprobs"].tolist() for datum in data] if "logprobs" in loss.needs else None
-    )
-    ones = [np.ones(len(target)) for target in targets]
-    factors = [datum.inputs.get(factor, one) for datum, one in zip(data, ones, strict=True)]
-    batch = g.batch_of(rows, [each.tolist() for each in factors], logp=drawn)
-    masks = [datum.inputs[RATIO_MASK] != 0 for datum in data] if RATIO_MASK in loss.needs else None
+    rows = []
+    factors = []
+    for datum in data:
+        tokens = [*datum.tokens.tolist(), int(datum.inputs[TARGETS][-1])]
+        rows.append((tokens[:1], tokens[1:]))
+        ones = np.ones(len(datum.tokens))
+        factors.append(datum.inputs.get("advantages", datum.inputs.get("weights", ones)).tolist())
+    drawn = [each.tolist() for each in _column(data, "logprobs")]
+    batch = g.batch_of(rows, factors, logp=drawn or None)
+    masks = _column(data, RATIO_MASK)
     return attrs.evolve(
         batch,
-        targets_bt=_padded(targets).astype(mx.int32),
+        targets_bt=_padded(_column(data, TARGETS)).astype(mx.int32),
         old_logp_bt=batch.old_logp_bt if loss.by_old else None,
-        keep_bt=None if masks is None else _padded(masks),
+        keep_bt=_padded([mask != 0 for mask in masks]) if masks else None,
         row_b=mx.arange(len(data), dtype=mx.int32),
     )
 
@@ -179,6 +146,10 @@ def counted(piece: g.Batch) -> g.Batch:
     if piece.keep_bt is None:
         return piece
     return attrs.evolve(piece, mask_bt=piece.mask_bt & piece.keep_bt, keep_bt=None)
+
+
+def _column(data: Sequence[Datum], name: str) -> list[np.ndarray]:
+    return [datum.inputs[name] for datum in data if name in datum.inputs]
 
 
 def _padded(rows: Sequence[np.ndarray]) -> mx.array:

@@ -5,6 +5,7 @@ One thread calls `run`. It works off a queue of jobs in their order, and decodes
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import queue
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import attrs
@@ -25,57 +26,52 @@ import grpo_fn as g
 from grpo_fn.layers import twin_module
 from grpo_fn.trees import from_names, named_leaves, on_host, split_leaves
 from runners.config.sections import LoraConfig
-from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Row, Ticket, Weights
+from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Row, Weights
 from runners.errors import UserError, error_line, show
 from runners.files.durable import new_folder
 from runners.files.json_files import write_json
 from runners.files.tensor_files import load_arrays, save_arrays
-from runners.models.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTERS,
-    BASE_DIGEST,
-    base_digest,
-    new_adapters,
-    read_adapters,
-)
+from runners.models import adapters
 from runners.models.folders import copy_companions, read_config
 from runners.models.model_reader import cast_floating, main_dtype
 from runners.serve.service import WAIT, News, hand_out
-from runners.serve.tinker.losses import Rows, batch_of, counted
+from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
 
 ALPHA = 32.0  # of Tinker's adapters: their scale is ALPHA / rank
 LINGER = 0.01  # seconds in which another sample may follow the first ones
 MICRO_TOKENS = 2048  # of a micro-batch, unless a single row is longer
-SPECS = 16  # compiled losses that a kind of adapters keeps
 TRAINING = "weights"  # what is saved to be trained on
 SAMPLING = "sampler_weights"
 OPTIMIZER = "optimizer.safetensors"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,120}"
 _PATH = re.compile(f"tinker://({_NAME})/({TRAINING}|{SAMPLING})/({_NAME})")
+_ATTENTION = re.compile("attn|attention|mixer")
 
 
 class Ended(Exception):
     """Nobody waits for this any more."""
 
 
-@attrs.frozen(eq=False, kw_only=True)
+class Listener(Protocol):
+    """Who waits for a job."""
+
+    def is_over(self) -> bool:
+        """Whether nobody does any more."""
+        ...
+
+    def set(self, outcome: Any) -> None:
+        """Hears what the job returns, or its fault."""
+        ...
+
+
+@attrs.frozen(eq=False)
 class Kind:
     """Adapters of one shape, whatever their numbers: the functions that they share."""
 
     about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
-    policy: g.Policy
-    sampler: g.Policy  # over a module of its own, since rows may decode while the learner computes
+    sampler: g.Policy  # of its own module, since rows may decode while the learner computes
     logprobs: Callable[[Any, g.Batch], mx.array]
-    update: Callable[..., tuple[g.TrainState, g.UpdateStats]]
-    steps: dict[g.LossSpec, g.GradStep] = attrs.field(factory=dict, init=False)
-
-    def step(self, spec: g.LossSpec) -> g.GradStep:
-        """The grad step of a loss."""
-        if spec not in self.steps:
-            if len(self.steps) == SPECS:
-                self.steps.clear()
-            self.steps[spec] = g.make_grad_step(self.policy, spec)
-        return self.steps[spec]
+    step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
 
 
 @attrs.define(eq=False)
@@ -91,22 +87,22 @@ class Model:
 class Sampler:
     """Weights to sample with."""
 
-    kind: Kind | None  # None: the base model
+    policy: g.Policy
     params: Any
+    logprobs: Callable[[Any, g.Batch], mx.array]
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class Sample:
     """Completions of a prompt."""
 
+    listener: Listener
     source: Callable[[], Sampler]
     request: Request
     sampling: g.Sampling
     scored: int  # tokens at the prompt's end whose log-probs are wanted
-    # The answer: from the rows, and the log-probs of the prompt (None: not wanted).
+    # From the rows and the log-probs of the prompt (None: not wanted), what the listener hears.
     answer: Callable[[Sequence[Row], np.ndarray | None], Any]
-    end: Callable[[Any], None]  # hears it, or a fault
-    is_over: Callable[[], bool]
     sampler: Sampler | None = None
     prompt_logp: np.ndarray | None = None
 
@@ -116,25 +112,25 @@ class Trainer:
 
     def __init__(self, base: g.Policy, engine: Engine, path: Path, folder: Path) -> None:
         """`base` is for inference, and comes from `path`. Saved models go into the folder."""
-        self.base = base
         self.deliver: Callable[[News], object] = hand_out
         self.draining = False
         self.path = path
         self._folder = folder
-        self._digest = base_digest(named_leaves(base.module.parameters()))
+        self._module = base.module
+        self._digest = adapters.base_digest(named_leaves(base.module.parameters()))
         self._engine = engine
-        self._optimizer = g.adamw(1e-4)  # each step has its own rates
+        self._optimizer = g.adamw(1e-4)  # each update has its own rates
+        self._update = g.make_update_step(self._optimizer)
         self._kinds: WeakValueDictionary[str, Kind] = WeakValueDictionary()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waiting: list[Sample] = []
-        self._decoding: dict[Ticket, Sample] = {}
-        self._bare = Sampler(None, {})
+        self._decoding: dict[Any, Sample] = {}
+        self._base = Sampler(base, {}, g.make_logprob_step(base))
         self._loaded: Sampler | None = None
-        self._logprobs = g.make_logprob_step(base)
 
-    def put(self, job: Callable[[], Any], end: Callable[[Any], None]) -> None:
-        """Queue a job; `end` hears what it returns (if it is not None), or its fault."""
-        self._jobs.put(partial(self._work, job, end))
+    def put(self, job: Callable[[], Any], listener: Listener) -> None:
+        """Queue a job; the listener hears what it returns, if it is not None."""
+        self._jobs.put(partial(self._work, job, listener))
 
     @property
     def idle(self) -> bool:
@@ -150,152 +146,158 @@ class Trainer:
                 self._begin()
                 self._collect()
 
-    def _work(self, job: Callable[[], Any], end: Callable[[Any], None]) -> None:
+    def _work(self, job: Callable[[], Any], listener: Listener) -> None:
         try:
+            if listener.is_over():
+                raise Ended("the request was cancelled")
             outcome = job()
         except Exception as error:
             outcome = error
         if outcome is not None:
-            self.deliver([partial(end, outcome)])
+            self.deliver([partial(listener.set, outcome)])
 
-    # Jobs on samples.
+    # Samples.
 
     def take(self, sample: Sample) -> None:
-        """Score a sample's prompt, and let it wait for the engine."""
-        sample.sampler = sample.source()
+        """A job: score a sample's prompt, and let it wait for the engine."""
+        sampler = sample.sampler = sample.source()
         if sample.scored:
             prompt = sample.request.prompt
             start = len(prompt) - sample.scored
             batch = g.batch_of([(prompt[:start], prompt[start:])], [[0.0] * sample.scored])
             (piece,) = g.split_batch(batch, max_tokens=MICRO_TOKENS)
-            kind = sample.sampler.kind
-            step = self._logprobs if kind is None else kind.logprobs
-            sample.prompt_logp = np.full(len(prompt), np.nan, np.float32)
-            logp_bt = np.array(step(sample.sampler.params, piece))
-            sample.prompt_logp[start:] = logp_bt[0, : sample.scored]
+            logp = np.array(sampler.logprobs(sampler.params, piece))[0, : sample.scored]
+            sample.prompt_logp = np.concatenate([np.full(start, np.nan, np.float32), logp])
         self._waiting.append(sample)
 
     def _begin(self) -> None:
         """Hand samples to the engine: those of the oldest one's weights, if no others decode."""
-        if not self._waiting:
-            return
-        first = self._waiting[0].sampler
-        if first is not self._loaded:
-            if self._decoding or first is None:
-                return
-            policy = self.base if first.kind is None else first.kind.sampler
-            self._engine.load(Weights(policy, first.params, 0, DEFAULT_ROWS))
+        first = self._waiting[0].sampler if self._waiting else self._loaded
+        if first is not self._loaded and not self._decoding and first is not None:
+            self._engine.load(Weights(first.policy, first.params, 0, DEFAULT_ROWS))
             self._loaded = first
-        waiting = self._waiting
-        self._waiting = [sample for sample in waiting if sample.sampler is not first]
-        for sample in waiting:
-            if sample.sampler is first:
-                self._work(partial(self._submit, sample), sample.end)
+        if first is self._loaded:
+            ready = [sample for sample in self._waiting if sample.sampler is first]
+            self._waiting = [sample for sample in self._waiting if sample.sampler is not first]
+            for sample in ready:
+                self._work(partial(self._submit, sample), sample.listener)
 
     def _submit(self, sample: Sample) -> None:
-        if sample.is_over():
-            raise Ended("the request was cancelled")
-        self._decoding[self._engine.submit(sample.request, sample.sampling)] = sample
+        try:
+            ticket = self._engine.submit(sample.request, sample.sampling)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self._decoding[ticket] = sample
 
     def _collect(self) -> None:
         """Decode for a moment, and tell who asked."""
         for ticket, sample in self._decoding.items():
-            if sample.is_over():
+            if sample.listener.is_over():
                 self._engine.cancel(ticket)
         news: News = []
         try:
             for ticket, rows in self._engine.collect(0).items():
                 sample = self._decoding.pop(ticket)
-                news.append(partial(sample.end, sample.answer(rows, sample.prompt_logp)))
-        except Exception as error:  # of all that decode
+                answer = sample.answer(rows, sample.prompt_logp)
+                news.append(partial(sample.listener.set, answer))
+        except Exception as error:
             for ticket, sample in self._decoding.items():
                 self._engine.cancel(ticket)
-                news.append(partial(sample.end, error))
+                news.append(partial(sample.listener.set, error))
             self._engine.collect(0)
             self._decoding = {}
         if news:
             self.deliver(news)
 
     def sampler(self, path: str | None) -> Sampler:
-        """What samples with saved weights; None: with the base model's."""
-        if path is None:
-            return self._bare
-        model = self.restore(path, optimizer=False)
-        return Sampler(model.kind, model.state.params)
+        """A job: what samples with saved weights; None: with the base model's."""
+        return self._base if path is None else self.snapshot(self.restore(path, optimizer=False))
 
-    # Jobs on models.
+    def snapshot(self, model: Model) -> Sampler:
+        """A job: what samples with a model as it is now."""
+        return Sampler(model.kind.sampler, model.state.params, model.kind.logprobs)
+
+    # Models.
 
     def create(self, rank: int, parts: Sequence[str], seed: int | None) -> Model:
-        """A model with new adapters on these parts: "mlp", "attn", "unembed"."""
-        module = twin_module(self.base.module)
+        """A job: a model with new adapters on these parts: "mlp", "attn", "unembed"."""
+        module = twin_module(self._module)
         keys = adapted_layers(module, parts)
         if not keys:
             raise UserError(f"lora_config: this model has no layers of {' or '.join(parts)}")
         lora = LoraConfig(rank=rank, scale=ALPHA / rank, keys=keys)
         seed = secrets.randbits(32) if seed is None else seed
-        return self._model(module, new_adapters(module, "lora", lora, seed))
+        return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
 
     def restore(self, path: str, *, optimizer: bool) -> Model:
-        """A model that goes on from a saved one."""
+        """A job: a model that goes on from a saved one."""
         folder = self.place(path)
-        module = twin_module(self.base.module)
+        module = twin_module(self._module)
         module.freeze()
-        model = self._model(module, read_adapters(module, folder, self.path, self._digest, "lora"))
+        about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+        model = self._model(module, about)
         if optimizer:
             moments, _ = load_arrays(folder / OPTIMIZER)
-            shapes = {name: leaf.shape for name, leaf in moments.items()}
-            own = {name: each.shape for name, each in named_leaves(model.state.opt_state).items()}
-            if shapes != own:
+            if _shapes(moments) != _shapes(named_leaves(model.state.opt_state)):
                 raise UserError(f"{path}: the optimizer's arrays are not those of its adapters")
             model.state = attrs.evolve(model.state, opt_state=from_names(moments))
         return model
 
-    def load(self, model: Model, path: str, *, optimizer: bool) -> None:
-        """Give a model the saved weights of another one of its kind."""
+    def load(self, path: str, model: Model, *, optimizer: bool) -> dict[str, Any]:
+        """A job: give a model the saved weights of another one of its kind."""
         found = self.restore(path, optimizer=optimizer)
         if found.kind is not model.kind:
             raise UserError(f"{path}: its adapters have another rank or layers than the model's")
         model.state = found.state
         model.fault = ""
+        return {"path": path}
 
     def forward(
-        self,
-        model: Model,
-        read: Callable[[], Rows],
-        *,
-        backward: bool,
+        self, read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]], model: Model
     ) -> tuple[list[np.ndarray], float]:
-        """The log-probs of each datum's targets, and the loss; `backward` adds its gradient."""
+        """The log-probs of each datum's targets, and the loss."""
+        data, pieces, spec = self._pieces(read)
+        step = model.kind.logprobs
+        logp = [step(model.state.params, piece) for piece in pieces]
+        losses = [
+            g.policy_loss(
+                logp_bt,
+                piece.advantages_b,
+                piece.mask_bt,
+                spec,
+                old_logp_bt=piece.old_logp_bt,
+                rollout_logp_bt=piece.rollout_logp_bt,
+            )[0]
+            for piece, logp_bt in zip(pieces, logp, strict=True)
+        ]
+        return _by_row(data, pieces, logp), mx.stack(losses).sum().item()
+
+    def backward(
+        self, read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]], model: Model
+    ) -> tuple[list[np.ndarray], float]:
+        """`forward`, which adds the gradient to the model's; if it fails, no part of it."""
         try:
-            data, loss, spec = read()
-            pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
-            pieces = [counted(piece) for piece in pieces]
+            data, pieces, spec = self._pieces(read)
             logp: list[mx.array] = []
-            state = model.state
-            if backward:
-                state, stats = model.kind.step(spec)(state, pieces, logprobs=logp)
-                total = stats.loss
-            else:
-                logp = [model.kind.logprobs(state.params, piece) for piece in pieces]
-                total = mx.stack(
-                    [_loss(*each, spec) for each in zip(pieces, logp, strict=True)]
-                ).sum()
-            g.materialize(state.accum_grads, total, logp)
-            if not math.isfinite(total.item()):
-                raise UserError(f"the loss is {total.item()}, so its gradient was not added")
+            state, stats = model.kind.step(spec)(model.state, pieces, logprobs=logp)
+            g.materialize(state, stats.loss, logp)
+            loss = stats.loss.item()
+            if not math.isfinite(loss):
+                raise UserError(f"the loss is {loss}, so its gradient was not added")
         except Exception as error:
-            if backward:
-                model.fault = error_line(error)
+            model.fault = error_line(error)
             raise
         model.state = state
-        rows: dict[int, np.ndarray] = {}
-        for piece, logp_bt in zip(pieces, logp, strict=True):
-            rows |= dict(zip(on_host(piece.row_b), np.array(logp_bt), strict=True))
-        return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], total.item()
+        return _by_row(data, pieces, logp), loss
 
-    def update(self, model: Model, rates: g.Rates) -> dict[str, Any]:
-        """An optimizer step with the gradient since the last one."""
-        state, stats = model.kind.update(model.state, rates)
+    def _pieces(self, read: Callable[[], Any]) -> tuple[Sequence[Datum], list[g.Batch], g.LossSpec]:
+        data, loss, spec = read()
+        pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
+        return data, [counted(piece) for piece in pieces], spec
+
+    def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
+        """A job: an optimizer step with the gradient since the last one."""
+        state, stats = self._update(model.state, rates)
         fault = model.fault or ("it is not finite" if stats.skipped.item() else "")
         if fault:
             state = attrs.evolve(state, params=model.state.params, opt_state=model.state.opt_state)
@@ -306,15 +308,17 @@ class Trainer:
             raise UserError(f"no step was taken, and the gradient was dropped: {fault}")
         return {"metrics": {"grad_norm:mean": stats.grad_norm.item()}}
 
-    def save(self, model: Model, path: str, *, overwrite: bool) -> dict[str, Any]:
-        """Write a model; with its optimizer if the path is one of TRAINING."""
+    def save(self, path: str, model: Model, *, overwrite: bool) -> dict[str, Any]:
+        """A job: write a model; with its optimizer if the path is one of TRAINING."""
         target = self.place(path)
         if target.exists() and not overwrite:
             raise UserError(f"{path} exists; expected another name, or overwrite")
-        about = {"fine_tune_type": "lora", "model": str(self.path), BASE_DIGEST: self._digest}
+        about = {"fine_tune_type": "lora", "model": str(self.path), **model.kind.about}
+        about[adapters.BASE_DIGEST] = self._digest
         with new_folder(target) as folder:
-            save_arrays(folder / ADAPTERS, named_leaves(model.state.params), {"format": "mlx"})
-            write_json(folder / ADAPTER_CONFIG, {**about, **model.kind.about})
+            weights = named_leaves(model.state.params)
+            save_arrays(folder / adapters.ADAPTERS, weights, {"format": "mlx"})
+            write_json(folder / adapters.ADAPTER_CONFIG, about)
             write_json(folder / "config.json", read_config(self.path))
             copy_companions(self.path, folder)
             if target.parent.name == TRAINING:
@@ -336,37 +340,35 @@ class Trainer:
         key = json.dumps(about, sort_keys=True)
         kind = self._kinds.get(key)
         if kind is None:
-            dtype = main_dtype(self.base.module)
-            policy = g.Policy.from_module(module, compute_dtype=dtype)
-            kind = self._kinds[key] = Kind(
-                about=about,
-                policy=policy,
-                sampler=policy.twin(),
-                logprobs=g.make_logprob_step(policy),
-                update=g.make_update_step(self._optimizer),
-            )
+            policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
+            step = functools.lru_cache(16)(partial(g.make_grad_step, policy))
+            kind = Kind(about, policy.twin(), g.make_logprob_step(policy), step)
+            self._kinds[key] = kind
         return Model(kind, g.init_state(params, self._optimizer, key=mx.random.key(0)))
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
     """The layers that get adapters, by their names in a block; a head that is tied gets none."""
-    linear = (nn.Linear, nn.QuantizedLinear)
-    names = {"attn": set(), "mlp": set(), "unembed": set()}
+    names = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
+    names = names if "unembed" in parts else set()
     for block in module.layers:
         for name, layer in block.named_modules():
-            if isinstance(layer, linear) or hasattr(layer, "to_lora"):
-                names["attn" if re.search("attn|attention|mixer", name) else "mlp"].add(name)
-    names["unembed"] = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
-    return tuple(sorted(set().union(*(names[part] for part in parts))))
+            part = "attn" if _ATTENTION.search(name) else "mlp"
+            linear = isinstance(layer, nn.Linear | nn.QuantizedLinear) or hasattr(layer, "to_lora")
+            names |= {name} if linear and part in parts else set()
+    return tuple(sorted(names))
 
 
-def _loss(piece: g.Batch, logp_bt: mx.array, spec: g.LossSpec) -> mx.array:
-    loss, _ = g.policy_loss(
-        logp_bt,
-        piece.advantages_b,
-        piece.mask_bt,
-        spec,
-        old_logp_bt=piece.old_logp_bt,
-        rollout_logp_bt=piece.rollout_logp_bt,
-    )
-    return loss
+def _by_row(
+    data: Sequence[Datum], pieces: Sequence[g.Batch], logp: Sequence[mx.array]
+) -> list[np.ndarray]:
+    """The log-probs of each datum."""
+    rows: dict[int, np.ndarray] = {}
+    for piece, logp_bt in zip(pieces, logp, strict=True):
+        numbers: Any = piece.row_b
+        rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
+    return [rows[number][: len(datum.tokens)] for number, datum in enumerate(data)]
+
+
+def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
