@@ -194,20 +194,18 @@ class Trainer:
         for ticket, sample in self._decoding.items():
             if sample.listener.is_over():
                 self._engine.cancel(ticket)
-        news: News = []
         try:
-            for ticket, rows in self._engine.collect(0).items():
-                sample = self._decoding.pop(ticket)
-                answer = sample.answer(rows, sample.prompt_logp)
-                news.append(partial(sample.listener.set, answer))
-        except Exception as error:
-            for ticket, sample in self._decoding.items():
+            done = self._engine.collect(0)
+        except Exception as error:  # of all that decode
+            self.deliver([partial(each.listener.set, error) for each in self._decoding.values()])
+            for ticket in self._decoding:
                 self._engine.cancel(ticket)
-                news.append(partial(sample.listener.set, error))
-            self._engine.collect(0)
+            done = self._engine.collect(0)
             self._decoding = {}
-        if news:
-            self.deliver(news)
+        for ticket in done.keys() & self._decoding.keys():
+            sample = self._decoding.pop(ticket)
+            answer = partial(sample.answer, done[ticket], sample.prompt_logp)
+            self._work(answer, sample.listener)
 
     def sampler(self, path: str | None) -> Sampler:
         """A job: what samples with saved weights; None: with the base model's."""

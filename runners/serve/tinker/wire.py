@@ -118,6 +118,7 @@ IGNORED = {
     *("sdk_version", "tags", "user_metadata", "project_id", "display_name", "ttl_seconds"),
     *("type", "allow_metadata_only", "weights_access_token"),
 }
+_REASONS = {"stop": messages.STOP_REASON_STOP, "length": messages.STOP_REASON_LENGTH}
 _DTYPES = {
     messages.DTYPE_FLOAT32: np.float32,
     messages.DTYPE_INT64: np.int64,
@@ -220,7 +221,7 @@ def sample_output(rows: Sequence[Row], prompt_logp: np.ndarray | None) -> bytes:
     """A SampleResponse."""
     sequences = [
         messages.SampledSequence(
-            stop_reason=row.finish != "stop",  # type: ignore[arg-type] # 0 and 1
+            stop_reason=_REASONS[row.finish],
             tokens=np.array(row.tokens, np.int32).tobytes(),
             logprobs=np.array(row.logp, np.float32).tobytes(),
         )
