@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import secrets
-from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,26 +21,25 @@ from runners.serve.chat import ServedModel
 from runners.serve.service import Limits
 from runners.serve.tinker import wire
 from runners.serve.tinker.losses import check_data, loss_of
-from runners.serve.tinker.trainer import SAMPLING, TRAINING, Ended, Model, Sample, Sampler, Trainer
+from runners.serve.tinker.trainer import SAMPLING, TRAINING, Ended, Model, Sample, Trainer
 from runners.serve.wire import ApiError
 
-ANNOUNCED = 128  # completions in an answer: the client fetches them all at once
-CLONES = 1_000_000_000  # numbers of requests of each copy of a sampling client
+TOGETHER = 512  # samples that a client waits for, each by a connection
 ROW = 4096  # bytes that a completion counts, while it waits or decodes
 AGAIN = 60.0  # seconds in which an answer may be fetched once more
+MODEL = ":train:"  # in ids, as the client makes them
+SAMPLER = ":sample:"
 PARTS = ("attn", "mlp", "unembed")
 
 
 @attrs.frozen(kw_only=True)
 class TrainingLimits(Limits):
-    """What clients may use up."""
+    """What clients may use up; `turns` are sessions."""
 
     hold: float = 20.0  # seconds after which a future that is not done is answered "not yet"
     vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
     gap: float = 60.0  # seconds in which a request with a smaller number must come
-    sessions: int = 256
-    models: int = 32  # in training
-    samplers: int = 64  # the latest ones
+    slots: int = 32  # models in training, and as many samplers: the latest ones
     futures: int = 16_384  # answers that are to come, or were not fetched
     room: int = 268_435_456  # bytes of data and completions that wait
 
@@ -62,11 +58,10 @@ class Future:
     """An answer that is to come. In place of itself, the client gets `said`."""
 
     session: TrainingSession
-    heard: Callable[[Future], object]
+    free: Callable[[], object]  # the room that it takes
     said: dict[str, Any]
     outcome: Any = None  # JSON, or bytes of protobuf
     done: asyncio.Event = attrs.field(factory=asyncio.Event)
-    cancelled: bool = False
 
     def set(self, outcome: Any) -> None:
         """The answer has come, or a fault."""
@@ -76,49 +71,29 @@ class Future:
             outcome = {"error": error_line(outcome), "category": category}
         self.outcome = outcome
         self.done.set()
-        self.heard(self)
+        self.free()
 
     def is_over(self) -> bool:
         """Whether nobody waits for it any more."""
-        return self.cancelled or self.session.over
+        return self.session.over
 
 
 @attrs.define(eq=False)
 class Slot:
-    """A model, and its requests that wait for one with a smaller number."""
-
-    id: str
-    session: TrainingSession
-    found: Model | None = None  # None: it is not made yet, or could not be
-    next: int = 1
-    held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def model(self) -> Model:
-        """Raises UserError if there is none."""
-        if self.found is None:
-            raise UserError(f"the model {self.id} could not be made")
-        return self.found
-
-
-@attrs.define(eq=False)
-class Way:
-    """A sampling session: a client's way to a sampler, and its futures that are done."""
+    """A model or a sampler, and requests of a model that wait for one with a smaller number."""
 
     id: str
     session: TrainingSession
     path: str | None = None  # of saved weights
-    found: Sampler | None = None  # None: it is not made yet, or could not be
-    done: int = 0  # futures
-    # Those that the client does not know of, by the number of its copy, with their places.
-    news: dict[int, deque[Any]] = attrs.field(factory=lambda: defaultdict(deque))
-    changed: asyncio.Event = attrs.field(factory=asyncio.Event)
+    found: Any = None  # None: it is not made yet, or could not be
+    next: int = 1
+    held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
+    timer: asyncio.TimerHandle | None = None
 
-    def sampler(self) -> Sampler:
-        """Raises UserError if there is none."""
+    def made(self) -> Any:
+        """The Model or Sampler. Raises UserError if there is none."""
         if self.found is None:
-            raise UserError(f"the weights of {self.path or self.id} could not be read")
+            raise UserError(f"{self.path or self.id} could not be made")
         return self.found
 
 
@@ -138,8 +113,8 @@ class TrainingServer(HttpServer):
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "healthz": lambda asked: {"status": "ok"},
             "telemetry": lambda asked: {"status": "accepted"},
-            "client/config": lambda asked: {"sample_use_retrieve_futures": True},
-            "client/dynamic_config": lambda asked: {"sample_cancel_enabled": True},
+            "client/config": lambda asked: {"sample_max_concurrent_requests": TOGETHER},
+            "client/dynamic_config": lambda asked: {},
             "get_server_capabilities": self._capabilities,
             "create_session": self._create_session,
             "session_heartbeat": lambda asked: self._touch(self._session(asked["session_id"])),
@@ -152,14 +127,10 @@ class TrainingServer(HttpServer):
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
-            "join_sampling_session": lambda asked: {
-                "client_counter": secrets.randbelow(CLONES) + 1
-            },
+            "join_sampling_session": lambda asked: {"client_counter": secrets.randbelow(10**9) + 1},
             "samplers/{id}": self._sampler,
             "asample": self._asample,
-            "cancel_future": self._cancel,
             "retrieve_future": self._retrieve,
-            "retrieve_futures": self._retrieve_many,
         }
         routes = [
             Route(f"/api/v1/{name}", partial(self._call, name, call), methods=["GET", "POST"])
@@ -172,7 +143,6 @@ class TrainingServer(HttpServer):
         self._key = key
         self._sessions: dict[str, TrainingSession] = {}
         self._slots: dict[str, Slot] = {}
-        self._ways: dict[str, Way] = {}
         self._futures: dict[str, Future] = {}
         self._room = self._limits.room
         trainer.deliver = lambda news: self.deliver(news)
@@ -181,9 +151,7 @@ class TrainingServer(HttpServer):
         given = request.headers.get("x-api-key", "").encode()
         if self._key and not secrets.compare_digest(given, self._key.encode()):
             raise ApiError("the API key is wrong", status=401)
-        encoding = request.headers.get("content-encoding", "")
-        body = await self._body(request)
-        asked = wire.read_body(name, body, encoding, self._limits.body) | request.path_params
+        asked = wire.read_body(name, await self._body(request)) | request.path_params
         try:
             answer = call(asked)
             answer = await answer if inspect.isawaitable(answer) else answer
@@ -203,18 +171,23 @@ class TrainingServer(HttpServer):
         return session
 
     def _slot(self, name: str) -> Slot:
+        """The model or the sampler with this id."""
         self._session(name)
         if name not in self._slots:
-            raise ApiError(f"there is no model {show(name)}", "model_id", status=404)
+            kept = f"of samplers, the latest {self._limits.slots} are kept"
+            raise ApiError(f"there is no {show(name)}; {kept}", status=404)
+        self._slots[name] = self._slots.pop(name)  # it is the latest one
         return self._slots[name]
 
-    def _way(self, name: str) -> Way:
-        self._session(name)
-        if name not in self._ways:
-            kept = f"the latest {self._limits.samplers} are kept"
-            raise ApiError(f"there is no sampling session {show(name)}: {kept}", status=404)
-        self._ways[name] = self._ways.pop(name)  # it is the latest one
-        return self._ways[name]
+    def _new(self, session: TrainingSession, kind: str, number: int, path: str | None) -> Slot:
+        """A model to be, or a sampler in place of that not used for longest."""
+        same = [name for name in self._slots if kind in name]
+        if len(same) >= self._limits.slots:
+            if kind == MODEL:
+                raise UserError(f"{len(same)} models are in training already")
+            del self._slots[same[0]]
+        name = f"{session.id}{kind}{number}"
+        return self._slots.setdefault(name, Slot(name, session, path))
 
     def _capabilities(self, asked: dict[str, Any]) -> dict[str, Any]:
         model = {"model_name": self._model.name, "max_context_length": self._model.length}
@@ -226,8 +199,8 @@ class TrainingServer(HttpServer):
             raise ApiError(f"there is no model {show(name)}; expected {wanted}", status=404)
 
     def _create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if len(self._sessions) >= self._limits.sessions:
-            raise ApiError(f"there are {self._limits.sessions} sessions already", status=429)
+        if len(self._sessions) >= self._limits.turns:
+            raise ApiError(f"there are {self._limits.turns} sessions already", status=429)
         session = TrainingSession(secrets.token_hex(8))
         self._sessions[session.id] = session
         self._touch(session)
@@ -244,7 +217,7 @@ class TrainingServer(HttpServer):
         """Free all that a session holds."""
         session.over = True
         self._sessions.pop(session.id, None)
-        for things in (self._slots, self._ways, self._futures):
+        for things in (self._slots, self._futures):
             for name in [name for name, each in things.items() if each.session is session]:
                 gone = things.pop(name)
                 if isinstance(gone, Future) and not gone.done.is_set():
@@ -252,18 +225,15 @@ class TrainingServer(HttpServer):
 
     # Futures.
 
-    def _promise(
-        self, name: str, session: TrainingSession, heard: Callable[[Future], object], cost: int = 0
-    ) -> Future:
+    def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
         """A new future, for which so many bytes wait. ApiError if there is no room for it."""
         if self._trainer.draining:
             raise ApiError("the server ends", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:
             raise ApiError("too many requests are under way, or were not fetched", status=429)
 
-        def free(future: Future) -> None:
+        def free() -> None:
             self._room += cost
-            heard(future)
 
         self._room -= cost
         self._futures[name] = Future(session, free, {"request_id": name})
@@ -279,8 +249,8 @@ class TrainingServer(HttpServer):
         if name not in self._futures:
             if number < slot.next:
                 raise ApiError(f"seq_id: expected at least {slot.next}, found {number}", "seq_id")
-            future = self._promise(name, slot.session, lambda future: None, cost)
-            slot.held[number] = lambda: job(slot.model), future
+            future = self._promise(name, slot.session, cost)
+            slot.held[number] = lambda: job(slot.made()), future
             while slot.next in slot.held:
                 self._trainer.put(*slot.held.pop(slot.next))
                 slot.next += 1
@@ -295,13 +265,9 @@ class TrainingServer(HttpServer):
         fault = UserError(f"request {slot.next} of {slot.id} did not come, so this has no turn")
         for number, (_, future) in slot.held.items():
             slot.next = max(slot.next, number + 1)
-            slot.model.fault = str(fault)
+            slot.made().fault = str(fault)
             future.set(fault)
         slot.held.clear()
-
-    def _cancel(self, asked: dict[str, Any]) -> None:
-        if asked["request_id"] in self._futures:
-            self._futures[asked["request_id"]].cancelled = True
 
     async def _retrieve(self, asked: dict[str, Any]) -> Any:
         name = asked["request_id"]
@@ -315,44 +281,21 @@ class TrainingServer(HttpServer):
         asyncio.get_running_loop().call_later(AGAIN, self._futures.pop, name, None)
         return future.outcome
 
-    async def _retrieve_many(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What is done of the requests of a sampling client, or of a copy of it."""
-        target = wire.read("target", asked["target"])
-        way = self._way(target["sampling_session_id"])
-        for name in asked["retrieved_request_ids"]:
-            if name.startswith(f"{way.id}:"):
-                self._futures.pop(name, None)
-        news = way.news[target["cloned_sampler_id"]]
-        cursor = asked["prev_cursor"]
-        while news and news[0][0] <= cursor:
-            news.popleft()
-        if not news:
-            way.changed.clear()
-            hold = self._limits.hold if asked["timeout"] is None else asked["timeout"]
-            with suppress(TimeoutError):
-                await asyncio.wait_for(way.changed.wait(), min(hold, self._limits.hold))
-        done = list(itertools.islice(news, ANNOUNCED))
-        cursor = done[-1][0] if done else cursor
-        return {"completions": [each for _, each in done], "cursor": cursor}
-
     # Models.
 
     def _make(self, asked: dict[str, Any], make: Callable[[], Model]) -> dict[str, Any]:
         """A new model. A repeated call is the same."""
         session = self._session(asked["session_id"])
         self._check_base(asked["base_model"])
-        name = f"{session.id}:train:{asked['model_seq_id']}"
+        name = f"{session.id}{MODEL}{asked['model_seq_id']}"
         if name not in self._slots:
-            if len(self._slots) >= self._limits.models:
-                raise UserError(f"{self._limits.models} models are in training already")
-            slot = Slot(name, session)
+            slot = self._new(session, MODEL, asked["model_seq_id"], asked.get("path"))
+            future = self._promise(f"{name}:make", session)
 
             def job() -> dict[str, Any]:
                 slot.found = make()
-                return {"model_id": name, "path": asked.get("path")}
+                return {"model_id": name, "path": slot.path}
 
-            future = self._promise(f"{name}:make", session, lambda future: None)
-            self._slots[name] = slot
             self._trainer.put(job, future)
         return {"request_id": f"{name}:make"}
 
@@ -362,14 +305,12 @@ class TrainingServer(HttpServer):
         return self._make(asked, partial(self._trainer.create, lora["rank"], parts, lora["seed"]))
 
     def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
-        how = {"optimizer": asked["optimizer"]}
-        if asked["session_id"]:
-            return self._make(asked, partial(self._trainer.restore, asked["path"], **how))
-        return self._ordered(asked, partial(self._trainer.load, asked["path"], **how))
+        restore = self._trainer.restore
+        return self._make(asked, partial(restore, asked["path"], optimizer=asked["optimizer"]))
 
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
-        model = self._slot(asked["model_id"]).model
-        rank = model.kind.about["lora_parameters"]["rank"]
+        model = self._slot(asked["model_id"]).made()
+        rank = model.about["lora_parameters"]["rank"]
         name = self._model.name
         data = {"model_name": name, "tokenizer_id": str(self._trainer.path)}
         about = {"model_id": asked["model_id"], "model_name": name, "model_data": data}
@@ -384,9 +325,9 @@ class TrainingServer(HttpServer):
             check_data(data, loss, self._model.vocabulary, self._model.length)
             return data, loss, spec
 
-        work = self._trainer.forward if message.forward_only else self._trainer.backward
+        work = partial(self._trainer.forward, read, backward=not message.forward_only)
         return self._ordered(
-            asked, lambda model: wire.forward_output(*work(read, model)), asked["size"]
+            asked, lambda model: wire.forward_output(*work(model=model)), asked["size"]
         )
 
     def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -402,18 +343,11 @@ class TrainingServer(HttpServer):
 
     # Sampling.
 
-    def _new_way(self, session: TrainingSession, number: int, path: str | None = None) -> Way:
-        """A new sampling session, in place of the one that was not used for longest."""
-        name = f"{session.id}:sample:{number}"
-        if len(self._ways) >= self._limits.samplers:
-            del self._ways[next(iter(self._ways))]
-        return self._ways.setdefault(name, Way(name, session, path))
-
     def _save_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["sampling_session_seq_id"] is None:
             return self._save(SAMPLING, asked)
         session = self._session(asked["model_id"])
-        way = self._new_way(session, asked["sampling_session_seq_id"])
+        way = self._new(session, SAMPLER, asked["sampling_session_seq_id"], None)
 
         def job(model: Model) -> dict[str, Any]:
             way.found = self._trainer.snapshot(model)
@@ -427,20 +361,20 @@ class TrainingServer(HttpServer):
         self._check_base(asked["base_model"])
         if path is not None and not self._trainer.place(path).is_dir():
             raise ApiError(f"there are no weights {show(path)}", "model_path", status=404)
-        way = self._new_way(session, asked["sampling_session_seq_id"], path)
+        way = self._new(session, SAMPLER, asked["sampling_session_seq_id"], path)
 
         def job() -> None:
             way.found = self._trainer.sampler(path)
 
-        self._trainer.put(job, Future(session, lambda future: None, {}))
+        self._trainer.put(job, Future(session, lambda: None, {}))
         return {"sampling_session_id": way.id}
 
     def _sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
-        way = self._way(asked["id"])
+        way = self._slot(asked["id"])
         return {"sampler_id": way.id, "base_model": self._model.name, "model_path": way.path}
 
     def _asample(self, asked: dict[str, Any]) -> dict[str, Any]:
-        way = self._way(asked["sampling_session_id"])
+        way = self._slot(asked["sampling_session_id"])
         name = f"{way.id}:{asked['seq_id']}"
         if name in self._futures:
             return self._futures[name].said
@@ -449,19 +383,12 @@ class TrainingServer(HttpServer):
         sampling, seed = wire.sampling_of(asked["sampling_params"], self._model, len(prompt))
         count = asked["num_samples"]
 
-        def heard(future: Future) -> None:
-            way.done += 1
-            state = "failed" if isinstance(future.outcome, dict) else "finished"
-            done = {"state": state, "request_id": name}
-            way.news[asked["seq_id"] // CLONES].append((way.done, done))
-            way.changed.set()
-
-        future = self._promise(name, way.session, heard, ROW * count)
+        future = self._promise(name, way.session, ROW * count)
         future.said["sample_sequence_ids"] = [f"{name}:{number}" for number in range(count)]
         last = asked["prompt_logprobs_last_n"] or len(prompt)
         sample = Sample(
             future,
-            way.sampler,
+            way.made,
             engine.Request(prompt=prompt, seeds=wire.seeds_of(seed, count)),
             sampling,
             min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0,

@@ -6,7 +6,6 @@ One thread calls `run`. It works off a queue of jobs in their order, and decodes
 from __future__ import annotations
 
 import functools
-import json
 import math
 import queue
 import re
@@ -14,8 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -32,7 +30,6 @@ from runners.files.durable import new_folder
 from runners.files.json_files import write_json
 from runners.files.tensor_files import load_arrays, save_arrays
 from runners.models import adapters
-from runners.models.folders import copy_companions, read_config
 from runners.models.model_reader import cast_floating, main_dtype
 from runners.serve.service import WAIT, News, hand_out
 from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
@@ -52,33 +49,14 @@ class Ended(Exception):
     """Nobody waits for this any more."""
 
 
-class Listener(Protocol):
-    """Who waits for a job."""
-
-    def is_over(self) -> bool:
-        """Whether nobody does any more."""
-        ...
-
-    def set(self, outcome: Any) -> None:
-        """Hears what the job returns, or its fault."""
-        ...
-
-
-@attrs.frozen(eq=False)
-class Kind:
-    """Adapters of one shape, whatever their numbers: the functions that they share."""
+@attrs.define(eq=False, kw_only=True)
+class Model:
+    """Adapters in training."""
 
     about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
     sampler: g.Policy  # of its own module, since rows may decode while the learner computes
     logprobs: Callable[[Any, g.Batch], mx.array]
     step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
-
-
-@attrs.define(eq=False)
-class Model:
-    """Adapters in training."""
-
-    kind: Kind
     state: g.TrainState
     fault: str = ""  # of a gradient that is missing in the sum; empty: none is
 
@@ -96,7 +74,7 @@ class Sampler:
 class Sample:
     """Completions of a prompt."""
 
-    listener: Listener
+    listener: Any  # see `Trainer.put`
     source: Callable[[], Sampler]
     request: Request
     sampling: g.Sampling
@@ -121,15 +99,15 @@ class Trainer:
         self._engine = engine
         self._optimizer = g.adamw(1e-4)  # each update has its own rates
         self._update = g.make_update_step(self._optimizer)
-        self._kinds: WeakValueDictionary[str, Kind] = WeakValueDictionary()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waiting: list[Sample] = []
         self._decoding: dict[Any, Sample] = {}
-        self._base = Sampler(base, {}, g.make_logprob_step(base))
+        self._base = Sampler(base, {}, g.make_logprob_step(base.twin()))
         self._loaded: Sampler | None = None
 
-    def put(self, job: Callable[[], Any], listener: Listener) -> None:
-        """Queue a job; the listener hears what it returns, if it is not None."""
+    def put(self, job: Callable[[], Any], listener: Any) -> None:
+        """Queue a job. Unless the listener `is_over()`, it hears by `set` what the job returns (if
+        it is not None), or its fault."""
         self._jobs.put(partial(self._work, job, listener))
 
     @property
@@ -146,7 +124,7 @@ class Trainer:
                 self._begin()
                 self._collect()
 
-    def _work(self, job: Callable[[], Any], listener: Listener) -> None:
+    def _work(self, job: Callable[[], Any], listener: Any) -> None:
         try:
             if listener.is_over():
                 raise Ended("the request was cancelled")
@@ -183,11 +161,7 @@ class Trainer:
                 self._work(partial(self._submit, sample), sample.listener)
 
     def _submit(self, sample: Sample) -> None:
-        try:
-            ticket = self._engine.submit(sample.request, sample.sampling)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        self._decoding[ticket] = sample
+        self._decoding[self._engine.submit(sample.request, sample.sampling)] = sample
 
     def _collect(self) -> None:
         """Decode for a moment, and tell who asked."""
@@ -213,7 +187,7 @@ class Trainer:
 
     def snapshot(self, model: Model) -> Sampler:
         """A job: what samples with a model as it is now."""
-        return Sampler(model.kind.sampler, model.state.params, model.kind.logprobs)
+        return Sampler(model.sampler, model.state.params, model.logprobs)
 
     # Models.
 
@@ -236,62 +210,44 @@ class Trainer:
         model = self._model(module, about)
         if optimizer:
             moments, _ = load_arrays(folder / OPTIMIZER)
-            if _shapes(moments) != _shapes(named_leaves(model.state.opt_state)):
-                raise UserError(f"{path}: the optimizer's arrays are not those of its adapters")
             model.state = attrs.evolve(model.state, opt_state=from_names(moments))
         return model
 
-    def load(self, path: str, model: Model, *, optimizer: bool) -> dict[str, Any]:
-        """A job: give a model the saved weights of another one of its kind."""
-        found = self.restore(path, optimizer=optimizer)
-        if found.kind is not model.kind:
-            raise UserError(f"{path}: its adapters have another rank or layers than the model's")
-        model.state = found.state
-        model.fault = ""
-        return {"path": path}
-
     def forward(
-        self, read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]], model: Model
+        self,
+        read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]],
+        *,
+        backward: bool,
+        model: Model,
     ) -> tuple[list[np.ndarray], float]:
-        """The log-probs of each datum's targets, and the loss."""
-        data, pieces, spec = self._pieces(read)
-        step = model.kind.logprobs
-        logp = [step(model.state.params, piece) for piece in pieces]
-        losses = [
-            g.policy_loss(
-                logp_bt,
-                piece.advantages_b,
-                piece.mask_bt,
-                spec,
-                old_logp_bt=piece.old_logp_bt,
-                rollout_logp_bt=piece.rollout_logp_bt,
-            )[0]
-            for piece, logp_bt in zip(pieces, logp, strict=True)
-        ]
-        return _by_row(data, pieces, logp), mx.stack(losses).sum().item()
-
-    def backward(
-        self, read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]], model: Model
-    ) -> tuple[list[np.ndarray], float]:
-        """`forward`, which adds the gradient to the model's; if it fails, no part of it."""
+        """The log-probs of each datum's targets, and the loss; `backward` adds its gradient to the
+        model's, or no part of it if this fails."""
+        logp: list[mx.array] = []
+        state = model.state
         try:
-            data, pieces, spec = self._pieces(read)
-            logp: list[mx.array] = []
-            state, stats = model.kind.step(spec)(model.state, pieces, logprobs=logp)
-            g.materialize(state, stats.loss, logp)
-            loss = stats.loss.item()
-            if not math.isfinite(loss):
-                raise UserError(f"the loss is {loss}, so its gradient was not added")
+            data, loss, spec = read()
+            pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
+            pieces = [counted(piece) for piece in pieces]
+            if backward:
+                state, stats = model.step(spec)(state, pieces, logprobs=logp)
+                total = stats.loss
+            else:
+                logp = [model.logprobs(state.params, piece) for piece in pieces]
+                total = mx.stack(
+                    [_loss(spec, *each) for each in zip(pieces, logp, strict=True)]
+                ).sum()
+            g.materialize(state.accum_grads, total, logp)
+            if not math.isfinite(total.item()):
+                raise UserError(f"the loss is {total.item()}, so its gradient was not added")
         except Exception as error:
-            model.fault = error_line(error)
+            model.fault = error_line(error) if backward else model.fault
             raise
         model.state = state
-        return _by_row(data, pieces, logp), loss
-
-    def _pieces(self, read: Callable[[], Any]) -> tuple[Sequence[Datum], list[g.Batch], g.LossSpec]:
-        data, loss, spec = read()
-        pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
-        return data, [counted(piece) for piece in pieces], spec
+        rows: dict[int, np.ndarray] = {}
+        for piece, logp_bt in zip(pieces, logp, strict=True):
+            numbers: Any = piece.row_b
+            rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
+        return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], total.item()
 
     def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
         """A job: an optimizer step with the gradient since the last one."""
@@ -311,14 +267,12 @@ class Trainer:
         target = self.place(path)
         if target.exists() and not overwrite:
             raise UserError(f"{path} exists; expected another name, or overwrite")
-        about = {"fine_tune_type": "lora", "model": str(self.path), **model.kind.about}
+        about = {"fine_tune_type": "lora", "model": str(self.path), **model.about}
         about[adapters.BASE_DIGEST] = self._digest
         with new_folder(target) as folder:
             weights = named_leaves(model.state.params)
             save_arrays(folder / adapters.ADAPTERS, weights, {"format": "mlx"})
             write_json(folder / adapters.ADAPTER_CONFIG, about)
-            write_json(folder / "config.json", read_config(self.path))
-            copy_companions(self.path, folder)
             if target.parent.name == TRAINING:
                 save_arrays(folder / OPTIMIZER, named_leaves(model.state.opt_state), {})
         return {"path": path}
@@ -326,7 +280,7 @@ class Trainer:
     def place(self, path: str) -> Path:
         """The folder of a path, inside of this trainer's. UserError for anything else."""
         found = _PATH.fullmatch(path)
-        if found is None or ".." in path:
+        if found is None:
             wanted = f"tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME"
             raise UserError(f"path: expected {wanted}, found {show(path)}")
         return self._folder.joinpath(*found.groups())
@@ -335,14 +289,14 @@ class Trainer:
         """A model with the adapters that are in the module."""
         cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
         params = from_names(split_leaves(module)[0])
-        key = json.dumps(about, sort_keys=True)
-        kind = self._kinds.get(key)
-        if kind is None:
-            policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
-            step = functools.lru_cache(16)(partial(g.make_grad_step, policy))
-            kind = Kind(about, policy.twin(), g.make_logprob_step(policy), step)
-            self._kinds[key] = kind
-        return Model(kind, g.init_state(params, self._optimizer, key=mx.random.key(0)))
+        policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
+        return Model(
+            about=about,
+            sampler=policy.twin(),
+            logprobs=g.make_logprob_step(policy),
+            step=functools.lru_cache(16)(partial(g.make_grad_step, policy)),
+            state=g.init_state(params, self._optimizer, key=mx.random.key(0)),
+        )
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
@@ -357,16 +311,6 @@ def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _by_row(
-    data: Sequence[Datum], pieces: Sequence[g.Batch], logp: Sequence[mx.array]
-) -> list[np.ndarray]:
-    """The log-probs of each datum."""
-    rows: dict[int, np.ndarray] = {}
-    for piece, logp_bt in zip(pieces, logp, strict=True):
-        numbers: Any = piece.row_b
-        rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
-    return [rows[number][: len(datum.tokens)] for number, datum in enumerate(data)]
-
-
-def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in arrays.items()}
+def _loss(spec: g.LossSpec, piece: g.Batch, logp_bt: mx.array) -> mx.array:
+    old = {"old_logp_bt": piece.old_logp_bt, "rollout_logp_bt": piece.rollout_logp_bt}
+    return g.policy_loss(logp_bt, piece.advantages_b, piece.mask_bt, spec, **old)[0]

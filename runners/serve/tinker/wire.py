@@ -5,22 +5,22 @@ The messages are those of the package `tinker`.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as messages
 
 import grpo_fn as g
 from runners.engines.engine import Row, Seed
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, show
 from runners.serve.chat import ServedModel
 from runners.serve.sessions import derived_seed
 from runners.serve.tinker.losses import Datum
-from runners.serve.wire import ApiError, checked, read_json
+from runners.serve.wire import ApiError, checked, read_fields, read_json
 
 NEEDED = object()  # as a default: the field must be there
 _IDS = "each: 0 <= x <= 2147483647"
@@ -30,7 +30,7 @@ _TEXT = (str, "", NEEDED)
 _OBJECT = (dict, "", NEEDED)
 _NEW_MODEL = {"session_id": _TEXT, "model_seq_id": _NUMBER, "base_model": (str, "", None)}
 _MODEL = {"model_id": _TEXT, "seq_id": (int, "1 <= x <= 1000000000", NEEDED)}
-# Of each call, and of objects in it: the fields, with type, range, and default.
+# Of each call, and of objects in it: the fields, with type (dict: looked at later), range, default.
 FIELDS: dict[str, dict[str, Any]] = {
     "create_session": {},
     "session_heartbeat": {"session_id": _TEXT},
@@ -59,15 +59,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "path": (str, "", ""),
         "sampling_session_seq_id": (int, _COUNT, None),
     },
-    "load_weights": {
-        "model_id": (str, "", None),
-        "seq_id": (int, _COUNT, 0),
-        "session_id": (str, "", None),
-        "model_seq_id": (int, _COUNT, 0),
-        "base_model": (str, "", None),
-        "path": _TEXT,
-        "optimizer": (bool, "", NEEDED),
-    },
+    "load_weights": {**_NEW_MODEL, "path": _TEXT, "optimizer": (bool, "", NEEDED)},
     "create_sampling_session": {
         "session_id": _TEXT,
         "sampling_session_seq_id": _NUMBER,
@@ -83,25 +75,17 @@ FIELDS: dict[str, dict[str, Any]] = {
         "prompt_logprobs": (bool, "", False),
         "prompt_logprobs_last_n": (int, ">= 1", None),
     },
-    "prompt": {"chunks": (list, "", NEEDED)},
+    "prompt": {"chunks": (dict, "", NEEDED)},
     "encoded_text": {"tokens": (tuple[int, ...], _IDS, NEEDED)},
     "sampling_params": {
         "max_tokens": (int, ">= 1", None),
         "seed": (int, _COUNT, None),
-        "stop": (list, "", None),
+        "stop": (dict, "", None),
         "temperature": (float, ">= 0", 1.0),
         "top_k": (int, f"-1 or {_COUNT}", -1),
         "top_p": (float, "0 < x <= 1", 1.0),
     },
     "retrieve_future": {"request_id": _TEXT},
-    "cancel_future": {"request_id": _TEXT},
-    "retrieve_futures": {
-        "target": _OBJECT,
-        "prev_cursor": (int, _COUNT, 0),
-        "timeout": (float, ">= 0", None),
-        "retrieved_request_ids": (tuple[str, ...], "", ()),
-    },
-    "target": {"sampling_session_id": _TEXT, "cloned_sampler_id": (int, _COUNT, 0)},
 }
 # Fields that may only have these values: others would change an answer, and cannot.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -132,74 +116,54 @@ def read(call: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ApiError(f"{call}: expected an object, found {show(given)}", call)
     fields = FIELDS[call]
-    found = {name: default for name, (_, _, default) in fields.items()}
-    for name, value in given.items():
-        if name in IGNORED or value is None:
-            continue
-        if name in fields:
-            kind, within, _ = fields[name]
-            as_is = kind in (dict, list) and isinstance(value, kind)
-            found[name] = value if as_is else checked(name, value, kind, within)
-        elif name not in FIXED:
-            near = did_you_mean(name, [*fields, *FIXED])
-            raise ApiError(f"{call}: there is no field {show(name)}{near}", name)
-        elif value not in FIXED[name]:
-            wanted = " or ".join(map(show, FIXED[name])) or "nothing"
-            raise ApiError(f"{name}: expected {wanted}, found {show(value)}", name)
-    missing = [name for name, value in found.items() if value is NEEDED]
+    raw = [name for name, (kind, _, _) in fields.items() if kind is dict]
+    used = {name: (kind, within) for name, (kind, within, _) in fields.items()}
+    found, objects = read_fields(given, raw, used, FIXED, IGNORED)
+    whole = {name: default for name, (_, _, default) in fields.items()} | found | objects
+    missing = [name for name, value in whole.items() if value is NEEDED]
     if missing:
         raise ApiError(f"{call}: the field {show(missing[0])} is missing", missing[0])
-    return found
+    return whole
 
 
-def read_body(call: str, body: bytes, encoding: str, most: int) -> dict[str, Any]:
+def read_body(call: str, body: bytes) -> dict[str, Any]:
     """The fields of a call; of one without a table: none. Raises ApiError."""
-    if encoding == "zstd":
-        try:
-            body = zstandard.ZstdDecompressor().stream_reader(body).read(most + 1)
-        except zstandard.ZstdError as error:
-            raise ApiError(f"the body cannot be read as zstd ({error})") from error
-        if len(body) > most:
-            raise ApiError(f"the body has over {most:,} bytes", status=413)
     if call != "forward_backward":
         return read(call, read_json(body)) if call in FIELDS else {}
     try:
         message = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise ApiError("the body cannot be read as a ForwardBackwardRequest") from error
-    numbers = {"model_id": message.model_id, "seq_id": message.seq_id}
-    return {**read(call, numbers), "message": message, "size": len(body)}
+    asked = read(call, {"model_id": message.model_id, "seq_id": message.seq_id})
+    return {**asked, "message": message, "size": len(body)}
 
 
 def loss_config(message: Any) -> dict[str, float | str]:
     """The parameters of a request's loss."""
-    found: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        found[name] = getattr(value, value.WhichOneof("value") or "text")
-    return found
+    second = {
+        k: getattr(v, v.WhichOneof("value") or "text") for k, v in message.loss_fn_config_v2.items()
+    }
+    return {**message.loss_fn_config, **second}
 
 
 def data_of(message: Any) -> list[Datum]:
     """The rows of a request. Raises UserError for what is not text, or no array."""
-    data = []
-    for number, datum in enumerate(message.data):
-        tokens = b""
-        for chunk in datum.model_input:
-            if chunk.WhichOneof("chunk") != "encoded_text":
-                raise UserError(f"data[{number}].model_input: expected text alone")
-            tokens += chunk.encoded_text.tokens
-        inputs = {}
-        try:
-            for name, tensor in datum.loss_fn_inputs.items():
-                if not tensor.HasField("dense"):
-                    raise ValueError("found a sparse one")
-                flat = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
-                inputs[name] = flat.reshape([*tensor.shape] or -1)
-            data.append(Datum(np.frombuffer(tokens, np.int32), inputs))
-        except (KeyError, ValueError) as error:
-            wanted = "expected dense arrays of float32 or int64"
-            raise UserError(f"data[{number}]: {wanted}: {error}") from error
-    return data
+    try:
+        return [_datum(each) for each in message.data]
+    except (KeyError, ValueError) as error:
+        wanted = "text, and dense arrays of float32 or int64"
+        raise UserError(f"data: expected {wanted}: {error}") from error
+
+
+def _datum(datum: Any) -> Datum:
+    if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
+        raise ValueError("found an image or audio")
+    tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+    inputs = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        flat = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
+        inputs[name] = flat.reshape([*tensor.shape] or -1)
+    return Datum(np.frombuffer(tokens, np.int32), inputs)
 
 
 def forward_output(rows: Sequence[np.ndarray], loss: float) -> bytes:
@@ -245,24 +209,26 @@ def rates_of(params: Any) -> g.Rates:
 
 def prompt_of(given: Any) -> tuple[int, ...]:
     """The tokens of a ModelInput. Raises ApiError for what is not text."""
-    ids: list[int] = []
-    for chunk in read("prompt", given)["chunks"]:
-        ids += read("encoded_text", chunk)["tokens"]
-    if not ids:
-        raise ApiError("prompt: expected tokens, found none", "prompt")
-    return tuple(ids)
+    chunks = read("prompt", given)["chunks"]
+    ids = (
+        [read("encoded_text", each)["tokens"] for each in chunks]
+        if isinstance(chunks, list)
+        else []
+    )
+    if not any(ids):
+        raise ApiError("prompt: expected chunks with tokens, found none", "prompt")
+    return tuple(itertools.chain.from_iterable(ids))
 
 
 def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling, int]:
     """How to sample behind a prompt of so many tokens, and the seed. ApiError without room."""
-    stops = given.get("stop")
-    asked = read("sampling_params", {**given, "stop": [stops] if isinstance(stops, str) else stops})
+    asked = read("sampling_params", given)
     wanted = asked["max_tokens"] or max(model.length - prompt, 1)
     if prompt + wanted > model.length:
         found = f"a prompt of {prompt} tokens and max_tokens = {wanted}"
         raise ApiError(f"{found}: expected at most {model.length} together", "max_tokens")
-    stop = asked["stop"] or []
-    numbers = bool(stop) and isinstance(stop[0], int)
+    stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"] or []
+    numbers = isinstance(stop, list) and all(type(each) is int for each in stop)
     ids = checked("stop", stop if numbers else [], tuple[int, ...], _IDS)
     sampling = g.Sampling(
         max_new_tokens=wanted,
