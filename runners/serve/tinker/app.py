@@ -64,7 +64,9 @@ class Future:
     done: asyncio.Event = attrs.field(factory=asyncio.Event)
 
     def set(self, outcome: Any) -> None:
-        """The answer has come, or a fault."""
+        """The answer has come, or a fault; only the first one counts."""
+        if self.done.is_set():
+            return
         if isinstance(outcome, Exception):
             ours = not isinstance(outcome, UserError | ApiError | Ended)
             category = "server" if ours else "user"
@@ -220,7 +222,7 @@ class TrainingServer(HttpServer):
         for things in (self._slots, self._futures):
             for name in [name for name, each in things.items() if each.session is session]:
                 gone = things.pop(name)
-                if isinstance(gone, Future) and not gone.done.is_set():
+                if isinstance(gone, Future):
                     gone.set(Ended("the session is over"))
 
     # Futures.
@@ -249,6 +251,8 @@ class TrainingServer(HttpServer):
         if name not in self._futures:
             if number < slot.next:
                 raise ApiError(f"seq_id: expected at least {slot.next}, found {number}", "seq_id")
+            if number > slot.next and self._room < self._limits.room / 2:
+                raise ApiError("too many requests wait for an earlier one", status=429)
             future = self._promise(name, slot.session, cost)
             slot.held[number] = lambda: job(slot.made()), future
             while slot.next in slot.held:

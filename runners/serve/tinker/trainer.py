@@ -290,12 +290,14 @@ class Trainer:
         cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
         params = from_names(split_leaves(module)[0])
         policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
+        state = g.init_state(params, self._optimizer, key=mx.random.key(0))
+        g.materialize(state)
         return Model(
             about=about,
             sampler=policy.twin(),
             logprobs=g.make_logprob_step(policy),
             step=functools.lru_cache(16)(partial(g.make_grad_step, policy)),
-            state=g.init_state(params, self._optimizer, key=mx.random.key(0)),
+            state=state,
         )
 
 

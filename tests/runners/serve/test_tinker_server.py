@@ -277,7 +277,11 @@ def test_floods_meet_a_bound(tmp_path):
             )
         assert answer.status_code == 400 and "2 models" in answer.text
         way = way_of(caller)
-        asked = [caller.post("asample", **sample(way, n, num_samples=20)).status_code for n in range(12)]
+        long = {"max_tokens": 400, "stop": []}
+        asked = [
+            caller.post("asample", **sample(way, n, num_samples=20, sampling_params=long)).status_code
+            for n in range(12)
+        ]
         assert asked[0] == 200 and asked[-1] == 429
     assert limits.futures == 20
 
