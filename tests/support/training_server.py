@@ -1,5 +1,6 @@
 """A server of Tinker's wire in a thread, its trainer in another one, and plain calls to it."""
 
+import itertools
 import threading
 from contextlib import contextmanager
 
@@ -75,7 +76,7 @@ class Caller:
         field = message.loss_fn_outputs[0].fields["logprobs"]
         ends = np.frombuffer(field.offsets, np.int64) // 4
         flat = np.frombuffer(field.data, np.float32)
-        return [flat[a:b] for a, b in zip(ends, ends[1:], strict=False)], dict(message.metrics)
+        return [flat[a:b] for a, b in itertools.pairwise(ends)], dict(message.metrics)
 
 
 def request(order, data, loss="cross_entropy", config=(), forward_only=False):

@@ -75,10 +75,6 @@ class Future:
         self.done.set()
         self.free()
 
-    def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self.session.over
-
 
 @attrs.define(eq=False)
 class Slot:
@@ -181,24 +177,25 @@ class TrainingServer(HttpServer):
         self._slots[name] = self._slots.pop(name)  # it is the latest one
         return self._slots[name]
 
-    def _new(self, session: TrainingSession, kind: str, number: int, path: str | None) -> Slot:
-        """A model to be, or a sampler in place of that not used for longest."""
-        same = [name for name in self._slots if kind in name]
+    def _new(self, asked: dict[str, Any], kind: str, number: int) -> Slot:
+        """A model to be, or a sampler in place of that not used for longest. A repeated call is the
+        same."""
+        if asked.get("base_model") not in (None, self._model.name):
+            found = show(asked["base_model"])
+            wanted = show(self._model.name)
+            raise ApiError(f"there is no model {found}; expected {wanted}", status=404)
+        session = self._session(asked.get("session_id") or asked["model_id"])
+        name = f"{session.id}{kind}{number}"
+        same = [each for each in self._slots if kind in each and each != name]
         if len(same) >= self._limits.slots:
             if kind == MODEL:
                 raise UserError(f"{len(same)} models are in training already")
             del self._slots[same[0]]
-        name = f"{session.id}{kind}{number}"
-        return self._slots.setdefault(name, Slot(name, session, path))
+        return self._slots.setdefault(name, Slot(name, session, asked.get("model_path")))
 
     def _capabilities(self, asked: dict[str, Any]) -> dict[str, Any]:
         model = {"model_name": self._model.name, "max_context_length": self._model.length}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
-
-    def _check_base(self, name: str | None) -> None:
-        if name not in (None, self._model.name):
-            wanted = show(self._model.name)
-            raise ApiError(f"there is no model {show(name)}; expected {wanted}", status=404)
 
     def _create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
         if len(self._sessions) >= self._limits.turns:
@@ -269,9 +266,10 @@ class TrainingServer(HttpServer):
         fault = UserError(f"request {slot.next} of {slot.id} did not come, so this has no turn")
         for number, (_, future) in slot.held.items():
             slot.next = max(slot.next, number + 1)
-            slot.made().fault = str(fault)
             future.set(fault)
         slot.held.clear()
+        if slot.found is not None:
+            slot.found.fault = str(fault)
 
     async def _retrieve(self, asked: dict[str, Any]) -> Any:
         name = asked["request_id"]
@@ -288,20 +286,16 @@ class TrainingServer(HttpServer):
     # Models.
 
     def _make(self, asked: dict[str, Any], make: Callable[[], Model]) -> dict[str, Any]:
-        """A new model. A repeated call is the same."""
-        session = self._session(asked["session_id"])
-        self._check_base(asked["base_model"])
-        name = f"{session.id}{MODEL}{asked['model_seq_id']}"
-        if name not in self._slots:
-            slot = self._new(session, MODEL, asked["model_seq_id"], asked.get("path"))
-            future = self._promise(f"{name}:make", session)
+        slot = self._new(asked, MODEL, asked["model_seq_id"])
+        name = f"{slot.id}:make"
+        if name not in self._futures and slot.found is None:
 
             def job() -> dict[str, Any]:
                 slot.found = make()
-                return {"model_id": name, "path": slot.path}
+                return {"model_id": slot.id, "path": asked.get("path")}
 
-            self._trainer.put(job, future)
-        return {"request_id": f"{name}:make"}
+            self._trainer.put(job, self._promise(name, slot.session))
+        return {"request_id": name}
 
     def _create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
         lora = wire.read("lora_config", asked["lora_config"])
@@ -350,8 +344,7 @@ class TrainingServer(HttpServer):
     def _save_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["sampling_session_seq_id"] is None:
             return self._save(SAMPLING, asked)
-        session = self._session(asked["model_id"])
-        way = self._new(session, SAMPLER, asked["sampling_session_seq_id"], None)
+        way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
 
         def job(model: Model) -> dict[str, Any]:
             way.found = self._trainer.snapshot(model)
@@ -360,17 +353,15 @@ class TrainingServer(HttpServer):
         return self._ordered(asked, job)
 
     def _create_sampling_session(self, asked: dict[str, Any]) -> dict[str, Any]:
-        session = self._session(asked["session_id"])
         path = asked["model_path"]
-        self._check_base(asked["base_model"])
         if path is not None and not self._trainer.place(path).is_dir():
             raise ApiError(f"there are no weights {show(path)}", "model_path", status=404)
-        way = self._new(session, SAMPLER, asked["sampling_session_seq_id"], path)
+        way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
 
         def job() -> None:
             way.found = self._trainer.sampler(path)
 
-        self._trainer.put(job, Future(session, lambda: None, {}))
+        self._trainer.put(job, Future(way.session, lambda: None, {}))
         return {"sampling_session_id": way.id}
 
     def _sampler(self, asked: dict[str, Any]) -> dict[str, Any]:

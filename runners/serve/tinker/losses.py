@@ -81,40 +81,37 @@ def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
 
 def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length: int) -> None:
     """Raises UserError unless the rows have what the loss needs, and the model has their tokens."""
+    faults = [_fault(datum, loss, vocabulary or np.inf, length) for datum in data]
+    number = next((n for n, fault in enumerate(faults) if fault), None)
+    if number is not None:
+        raise UserError(f"data[{number}]: {faults[number]}")
     if not data:
         raise UserError("data: expected at least one datum, found none")
-    for number, datum in enumerate(data):
-        size = len(datum.tokens)
-        if not 1 <= size <= length:
-            raise UserError(f"data[{number}]: expected 1 to {length} tokens, found {size}")
-        for name in sorted(datum.inputs.keys() ^ set(loss.needs)):
-            if name in datum.inputs:
-                near = did_you_mean(name, loss.needs)
-                raise UserError(f"data[{number}]: the loss takes no {show(name)}{near}")
-            if name != "weights":
-                raise UserError(f"data[{number}]: {name} is missing")
-        for name, values in {"model_input": datum.tokens, **datum.inputs}.items():
-            fault = _fault(name, values, size, vocabulary)
-            if fault:
-                raise UserError(f"data[{number}].{name}: {fault}")
-        out = (
-            datum.inputs["advantages"][datum.inputs[RATIO_MASK] == 0]
-            if RATIO_MASK in loss.needs
-            else []
-        )
-        if np.any(out):
-            raise UserError(f"data[{number}].advantages: expected 0 where {RATIO_MASK} is 0")
 
 
-def _fault(name: str, values: np.ndarray, size: int, vocabulary: int | None) -> str:
-    """What is wrong with an array; empty: nothing."""
-    if values.shape != (size,):
-        return f"expected {size} numbers, one for each token, found the shape {[*values.shape]}"
-    if name not in ("model_input", TARGETS):
-        return "" if np.isfinite(values).all() else "expected finite numbers, found others"
-    most = np.inf if vocabulary is None else vocabulary
-    fits = values.dtype.kind == "i" and values.min() >= 0 and values.max() < most
-    return "" if fits else f"expected token ids >= 0 and < {most}, found others"
+def _fault(datum: Datum, loss: Loss, most: float, length: int) -> str:
+    """What is wrong with a row; empty: nothing."""
+    size = len(datum.tokens)
+    arrays = {"model_input": datum.tokens, **datum.inputs}
+    known = {"model_input", *loss.needs}
+    for name in sorted(known - arrays.keys() - {"weights"}):
+        return f"{name} is missing"
+    for name in sorted(arrays.keys() - known):
+        return f"the loss takes no {show(name)}{did_you_mean(name, known)}"
+    if not 1 <= size <= length:
+        return f"expected 1 to {length} tokens, found {size}"
+    for name, values in arrays.items():
+        if values.shape != (size,):
+            return f"{name}: expected {size} numbers, one for each token, found {[*values.shape]}"
+        ids = name in ("model_input", TARGETS)
+        if ids and not (values.dtype.kind == "i" and 0 <= values.min() <= values.max() < most):
+            return f"{name}: expected token ids >= 0 and < {most}, found others"
+        if not np.isfinite(values).all():
+            return f"{name}: expected finite numbers, found others"
+    outside = arrays.get(RATIO_MASK, 1) == 0
+    if outside is not False and arrays["advantages"][outside].any():
+        return f"advantages: expected 0 where {RATIO_MASK} is 0"
+    return ""
 
 
 def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:

@@ -106,7 +106,7 @@ class Trainer:
         self._loaded: Sampler | None = None
 
     def put(self, job: Callable[[], Any], listener: Any) -> None:
-        """Queue a job. Unless the listener `is_over()`, it hears by `set` what the job returns (if
+        """Queue a job. Unless the listener's `session` is `over`, it hears by `set` what the job returns (if
         it is not None), or its fault."""
         self._jobs.put(partial(self._work, job, listener))
 
@@ -126,8 +126,8 @@ class Trainer:
 
     def _work(self, job: Callable[[], Any], listener: Any) -> None:
         try:
-            if listener.is_over():
-                raise Ended("the request was cancelled")
+            if listener.session.over:
+                raise Ended("the session is over")
             outcome = job()
         except Exception as error:
             outcome = error
@@ -166,7 +166,7 @@ class Trainer:
     def _collect(self) -> None:
         """Decode for a moment, and tell who asked."""
         for ticket, sample in self._decoding.items():
-            if sample.listener.is_over():
+            if sample.listener.session.over:
                 self._engine.cancel(ticket)
         try:
             done = self._engine.collect(0)
@@ -202,7 +202,7 @@ class Trainer:
         return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
 
     def restore(self, path: str, *, optimizer: bool) -> Model:
-        """A job: a model that goes on from a saved one."""
+        """A job: a model that continues with a saved one."""
         folder = self.place(path)
         module = twin_module(self._module)
         module.freeze()
@@ -237,8 +237,9 @@ class Trainer:
                     [_loss(spec, *each) for each in zip(pieces, logp, strict=True)]
                 ).sum()
             g.materialize(state.accum_grads, total, logp)
-            if not math.isfinite(total.item()):
-                raise UserError(f"the loss is {total.item()}, so its gradient was not added")
+            value: Any = total.item()
+            if not math.isfinite(value):
+                raise UserError(f"the loss is {value}, so its gradient was not added")
         except Exception as error:
             model.fault = error_line(error) if backward else model.fault
             raise
@@ -247,7 +248,7 @@ class Trainer:
         for piece, logp_bt in zip(pieces, logp, strict=True):
             numbers: Any = piece.row_b
             rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
-        return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], total.item()
+        return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], value
 
     def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
         """A job: an optimizer step with the gradient since the last one."""
@@ -305,7 +306,8 @@ def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
     """The layers that get adapters, by their names in a block; a head that is tied gets none."""
     names = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
     names = names if "unembed" in parts else set()
-    for block in module.layers:
+    blocks: Any = module.layers
+    for block in blocks:
         for name, layer in block.named_modules():
             part = "attn" if _ATTENTION.search(name) else "mlp"
             linear = isinstance(layer, nn.Linear | nn.QuantizedLinear) or hasattr(layer, "to_lora")
@@ -314,5 +316,11 @@ def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _loss(spec: g.LossSpec, piece: g.Batch, logp_bt: mx.array) -> mx.array:
-    old = {"old_logp_bt": piece.old_logp_bt, "rollout_logp_bt": piece.rollout_logp_bt}
-    return g.policy_loss(logp_bt, piece.advantages_b, piece.mask_bt, spec, **old)[0]
+    return g.policy_loss(
+        logp_bt,
+        piece.advantages_b,
+        piece.mask_bt,
+        spec,
+        old_logp_bt=piece.old_logp_bt,
+        rollout_logp_bt=piece.rollout_logp_bt,
+    )[0]

@@ -1,9 +1,8 @@
-"""Tinker's client and its cookbook against `grpo serve --tinker`, the program of its page, and what they save."""
+"""Tinker's client and its cookbook against a server, the program of its page, and what they save."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np

@@ -25,7 +25,7 @@ def _caller(tmp_path_factory):
 
 
 def draw(random, loss, caller=None):
-    """A random batch of a loss: rows of random lengths, whose targets are any tokens; their sampler is near."""
+    """A random batch of a loss: rows of random lengths, with any targets; their sampler is near."""
     data = []
     for _ in range(random.integers(1, 5)):
         size = int(random.integers(1, 24))
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_definitions(caller):
 
 
 def test_weights_are_those_of_a_loop_of_ours(caller):
-    """10 steps with rates of their own, decay and clipping, against rows one by one. Their ε is large: else Adam
+    """10 steps with rates of their own, decay and clipping, against rows one by one. ε is large: else Adam
     turns the rounding of gradients that are nearly 0 into whole steps."""
     random = np.random.default_rng(1)
     caller.train(rank=2)

@@ -42,23 +42,63 @@ ROWS = {
     "no rows": ([], "cross_entropy", {}, "at least one"),
     "an array that is missing": ([ROW], "ppo", {}, "missing"),
     "an array that is not known": ([FULL], "cross_entropy", {}, "advantages"),
-    "an array with a near name": ([(TOKENS, {**ROW[1], "weight": [1.0] * 4})], "cross_entropy", {}, "weights"),
+    "an array with a near name": (
+        [(TOKENS, {**ROW[1], "weight": [1.0] * 4})],
+        "cross_entropy",
+        {},
+        "weights",
+    ),
     "a parameter that is not known": ([FULL], "ppo", {"clip": 0.1}, "clip"),
     "a parameter that is a text": ([FULL], "dro", {"beta": "much"}, "not possible"),
     "a parameter out of range": ([FULL], "ppo", {"clip_low_threshold": 1.5}, "not possible"),
     "a band without width": ([FULL], "cispo", {"clip_low_threshold": 1.2}, "not possible"),
     "a NaN parameter": ([FULL], "dro", {"beta": float("nan")}, "not possible"),
-    "a short array": ([(TOKENS, {**ROW[1], "weights": [1.0] * 3})], "cross_entropy", {}, "expected 4 numbers"),
-    "targets of two dimensions": ([(TOKENS, {"target_tokens": [[1], [2], [3], [4]]})], "cross_entropy", {}, "[4, 1]"),
-    "targets that are no integers": ([(TOKENS, {"target_tokens": [1.0] * 4})], "cross_entropy", {}, "token ids"),
-    "a target beyond the vocabulary": ([(TOKENS, {"target_tokens": [1, 2, 3, 640]})], "cross_entropy", {}, "< 640"),
+    "a short array": (
+        [(TOKENS, {**ROW[1], "weights": [1.0] * 3})],
+        "cross_entropy",
+        {},
+        "expected 4 numbers",
+    ),
+    "targets of two dimensions": (
+        [(TOKENS, {"target_tokens": [[1], [2], [3], [4]]})],
+        "cross_entropy",
+        {},
+        "[4, 1]",
+    ),
+    "targets that are no integers": (
+        [(TOKENS, {"target_tokens": [1.0] * 4})],
+        "cross_entropy",
+        {},
+        "token ids",
+    ),
+    "a target beyond the vocabulary": (
+        [(TOKENS, {"target_tokens": [1, 2, 3, 640]})],
+        "cross_entropy",
+        {},
+        "< 640",
+    ),
     "a negative target": ([(TOKENS, {"target_tokens": [1, 2, 3, -1]})], "cross_entropy", {}, "token ids"),
     "a token beyond the vocabulary": (([([3, 4, 5, 9999], ROW[1])]), "cross_entropy", {}, "token ids"),
     "no tokens": ([([], {"target_tokens": np.zeros(0, int)})], "cross_entropy", {}, "found 0"),
-    "too many tokens": ([([1] * 600, {"target_tokens": [1] * 600})], "cross_entropy", {}, "expected 1 to 512"),
-    "NaN weights": ([(TOKENS, {**ROW[1], "weights": [1.0, float("nan"), 1.0, 1.0]})], "cross_entropy", {}, "finite"),
+    "too many tokens": (
+        [([1] * 600, {"target_tokens": [1] * 600})],
+        "cross_entropy",
+        {},
+        "expected 1 to 512",
+    ),
+    "NaN weights": (
+        [(TOKENS, {**ROW[1], "weights": [1.0, float("nan"), 1.0, 1.0]})],
+        "cross_entropy",
+        {},
+        "finite",
+    ),
     "infinite log-probs": ([(TOKENS, {**FULL[1], "logprobs": [float("-inf")] * 4})], "ppo", {}, "finite"),
-    "weights whose sum is infinite": ([(TOKENS, {**ROW[1], "weights": [3e38] * 4})], "cross_entropy", {}, "the loss is"),
+    "weights whose sum is infinite": (
+        [(TOKENS, {**ROW[1], "weights": [3e38] * 4})],
+        "cross_entropy",
+        {},
+        "the loss is",
+    ),
     "advantages outside of the mask": (
         [(TOKENS, {**FULL[1], "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0]})],
         "gspo",
@@ -70,7 +110,7 @@ ROWS = {
 
 @pytest.mark.parametrize("what", ROWS)
 def test_rows_that_are_wrong_change_nothing(caller, what):
-    """The client's error, with the category user. The next step is refused as well, and the one after it is not."""
+    """An error of the category user. The next step is refused as well, and the one after it is not."""
     data, loss, config, said = ROWS[what]
     before = weights(caller)
     fault = caller.forward(data, loss, config)
@@ -85,7 +125,12 @@ def test_rows_that_are_wrong_change_nothing(caller, what):
 
 @pytest.mark.parametrize(
     ("rates", "said"),
-    [({"learning_rate": -1}, "learning_rate"), ({"beta1": 1}, "beta1"), ({"eps": 0}, "eps"), ({"momentum": 1}, "momentum")],
+    [
+        ({"learning_rate": -1}, "learning_rate"),
+        ({"beta1": 1}, "beta1"),
+        ({"eps": 0}, "eps"),
+        ({"momentum": 1}, "momentum"),
+    ],
 )
 def test_rates_that_are_wrong(caller, rates, said):
     """They keep their turn, and say which is wrong."""
@@ -98,7 +143,11 @@ CALLS = [
     ("create_session", {"nothing": 1}, 400),
     ("session_heartbeat", {}, 400),
     ("session_heartbeat", {"session_id": "none"}, 410),
-    ("create_model", {"session_id": "none", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}}, 410),
+    (
+        "create_model",
+        {"session_id": "none", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}},
+        410,
+    ),
     ("optim_step", {"model_id": "none", "seq_id": 1, "adam_params": {}}, 410),
     ("get_info", {"model_id": 5}, 400),
     ("asample", {"sampling_session_id": "none", "seq_id": 0, "prompt": {}, "sampling_params": {}}, 410),
@@ -120,7 +169,9 @@ def test_bodies_that_are_no_json(caller, body):
     assert caller.post("session_heartbeat", body).status_code == 400
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"\xff" * 100, b"\x0a\x05ab", request({"model_id": "", "seq_id": 0}, [])])
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"\xff" * 100, b"\x0a\x05ab", request({"model_id": "", "seq_id": 0}, [])]
+)
 def test_bodies_that_are_no_request(caller, body):
     """400, and no number is used up."""
     assert caller.post("forward_backward", body).status_code == 400
@@ -131,7 +182,13 @@ def sample(way, number=0, tokens=(3, 4), **fields):
     """The fields of a sample."""
     params = {"max_tokens": 3, **fields.pop("sampling_params", {})}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [*tokens]}]}
-    return {"sampling_session_id": way, "seq_id": number, "prompt": prompt, "sampling_params": params, **fields}
+    return {
+        "sampling_session_id": way,
+        "seq_id": number,
+        "prompt": prompt,
+        "sampling_params": params,
+        **fields,
+    }
 
 
 def way_of(caller, number=0):
@@ -172,13 +229,24 @@ def test_samples_that_are_wrong(caller, fields, said):
     assert caller.server._trainer.idle
 
 
-@pytest.mark.parametrize("path", ["tinker://../weights/a", "tinker://a/weights/../../b", "/etc", "tinker://a/other/b", "tinker://a/weights/.b"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://../weights/a",
+        "tinker://a/weights/../../b",
+        "/etc",
+        "tinker://a/other/b",
+        "tinker://a/weights/.b",
+    ],
+)
 def test_paths_lead_nowhere_else(caller, path):
     """A name is a word; a path has three."""
     session = caller.model.partition(":")[0]
     fields = {"session_id": session, "sampling_session_seq_id": 7}
     assert caller.post("create_sampling_session", **fields, model_path=path).status_code == 400
-    fault = caller.result("load_weights", session_id=session, model_seq_id=9 + len(path), path=path, optimizer=True)
+    fault = caller.result(
+        "load_weights", session_id=session, model_seq_id=9 + len(path), path=path, optimizer=True
+    )
     assert fault["category"] == "user" and "path: expected" in fault["error"]
     name = path.removeprefix("tinker://a/weights/")
     assert "path: expected" in caller.result("save_weights", **caller.order(), path=name)["error"]
@@ -193,9 +261,7 @@ def test_requests_run_in_the_order_of_their_numbers(caller):
     waits = caller.server._futures[promises[1].json()["request_id"]]
     assert not waits.done.is_set()
     first = caller.post("forward_backward", request(order[0], [ROW])).json()["request_id"]
-    norms = [
-        caller.wait(promises[n].json()["request_id"])["metrics"]["grad_norm:mean"] for n in (1, 2, 3)
-    ]
+    norms = [caller.wait(promises[n].json()["request_id"])["metrics"]["grad_norm:mean"] for n in (1, 2, 3)]
     assert norms[0] > 0 and norms[1:] == [0, 0]
     again = caller.post("forward_backward", request(order[0], [ROW])).json()
     assert again["request_id"] == first
@@ -223,7 +289,9 @@ def test_a_session_that_vanishes_is_freed(tmp_path):
         caller.train()
         server = caller.server
         way = way_of(caller)
-        promise = caller.post("asample", **sample(way, sampling_params={"max_tokens": 500, "stop": []}, num_samples=64))
+        promise = caller.post(
+            "asample", **sample(way, sampling_params={"max_tokens": 500, "stop": []}, num_samples=64)
+        )
         assert promise.status_code == 200
         end = time.monotonic() + 20
         while server._sessions and time.monotonic() < end:
@@ -273,7 +341,11 @@ def test_floods_meet_a_bound(tmp_path):
         session = caller.model.partition(":")[0]
         for number in (1, 2):
             answer = caller.post(
-                "create_model", session_id=session, model_seq_id=number, base_model="tiny", lora_config={"rank": 1}
+                "create_model",
+                session_id=session,
+                model_seq_id=number,
+                base_model="tiny",
+                lora_config={"rank": 1},
             )
         assert answer.status_code == 400 and "2 models" in answer.text
         way = way_of(caller)
@@ -294,7 +366,9 @@ def test_without_the_key_nothing_is_answered(tmp_path):
             for call in ("create_session", "telemetry", "healthz", "retrieve_future", "forward_backward"):
                 assert caller.http.post(call, headers={"X-API-Key": key}).status_code == 401
         assert caller.http.post("create_session", headers={"Host": "evil.example"}).status_code == 403
-        assert caller.http.post("create_session", headers={"Origin": "http://evil.example"}).status_code == 403
+        assert (
+            caller.http.post("create_session", headers={"Origin": "http://evil.example"}).status_code == 403
+        )
 
 
 def test_a_future_that_is_not_done_says_so(tmp_path):

@@ -1,21 +1,26 @@
-"""The cookbook's rl_loop and sl_loop, with other sizes and data. Arguments: the URL, the model's folder, where to log."""
+"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model's folder, logs."""
 
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import datasets
-from transformers import AutoTokenizer
-
 from tinker_cookbook import tokenizer_utils
 from tinker_cookbook.recipes import rl_loop, sl_loop
+from transformers import AutoTokenizer
 
 URL, FOLDER, LOGS = sys.argv[1:4]
 NAME = "Qwen/Qwen3-8B-Base"  # the server's name for its model: the cookbook looks up how to render by it
 STEPS = 3
 problems = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(24)]
 chats = [
-    {"messages": [{"role": "user", "content": each["question"]}, {"role": "assistant", "content": each["answer"]}]}
+    {
+        "messages": [
+            {"role": "user", "content": each["question"]},
+            {"role": "assistant", "content": each["answer"]},
+        ]
+    }
     for each in problems
 ]
 
@@ -33,11 +38,17 @@ turns = itertools.cycle((0.0, 1.0, 0.5))
 rl_loop.get_reward = lambda response, answer: next(turns)  # small models solve nothing
 rl_loop.main(
     rl_loop.Config(
-        log_path=f"{LOGS}/rl", batch_size=4, group_size=4, max_tokens=8, loss_fn="importance_sampling", **sizes
+        log_path=f"{LOGS}/rl",
+        batch_size=4,
+        group_size=4,
+        max_tokens=8,
+        loss_fn="importance_sampling",
+        **sizes,
     )
 )
 sl_loop.main(sl_loop.Config(log_path=f"{LOGS}/sl", batch_size=8, max_length=256, learning_rate=1e-3, **sizes))
-rl, sl = ([json.loads(line) for line in open(f"{LOGS}/{each}/metrics.jsonl")] for each in ("rl", "sl"))
+logs = [Path(LOGS, each, "metrics.jsonl").read_text().splitlines() for each in ("rl", "sl")]
+rl, sl = ([json.loads(line) for line in lines] for lines in logs)
 assert len(rl) == len(sl) == STEPS and all(row["grad_norm:mean"] > 0 for row in [*rl, *sl])
 assert sl[-1]["train_mean_nll"] < sl[0]["train_mean_nll"], [row["train_mean_nll"] for row in sl]
 print("fine")
