@@ -270,9 +270,7 @@ def apart_figures(case: Case, quick: bool) -> Iterator[list[Figure]]:
 @click.option(
     "--ranks", "counts", multiple=True, type=int, help="Numbers of ranks [those of 1, 2 and 4 that fit]."
 )
-@click.option(
-    "--apart", is_flag=True, help="Compare one device with two, one of which only samples."
-)
+@click.option("--apart", is_flag=True, help="Compare one device with two, one of which only samples.")
 def main(quick: bool, chosen: Sequence[str], counts: Sequence[int], apart: bool) -> Iterator[list[Figure]]:
     """Measure complete steps on several ranks of this host, which the command starts."""
     most = devices()

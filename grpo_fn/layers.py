@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from types import FunctionType
 from typing import Any
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from grpo_fn.trees import Tree, map_arrays
+from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
 # Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX
 # raises it when memory has run out, which says nothing about the model.
@@ -113,6 +114,16 @@ def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> 
     finally:
         for key, kind in kinds.items():
             layers[key].__class__ = kind
+
+
+def twin_module(module: nn.Module) -> nn.Module:
+    """A copy of the module that shares all arrays with it."""
+    held = module.parameters()
+    blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
+    with parameters_replaced(module, blank):
+        twin = deepcopy(module)
+    twin.update(held)
+    return twin
 
 
 def empty(module: nn.Module, tree: Tree) -> None:

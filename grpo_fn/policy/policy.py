@@ -5,7 +5,6 @@ parameters, and then restored. The module decides what is trainable (all leaves,
 adapters).
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ import mlx.nn as nn
 from grpo_fn.checks import check_positions
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.images import ImageRows
-from grpo_fn.layers import empty, parameters_replaced
+from grpo_fn.layers import empty, parameters_replaced, twin_module
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
 from grpo_fn.policy.decode_weights import decode_weights, supports_compiled_decode
@@ -123,12 +122,7 @@ class Policy:
         A call replaces the leaves of the policy's module. Therefore, two threads, or a learner and
         a rollout that is suspended between two steps, need separate modules.
         """
-        held = self.module.parameters()
-        blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
-        with parameters_replaced(self.module, blank):
-            module = copy.deepcopy(self.module)
-        module.update(held)
-        return attrs.evolve(self, module=module)
+        return attrs.evolve(self, module=twin_module(self.module))
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
         """A backend's forward function of that name for this policy, compiled once."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -27,7 +27,7 @@ from runners.errors import UserError, error_line, show
 from runners.machine.terminal import echo
 from runners.serve import wire
 from runners.serve.chat import Chat, Reply, ReplyReader, ReplyStream, ServedModel, message_key
-from runners.serve.service import Service, hand_out
+from runners.serve.service import Limits, News, Service, hand_out
 from runners.serve.sessions import Point, Refused, Session, Turn
 from runners.serve.wire import Answer, ApiError, Asked
 
@@ -65,33 +65,18 @@ class Call:
         return reply
 
 
-class Server:
-    """Serves while its `with` block runs; the thread that calls `service.run` does the work."""
+class HttpServer:
+    """Answers while its `with` block runs."""
 
-    def __init__(
-        self,
-        service: Service,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        public: Session | None = None,
-    ) -> None:
-        """Port 0: any free one. `public`: of calls without a session's key; None: these are
-        refused. OSError if the address cannot be had."""
-        self.service = service
-        self._public = public
+    def __init__(self, routes: Sequence[Route], limits: Limits, host: str, port: int) -> None:
+        """Port 0: any free one. OSError if the address cannot be had."""
+        self.limits = limits
+        # Calls listeners in the server's thread; outside of the `with` block as they are.
+        self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self._host = f"[{host}]" if ":" in host else host
         self.url = f"http://{self._host}:{self._socket.getsockname()[1]}"
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not for several
-        readers = {
-            "/v1/chat/completions": wire.read_chat,
-            "/v1/completions": wire.read_completion,
-            "/inference/v1/generate": wire.read_generate,
-        }
-        routes = [Route("/health", self._health), Route("/v1/models", self._models)]
-        for path, read in readers.items():
-            routes.append(Route(path, partial(self._complete, read), methods=["POST"]))
         self._router = Router(routes)
         config = uvicorn.Config(
             self._guarded,
@@ -104,8 +89,8 @@ class Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=service.limits.connections,
-            timeout_keep_alive=int(service.limits.idle),
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=int(limits.idle),
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -120,20 +105,17 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join()
-        self.service.deliver = hand_out
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self.deliver = hand_out
         self._socket.close()
 
     def _serve(self) -> None:
         async def serve() -> None:
             loop = asyncio.get_running_loop()
-            self.service.deliver = partial(loop.call_soon_threadsafe, hand_out)
+            self.deliver = partial(loop.call_soon_threadsafe, hand_out)
             self._runs.set()
             await self._server.serve(sockets=[self._socket])
 
         asyncio.run(serve())
-
-    # Who may ask, and what may go wrong.
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or refuses it with an error in OpenAI's form."""
@@ -142,7 +124,7 @@ class Server:
         async def bounded(message: Message) -> None:
             nonlocal started
             started = True
-            async with asyncio.timeout(self.service.limits.idle):
+            async with asyncio.timeout(self.limits.idle):
                 await send(message)  # waits for a reader that is slow
 
         try:
@@ -178,18 +160,9 @@ class Server:
         if origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError("Origin: requests of other sites are refused", status=403)
 
-    def _session(self, request: Request) -> Session:
-        """The session that a request's key opens. ApiError if there is none."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
-        session = session or self._public
-        if session is None:
-            raise ApiError("the API key is wrong", status=401, code="invalid_api_key")
-        return session
-
     async def _body(self, request: Request) -> bytes:
         """A request's body, bounded in size and time."""
-        limits = self.service.limits
+        limits = self.limits
         body = b""
         try:
             async with asyncio.timeout(limits.idle):
@@ -200,6 +173,45 @@ class Server:
         except TimeoutError:
             raise ApiError("the body did not come in time", status=408) from None
         return body
+
+
+class Server(HttpServer):
+    """Serves OpenAI's and vLLM's wire; the thread that calls `service.run` does the work."""
+
+    def __init__(
+        self,
+        service: Service,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public: Session | None = None,
+    ) -> None:
+        """`public`: of calls without a session's key; None: these are refused. See `HttpServer`."""
+        readers = {
+            "/v1/chat/completions": wire.read_chat,
+            "/v1/completions": wire.read_completion,
+            "/inference/v1/generate": wire.read_generate,
+        }
+        routes = [Route("/health", self._health), Route("/v1/models", self._models)]
+        for path, read in readers.items():
+            routes.append(Route(path, partial(self._complete, read), methods=["POST"]))
+        super().__init__(routes, service.limits, host, port)
+        self.service = service
+        self._public = public
+        service.deliver = lambda news: self.deliver(news)
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not for several
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def _session(self, request: Request) -> Session:
+        """The session that a request's key opens. ApiError if there is none."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
+        session = session or self._public
+        if session is None:
+            raise ApiError("the API key is wrong", status=401, code="invalid_api_key")
+        return session
 
     # What is asked.
 
@@ -289,7 +301,7 @@ class Server:
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(_leave(receive, call))
         late = partial(call.put, -1, Gone())
-        timer = loop.call_later(self.service.limits.seconds, late)
+        timer = loop.call_later(self.limits.seconds, late)
         left = len(call.turns)
         try:
             while left:

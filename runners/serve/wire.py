@@ -6,7 +6,7 @@ A parameter is used, refused by its name, or known not to change a reply.
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -153,7 +153,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def read_chat(body: Mapping[str, Any]) -> Asked:
     """The parameters of /v1/chat/completions."""
-    given, rest = _read(body, ("messages", "tools", "logprobs", "chat_template_kwargs"))
+    given, rest = read_fields(body, ("messages", "tools", "logprobs", "chat_template_kwargs"))
     kwargs = dict(_object("chat_template_kwargs", rest))
     if not rules.is_within(kwargs, _TEMPLATE):
         raise ApiError(f"expected {_TEMPLATE}", "chat_template_kwargs")
@@ -165,13 +165,13 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         tools=() if body.get("tool_choice") == "none" else tools,
         template_kwargs=kwargs,
     )
-    logprobs = _checked("logprobs", rest.get("logprobs", False), bool)
+    logprobs = checked("logprobs", rest.get("logprobs", False), bool)
     return Asked(given=given, chat=chat, logprobs=logprobs)
 
 
 def read_completion(body: Mapping[str, Any]) -> Asked:
     """The parameters of /v1/completions."""
-    given, rest = _read(body, ("prompt", "logprobs"))
+    given, rest = read_fields(body, ("prompt", "logprobs"))
     logprobs = rest.get("logprobs")
     if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
         raise ApiError(f"logprobs: expected 0 or 1, found {show(logprobs)}", "logprobs")
@@ -183,30 +183,36 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
 
 def read_generate(body: Mapping[str, Any]) -> Asked:
     """The parameters of /inference/v1/generate."""
-    given, rest = _read(body, ("token_ids", "sampling_params"))
-    more, _ = _read(_object("sampling_params", rest), ("logprobs",))
-    prompt = _checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
+    given, rest = read_fields(body, ("token_ids", "sampling_params"))
+    more, _ = read_fields(_object("sampling_params", rest), ("logprobs",))
+    prompt = checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
     whole = {**more, **given, "return_token_ids": True}
     return Asked(given=whole, prompts=(_prompt(list(prompt)),), ids=True, logprobs=True)
 
 
-def _read(body: Mapping[str, Any], raw: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_fields(
+    body: Mapping[str, Any],
+    raw: Sequence[str],
+    used: Mapping[str, tuple[Any, str]] = USED,
+    fixed: Mapping[str, tuple[Any, ...]] = FIXED,
+    ignored: Collection[str] = IGNORED,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters that are used, checked, and those of the names in `raw`, as they are."""
     given: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in body.items():
-        if value is None or name in IGNORED:
+        if value is None or name in ignored:
             continue
         if name in raw:
             rest[name] = value
-        elif name in USED:
+        elif name in used:
             value = [value] if name == "stop" and isinstance(value, str) else value
-            given[name] = _checked(name, value, *USED[name])
-        elif name not in FIXED:
-            near = did_you_mean(name, [*USED, *FIXED, *IGNORED, *raw])
+            given[name] = checked(name, value, *used[name])
+        elif name not in fixed:
+            near = did_you_mean(name, [*used, *fixed, *ignored, *raw])
             raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
-        elif value not in FIXED[name]:
-            wanted = " or ".join(map(show, FIXED[name])) or "nothing"
+        elif value not in fixed[name]:
+            wanted = " or ".join(map(show, fixed[name])) or "nothing"
             found = show(value)
             raise ApiError(f"{name} is not supported: expected {wanted}, found {found}", name)
     return given, rest
@@ -219,7 +225,7 @@ def _object(param: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
+def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
     """A value of this type and range. Raises ApiError if it is none."""
     try:
         found = rules.structure(value, kind)
@@ -233,7 +239,7 @@ def _checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
 def _prompt(value: Any) -> str | tuple[int, ...]:
     """A prompt, text or ids; whether the model has these is checked later."""
     ids = isinstance(value, list)
-    found = _checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
+    found = checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
     if not found:
         raise ApiError("prompt: expected a text or token ids, found an empty one", "prompt")
     return found

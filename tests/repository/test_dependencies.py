@@ -16,9 +16,13 @@ from tests.support.processes.new_process import python
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
-NAMES = {"PIL": "pillow", "markdown_it": "markdown-it-py"}  # a module whose distribution has another name
+NAMES = {
+    "PIL": "pillow",
+    "google": "protobuf",
+    "markdown_it": "markdown-it-py",
+}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2", "mlx-vlm"}  # for chat templates; runners.images imports it by name
-FOR_USERS = ("gguf", "math", "tasks", "vlm", "torch", "dashboards", "serve")
+FOR_USERS = ("gguf", "math", "tasks", "vlm", "torch", "dashboards", "serve", "tinker")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter", "openai"}  # run, not imported
 
 
@@ -60,8 +64,8 @@ def imported(*folders, at_top=False):
 @pytest.mark.parametrize(
     ("folders", "extras", "at_top"),
     [
-        # runners/serve/app.py is imported inside functions alone: test_import_rules.py
-        (("grpo_fn", "runners", "configs"), ("serve",), True),
+        # runners/serve/app.py and tinker/ are imported inside functions alone: test_import_rules.py
+        (("grpo_fn", "runners", "configs"), ("serve", "tinker"), True),
         (("grpo_fn", "runners", "configs"), FOR_USERS, False),
         (("benchmarks",), (*FOR_USERS, "bench", "peers", "browser"), False),
         (("tests",), (*FOR_USERS, "dev", "peers"), False),

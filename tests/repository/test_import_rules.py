@@ -42,9 +42,10 @@ def test_light_folders_load_no_mlx():
 
 def test_the_http_server_is_imported_where_it_is_wanted():
     """The packages of the extra serve are not everywhere: nothing of the shell needs them to be imported."""
-    modules = [module for module in map(module_of, SHELL) if module != "runners.serve.app"]
+    wanted = {"runners.serve.app", "runners.serve.tinker.app", "runners.serve.tinker.wire"}
+    modules = [module for module in map(module_of, SHELL) if module not in wanted]
     code = (
-        "import importlib, sys; sys.modules |= {'starlette': None, 'uvicorn': None};"
+        "import importlib, sys; sys.modules |= {'starlette': None, 'uvicorn': None, 'tinker': None};"
         f"[importlib.import_module(name) for name in {modules!r}]"
     )
     in_new_process(code)

@@ -1,0 +1,393 @@
+"""The HTTP server of a `Trainer`: Tinker's calls, answered by futures."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from runners.engines import engine
+from runners.errors import UserError, error_line, show
+from runners.serve.app import HttpServer
+from runners.serve.chat import ServedModel
+from runners.serve.service import Limits
+from runners.serve.tinker import wire
+from runners.serve.tinker.losses import check_data, loss_of
+from runners.serve.tinker.trainer import SAMPLING, TRAINING, Ended, Model, Sample, Trainer
+from runners.serve.wire import ApiError
+
+TOGETHER = 512  # samples that a client waits for, each by a connection
+ROW = 4096  # bytes that a completion counts, while it waits or decodes
+AGAIN = 60.0  # seconds in which an answer may be fetched once more
+MODEL = ":train:"  # in ids, as the client makes them
+SAMPLER = ":sample:"
+PARTS = ("attn", "mlp", "unembed")
+
+
+@attrs.frozen(kw_only=True)
+class TrainingLimits(Limits):
+    """What clients may use up; `turns` are sessions."""
+
+    hold: float = 20.0  # seconds after which a future that is not done is answered "not yet"
+    vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
+    gap: float = 60.0  # seconds in which a request with a smaller number must come
+    slots: int = 32  # models in training, and as many samplers: the latest ones
+    futures: int = 16_384  # answers that are to come, or were not fetched
+    room: int = 268_435_456  # bytes of data and completions that wait
+
+
+@attrs.define(eq=False)
+class TrainingSession:
+    """A client."""
+
+    id: str
+    over: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+@attrs.define(eq=False)
+class Future:
+    """An answer that is to come. In place of itself, the client gets `said`."""
+
+    session: TrainingSession
+    free: Callable[[], object]  # the room that it takes
+    said: dict[str, Any]
+    outcome: Any = None  # JSON, or bytes of protobuf
+    done: asyncio.Event = attrs.field(factory=asyncio.Event)
+
+    def set(self, outcome: Any) -> None:
+        """The answer has come, or a fault; only the first one counts."""
+        if self.done.is_set():
+            return
+        if isinstance(outcome, Exception):
+            ours = not isinstance(outcome, UserError | ApiError | Ended)
+            category = "server" if ours else "user"
+            outcome = {"error": error_line(outcome), "category": category}
+        self.outcome = outcome
+        self.done.set()
+        self.free()
+
+
+@attrs.define(eq=False)
+class Slot:
+    """A model or a sampler, and requests of a model that wait for one with a smaller number."""
+
+    id: str
+    session: TrainingSession
+    path: str | None = None  # of saved weights
+    found: Any = None  # None: it is not made yet, or could not be
+    next: int = 1
+    held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+    def made(self) -> Any:
+        """The Model or Sampler. Raises UserError if there is none."""
+        if self.found is None:
+            raise UserError(f"{self.path or self.id} could not be made")
+        return self.found
+
+
+class TrainingServer(HttpServer):
+    """Serves Tinker's wire; the thread that calls `trainer.run` does the work."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        model: ServedModel,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str = "",
+        limits: TrainingLimits | None = None,
+    ) -> None:
+        """`key`: that clients must send; empty: any. See `HttpServer`."""
+        calls: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "healthz": lambda asked: {"status": "ok"},
+            "telemetry": lambda asked: {"status": "accepted"},
+            "client/config": lambda asked: {"sample_max_concurrent_requests": TOGETHER},
+            "client/dynamic_config": lambda asked: {},
+            "get_server_capabilities": self._capabilities,
+            "create_session": self._create_session,
+            "session_heartbeat": lambda asked: self._touch(self._session(asked["session_id"])),
+            "sessions/{id}/finish": lambda asked: self._end(self._session(asked["id"])),
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": partial(self._save, TRAINING),
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampling_session,
+            "join_sampling_session": lambda asked: {"client_counter": secrets.randbelow(10**9) + 1},
+            "samplers/{id}": self._sampler,
+            "asample": self._asample,
+            "retrieve_future": self._retrieve,
+        }
+        routes = [
+            Route(f"/api/v1/{name}", partial(self._call, name, call), methods=["GET", "POST"])
+            for name, call in calls.items()
+        ]
+        self._limits = limits or TrainingLimits()
+        super().__init__(routes, self._limits, host, port)
+        self._trainer = trainer
+        self._model = model
+        self._key = key
+        self._sessions: dict[str, TrainingSession] = {}
+        self._slots: dict[str, Slot] = {}
+        self._futures: dict[str, Future] = {}
+        self._room = self._limits.room
+        trainer.deliver = lambda news: self.deliver(news)
+
+    async def _call(self, name: str, call: Callable[[Any], Any], request: Request) -> Response:
+        given = request.headers.get("x-api-key", "").encode()
+        if self._key and not secrets.compare_digest(given, self._key.encode()):
+            raise ApiError("the API key is wrong", status=401)
+        asked = wire.read_body(name, await self._body(request)) | request.path_params
+        try:
+            answer = call(asked)
+            answer = await answer if inspect.isawaitable(answer) else answer
+        except UserError as error:
+            raise ApiError(str(error)) from error
+        if isinstance(answer, bytes):
+            return Response(answer, media_type="application/x-protobuf")
+        return JSONResponse(answer or {}, 408 if answer and "queue_state" in answer else 200)
+
+    # What there is.
+
+    def _session(self, name: str) -> TrainingSession:
+        """The session with this id, or that of a thing with this id."""
+        session = self._sessions.get(name.partition(":")[0])
+        if session is None:
+            raise ApiError(f"the session of {show(name)} is over, or never was", status=410)
+        return session
+
+    def _slot(self, name: str) -> Slot:
+        """The model or the sampler with this id."""
+        self._session(name)
+        if name not in self._slots:
+            kept = f"of samplers, the latest {self._limits.slots} are kept"
+            raise ApiError(f"there is no {show(name)}; {kept}", status=404)
+        self._slots[name] = self._slots.pop(name)  # it is the latest one
+        return self._slots[name]
+
+    def _new(self, asked: dict[str, Any], kind: str, number: int) -> Slot:
+        """A model to be, or a sampler in place of that not used for longest. A repeated call is the
+        same."""
+        if asked.get("base_model") not in (None, self._model.name):
+            found = show(asked["base_model"])
+            wanted = show(self._model.name)
+            raise ApiError(f"there is no model {found}; expected {wanted}", status=404)
+        session = self._session(asked.get("session_id") or asked["model_id"])
+        name = f"{session.id}{kind}{number}"
+        same = [each for each in self._slots if kind in each and each != name]
+        if len(same) >= self._limits.slots:
+            if kind == MODEL:
+                raise UserError(f"{len(same)} models are in training already")
+            del self._slots[same[0]]
+        return self._slots.setdefault(name, Slot(name, session, asked.get("model_path")))
+
+    def _capabilities(self, asked: dict[str, Any]) -> dict[str, Any]:
+        model = {"model_name": self._model.name, "max_context_length": self._model.length}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    def _create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if len(self._sessions) >= self._limits.turns:
+            raise ApiError(f"there are {self._limits.turns} sessions already", status=429)
+        session = TrainingSession(secrets.token_hex(8))
+        self._sessions[session.id] = session
+        self._touch(session)
+        return {"session_id": session.id}
+
+    def _touch(self, session: TrainingSession) -> None:
+        """The session is alive."""
+        if session.timer is not None:
+            session.timer.cancel()
+        loop = asyncio.get_running_loop()
+        session.timer = loop.call_later(self._limits.vanish, self._end, session)
+
+    def _end(self, session: TrainingSession) -> None:
+        """Free all that a session holds."""
+        session.over = True
+        self._sessions.pop(session.id, None)
+        for things in (self._slots, self._futures):
+            for name in [name for name, each in things.items() if each.session is session]:
+                gone = things.pop(name)
+                if isinstance(gone, Future):
+                    gone.set(Ended("the session is over"))
+
+    # Futures.
+
+    def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
+        """A new future, for which so many bytes wait. ApiError if there is no room for it."""
+        if self._trainer.draining:
+            raise ApiError("the server ends", status=503)
+        if len(self._futures) >= self._limits.futures or cost > self._room:
+            raise ApiError("too many requests are under way, or were not fetched", status=429)
+
+        def free() -> None:
+            self._room += cost
+
+        self._room -= cost
+        self._futures[name] = Future(session, free, {"request_id": name})
+        return self._futures[name]
+
+    def _ordered(
+        self, asked: dict[str, Any], job: Callable[[Model], Any], cost: int = 0
+    ) -> dict[str, Any]:
+        """Queue a job of a model behind those with smaller numbers. A repeated call is the same."""
+        slot = self._slot(asked["model_id"])
+        number = asked["seq_id"]
+        name = f"{slot.id}:{number}"
+        if name not in self._futures:
+            if number < slot.next:
+                raise ApiError(f"seq_id: expected at least {slot.next}, found {number}", "seq_id")
+            if number > slot.next and self._room < self._limits.room / 2:
+                raise ApiError("too many requests wait for an earlier one", status=429)
+            future = self._promise(name, slot.session, cost)
+            slot.held[number] = lambda: job(slot.made()), future
+            while slot.next in slot.held:
+                self._trainer.put(*slot.held.pop(slot.next))
+                slot.next += 1
+            if slot.timer is not None:
+                slot.timer.cancel()
+            skip = asyncio.get_running_loop().call_later(self._limits.gap, self._skip, slot)
+            slot.timer = skip
+        return self._futures[name].said
+
+    def _skip(self, slot: Slot) -> None:
+        """Fail what waits for a request that has not come."""
+        fault = UserError(f"request {slot.next} of {slot.id} did not come, so this has no turn")
+        for number, (_, future) in slot.held.items():
+            slot.next = max(slot.next, number + 1)
+            future.set(fault)
+        slot.held.clear()
+        if slot.found is not None:
+            slot.found.fault = str(fault)
+
+    async def _retrieve(self, asked: dict[str, Any]) -> Any:
+        name = asked["request_id"]
+        future = self._futures.get(name)
+        if future is None:
+            raise ApiError(f"there is no request {show(name)}, or its answer is gone", status=410)
+        try:
+            await asyncio.wait_for(future.done.wait(), self._limits.hold)
+        except TimeoutError:
+            return {"type": "try_again", "request_id": name, "queue_state": "active"}
+        asyncio.get_running_loop().call_later(AGAIN, self._futures.pop, name, None)
+        return future.outcome
+
+    # Models.
+
+    def _make(self, asked: dict[str, Any], make: Callable[[], Model]) -> dict[str, Any]:
+        slot = self._new(asked, MODEL, asked["model_seq_id"])
+        name = f"{slot.id}:make"
+        if name not in self._futures and slot.found is None:
+
+            def job() -> dict[str, Any]:
+                slot.found = make()
+                return {"model_id": slot.id, "path": asked.get("path")}
+
+            self._trainer.put(job, self._promise(name, slot.session))
+        return {"request_id": name}
+
+    def _create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
+        lora = wire.read("lora_config", asked["lora_config"])
+        parts = [part for part in PARTS if lora[f"train_{part}"]]
+        return self._make(asked, partial(self._trainer.create, lora["rank"], parts, lora["seed"]))
+
+    def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
+        restore = self._trainer.restore
+        return self._make(asked, partial(restore, asked["path"], optimizer=asked["optimizer"]))
+
+    def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
+        model = self._slot(asked["model_id"]).made()
+        rank = model.about["lora_parameters"]["rank"]
+        name = self._model.name
+        data = {"model_name": name, "tokenizer_id": str(self._trainer.path)}
+        about = {"model_id": asked["model_id"], "model_name": name, "model_data": data}
+        return {**about, "is_lora": True, "lora_rank": rank}
+
+    def _forward_backward(self, asked: dict[str, Any]) -> dict[str, Any]:
+        message = asked["message"]
+
+        def read() -> Any:
+            loss, spec = loss_of(message.loss_fn, wire.loss_config(message))
+            data = wire.data_of(message)
+            check_data(data, loss, self._model.vocabulary, self._model.length)
+            return data, loss, spec
+
+        work = partial(self._trainer.forward, read, backward=not message.forward_only)
+        return self._ordered(
+            asked, lambda model: wire.forward_output(*work(model=model)), asked["size"]
+        )
+
+    def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
+        params = asked["adam_params"]
+        return self._ordered(
+            asked, lambda model: self._trainer.update(wire.rates_of(params), model)
+        )
+
+    def _save(self, part: str, asked: dict[str, Any]) -> dict[str, Any]:
+        path = f"tinker://{asked['model_id']}/{part}/{asked['path'] or asked['seq_id']}"
+        overwrite = asked.get("overwrite", True)
+        return self._ordered(asked, partial(self._trainer.save, path, overwrite=overwrite))
+
+    # Sampling.
+
+    def _save_for_sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["sampling_session_seq_id"] is None:
+            return self._save(SAMPLING, asked)
+        way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
+
+        def job(model: Model) -> dict[str, Any]:
+            way.found = self._trainer.snapshot(model)
+            return {"sampling_session_id": way.id}
+
+        return self._ordered(asked, job)
+
+    def _create_sampling_session(self, asked: dict[str, Any]) -> dict[str, Any]:
+        path = asked["model_path"]
+        if path is not None and not self._trainer.place(path).is_dir():
+            raise ApiError(f"there are no weights {show(path)}", "model_path", status=404)
+        way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
+
+        def job() -> None:
+            way.found = self._trainer.sampler(path)
+
+        self._trainer.put(job, Future(way.session, lambda: None, {}))
+        return {"sampling_session_id": way.id}
+
+    def _sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
+        way = self._slot(asked["id"])
+        return {"sampler_id": way.id, "base_model": self._model.name, "model_path": way.path}
+
+    def _asample(self, asked: dict[str, Any]) -> dict[str, Any]:
+        way = self._slot(asked["sampling_session_id"])
+        name = f"{way.id}:{asked['seq_id']}"
+        if name in self._futures:
+            return self._futures[name].said
+        prompt = wire.prompt_of(asked["prompt"])
+        self._model.check(prompt)
+        sampling, seed = wire.sampling_of(asked["sampling_params"], self._model, len(prompt))
+        count = asked["num_samples"]
+
+        future = self._promise(name, way.session, ROW * count)
+        future.said["sample_sequence_ids"] = [f"{name}:{number}" for number in range(count)]
+        last = asked["prompt_logprobs_last_n"] or len(prompt)
+        sample = Sample(
+            future,
+            way.made,
+            engine.Request(prompt=prompt, seeds=wire.seeds_of(seed, count)),
+            sampling,
+            min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0,
+            wire.sample_output,
+        )
+        self._trainer.put(partial(self._trainer.take, sample), future)
+        return future.said

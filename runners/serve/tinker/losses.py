@@ -1,0 +1,154 @@
+"""Tinker's losses, sums over tokens: rows with numbers for each token, as batches of the learner.
+
+`importance_sampling` and `cispo` multiply the gradient of log π by the ratio to the sampler, as a
+correction's weight: −r·A, and −sg(clip(r))·A·log π.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.errors import UserError, did_you_mean, listed, show
+
+TARGETS = "target_tokens"
+RATIO_MASK = "sequence_ratio_mask"
+UNBOUNDED = 1e30  # a cap that no ratio reaches
+_SAMPLED = (TARGETS, "logprobs", "advantages")
+_BAND = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+
+@attrs.frozen(eq=False)
+class Datum:
+    """A row: at position i the model reads `tokens[i]` and is asked for `inputs[TARGETS][i]`."""
+
+    tokens: np.ndarray  # int32 [N]
+    inputs: Mapping[str, np.ndarray]  # [N] each
+
+
+@attrs.frozen(eq=False)
+class Loss:
+    """What a loss needs, and the learner's spec of it."""
+
+    needs: tuple[str, ...]  # arrays of each row
+    defaults: Mapping[str, float]  # parameters
+    fields: Callable[..., dict[str, Any]]  # of the LossSpec, from the parameters in this order
+    by_old: bool = True  # whether the sampler is π_old of the ratio; else the μ of a correction
+
+
+def _weighted(surrogate: str, low: float = 0.0, high: float = UNBOUNDED) -> dict[str, Any]:
+    cut = {"correction_floor": low, "correction_cap": high}
+    return {"surrogate": surrogate, "correction": "token_truncate", **cut}
+
+
+def _clipped(low: float, high: float, level: str = "token") -> dict[str, Any]:
+    return {"level": level, "epsilon_low": 1 - low, "epsilon_high": high - 1}
+
+
+LOSSES = {
+    "cross_entropy": Loss((TARGETS, "weights"), {}, lambda: {"surrogate": "likelihood"}),
+    "importance_sampling": Loss(_SAMPLED, {}, lambda: _weighted("none"), by_old=False),
+    "ppo": Loss(_SAMPLED, _BAND, _clipped),
+    "cispo": Loss(
+        _SAMPLED, _BAND, lambda low, high: _weighted("likelihood", low, high), by_old=False
+    ),
+    "dro": Loss(_SAMPLED, {"beta": 0.05}, lambda beta: {"surrogate": "dro", "dro_beta": beta}),
+    "gspo": Loss((*_SAMPLED, RATIO_MASK), _BAND, lambda low, high: _clipped(low, high, "sequence")),
+}
+
+
+def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
+    """A loss with these parameters. Raises UserError for unknown or impossible ones."""
+    if name not in LOSSES:
+        near = did_you_mean(name, LOSSES)
+        raise UserError(f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{near}")
+    loss = LOSSES[name]
+    unknown = config.keys() - loss.defaults.keys()
+    if unknown:
+        known = listed([*loss.defaults]) if loss.defaults else "nothing"
+        raise UserError(f"loss_fn_config: expected {known}, found {listed(sorted(unknown))}")
+    values = {**loss.defaults, **config}
+    try:
+        return loss, g.LossSpec(aggregation="sum", **loss.fields(*values.values()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"loss_fn_config: {show(values)} is not possible: {error}") from error
+
+
+def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length: int) -> None:
+    """Raises UserError unless the rows have what the loss needs, and the model has their tokens."""
+    faults = [_fault(datum, loss, vocabulary or np.inf, length) for datum in data]
+    number = next((n for n, fault in enumerate(faults) if fault), None)
+    if number is not None:
+        raise UserError(f"data[{number}]: {faults[number]}")
+    if not data:
+        raise UserError("data: expected at least one datum, found none")
+
+
+def _fault(datum: Datum, loss: Loss, most: float, length: int) -> str:
+    """What is wrong with a row; empty: nothing."""
+    size = len(datum.tokens)
+    arrays = {"model_input": datum.tokens, **datum.inputs}
+    known = {"model_input", *loss.needs}
+    for name in sorted(known - arrays.keys() - {"weights"}):
+        return f"{name} is missing"
+    for name in sorted(arrays.keys() - known):
+        return f"the loss takes no {show(name)}{did_you_mean(name, known)}"
+    if not 1 <= size <= length:
+        return f"expected 1 to {length} tokens, found {size}"
+    for name, values in arrays.items():
+        if values.shape != (size,):
+            return f"{name}: expected {size} numbers, one for each token, found {[*values.shape]}"
+        ids = name in ("model_input", TARGETS)
+        if ids and not (values.dtype.kind == "i" and 0 <= values.min() <= values.max() < most):
+            return f"{name}: expected token ids >= 0 and < {most}, found others"
+        if not np.isfinite(values).all():
+            return f"{name}: expected finite numbers, found others"
+    outside = arrays.get(RATIO_MASK, 1) == 0
+    if outside is not False and arrays["advantages"][outside].any():
+        return f"advantages: expected 0 where {RATIO_MASK} is 0"
+    return ""
+
+
+def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
+    """The rows as a batch whose every position counts, numbered by `row_b`.
+
+    A ratio mask is in `keep_bt`, until the batch is split: see `counted`.
+    """
+    rows = []
+    factors = []
+    for datum in data:
+        tokens = [*datum.tokens.tolist(), int(datum.inputs[TARGETS][-1])]
+        rows.append((tokens[:1], tokens[1:]))
+        ones = np.ones(len(datum.tokens))
+        factors.append(datum.inputs.get("advantages", datum.inputs.get("weights", ones)).tolist())
+    drawn = [each.tolist() for each in _column(data, "logprobs")]
+    batch = g.batch_of(rows, factors, logp=drawn or None)
+    masks = _column(data, RATIO_MASK)
+    return attrs.evolve(
+        batch,
+        targets_bt=_padded(_column(data, TARGETS)).astype(mx.int32),
+        old_logp_bt=batch.old_logp_bt if loss.by_old else None,
+        keep_bt=_padded([mask != 0 for mask in masks]) if masks else None,
+        row_b=mx.arange(len(data), dtype=mx.int32),
+    )
+
+
+def counted(piece: g.Batch) -> g.Batch:
+    """A micro-batch in which the ratio mask, if there is one, chooses the tokens that count."""
+    if piece.keep_bt is None:
+        return piece
+    return attrs.evolve(piece, mask_bt=piece.mask_bt & piece.keep_bt, keep_bt=None)
+
+
+def _column(data: Sequence[Datum], name: str) -> list[np.ndarray]:
+    return [datum.inputs[name] for datum in data if name in datum.inputs]
+
+
+def _padded(rows: Sequence[np.ndarray]) -> mx.array:
+    width = max(map(len, rows))
+    return mx.array(np.stack([np.pad(row, (0, width - len(row))) for row in rows]))

@@ -1,0 +1,326 @@
+"""Models in training over one base model, and what samples with them: all that computes.
+
+One thread calls `run`. It works off a queue of jobs in their order, and decodes between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import queue
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.layers import twin_module
+from grpo_fn.trees import from_names, named_leaves, on_host, split_leaves
+from runners.config.sections import LoraConfig
+from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Row, Weights
+from runners.errors import UserError, error_line, show
+from runners.files.durable import new_folder
+from runners.files.json_files import write_json
+from runners.files.tensor_files import load_arrays, save_arrays
+from runners.models import adapters
+from runners.models.model_reader import cast_floating, main_dtype
+from runners.serve.service import WAIT, News, hand_out
+from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
+
+ALPHA = 32.0  # of Tinker's adapters: their scale is ALPHA / rank
+LINGER = 0.01  # seconds in which another sample may follow the first ones
+MICRO_TOKENS = 2048  # of a micro-batch, unless a single row is longer
+TRAINING = "weights"  # what is saved to be trained on
+SAMPLING = "sampler_weights"
+OPTIMIZER = "optimizer.safetensors"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,120}"
+_PATH = re.compile(f"tinker://({_NAME})/({TRAINING}|{SAMPLING})/({_NAME})")
+_ATTENTION = re.compile("attn|attention|mixer")
+
+
+class Ended(Exception):
+    """Nobody waits for this any more."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Model:
+    """Adapters in training."""
+
+    about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
+    sampler: g.Policy  # of its own module, since rows may decode while the learner computes
+    logprobs: Callable[[Any, g.Batch], mx.array]
+    step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
+    state: g.TrainState
+    fault: str = ""  # of a gradient that is missing in the sum; empty: none is
+
+
+@attrs.frozen(eq=False)
+class Sampler:
+    """Weights to sample with."""
+
+    policy: g.Policy
+    params: Any
+    logprobs: Callable[[Any, g.Batch], mx.array]
+
+
+@attrs.define(eq=False)
+class Sample:
+    """Completions of a prompt."""
+
+    listener: Any  # see `Trainer.put`
+    source: Callable[[], Sampler]
+    request: Request
+    sampling: g.Sampling
+    scored: int  # tokens at the prompt's end whose log-probs are wanted
+    # From the rows and the log-probs of the prompt (None: not wanted), what the listener hears.
+    answer: Callable[[Sequence[Row], np.ndarray | None], Any]
+    sampler: Sampler | None = None
+    prompt_logp: np.ndarray | None = None
+
+
+class Trainer:
+    """See the module. Any thread may `put`; `deliver` brings what jobs return to other threads."""
+
+    def __init__(self, base: g.Policy, engine: Engine, path: Path, folder: Path) -> None:
+        """`base` is for inference, and comes from `path`. Saved models go into the folder."""
+        self.deliver: Callable[[News], object] = hand_out
+        self.draining = False
+        self.path = path
+        self._folder = folder
+        self._module = base.module
+        self._digest = adapters.base_digest(named_leaves(base.module.parameters()))
+        self._engine = engine
+        self._optimizer = g.adamw(1e-4)  # each update has its own rates
+        self._update = g.make_update_step(self._optimizer)
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._waiting: list[Sample] = []
+        self._decoding: dict[Any, Sample] = {}
+        self._base = Sampler(base, {}, g.make_logprob_step(base.twin()))
+        self._loaded: Sampler | None = None
+
+    def put(self, job: Callable[[], Any], listener: Any) -> None:
+        """Queue a job. Unless the listener's `session` is `over`, it hears by `set` what the job returns (if
+        it is not None), or its fault."""
+        self._jobs.put(partial(self._work, job, listener))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or decodes."""
+        return self._jobs.empty() and not (self._waiting or self._decoding)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Work until `until` says so."""
+        while not until():
+            try:
+                self._jobs.get(not self._decoding, LINGER if self._waiting else WAIT)()
+            except queue.Empty:  # samples that came together begin together
+                self._begin()
+                self._collect()
+
+    def _work(self, job: Callable[[], Any], listener: Any) -> None:
+        try:
+            if listener.session.over:
+                raise Ended("the session is over")
+            outcome = job()
+        except Exception as error:
+            outcome = error
+        if outcome is not None:
+            self.deliver([partial(listener.set, outcome)])
+
+    # Samples.
+
+    def take(self, sample: Sample) -> None:
+        """A job: score a sample's prompt, and let it wait for the engine."""
+        sampler = sample.sampler = sample.source()
+        if sample.scored:
+            prompt = sample.request.prompt
+            start = len(prompt) - sample.scored
+            batch = g.batch_of([(prompt[:start], prompt[start:])], [[0.0] * sample.scored])
+            (piece,) = g.split_batch(batch, max_tokens=MICRO_TOKENS)
+            logp = np.array(sampler.logprobs(sampler.params, piece))[0, : sample.scored]
+            sample.prompt_logp = np.concatenate([np.full(start, np.nan, np.float32), logp])
+        self._waiting.append(sample)
+
+    def _begin(self) -> None:
+        """Hand samples to the engine: those of the oldest one's weights, if no others decode."""
+        first = self._waiting[0].sampler if self._waiting else self._loaded
+        if first is not self._loaded and not self._decoding and first is not None:
+            self._engine.load(Weights(first.policy, first.params, 0, DEFAULT_ROWS))
+            self._loaded = first
+        if first is self._loaded:
+            ready = [sample for sample in self._waiting if sample.sampler is first]
+            self._waiting = [sample for sample in self._waiting if sample.sampler is not first]
+            for sample in ready:
+                self._work(partial(self._submit, sample), sample.listener)
+
+    def _submit(self, sample: Sample) -> None:
+        self._decoding[self._engine.submit(sample.request, sample.sampling)] = sample
+
+    def _collect(self) -> None:
+        """Decode for a moment, and tell who asked."""
+        for ticket, sample in self._decoding.items():
+            if sample.listener.session.over:
+                self._engine.cancel(ticket)
+        try:
+            done = self._engine.collect(0)
+        except Exception as error:  # of all that decode
+            self.deliver([partial(each.listener.set, error) for each in self._decoding.values()])
+            for ticket in self._decoding:
+                self._engine.cancel(ticket)
+            done = self._engine.collect(0)
+            self._decoding = {}
+        for ticket in done.keys() & self._decoding.keys():
+            sample = self._decoding.pop(ticket)
+            answer = partial(sample.answer, done[ticket], sample.prompt_logp)
+            self._work(answer, sample.listener)
+
+    def sampler(self, path: str | None) -> Sampler:
+        """A job: what samples with saved weights; None: with the base model's."""
+        return self._base if path is None else self.snapshot(self.restore(path, optimizer=False))
+
+    def snapshot(self, model: Model) -> Sampler:
+        """A job: what samples with a model as it is now."""
+        return Sampler(model.sampler, model.state.params, model.logprobs)
+
+    # Models.
+
+    def create(self, rank: int, parts: Sequence[str], seed: int | None) -> Model:
+        """A job: a model with new adapters on these parts: "mlp", "attn", "unembed"."""
+        module = twin_module(self._module)
+        keys = adapted_layers(module, parts)
+        if not keys:
+            raise UserError(f"lora_config: this model has no layers of {' or '.join(parts)}")
+        lora = LoraConfig(rank=rank, scale=ALPHA / rank, keys=keys)
+        seed = secrets.randbits(32) if seed is None else seed
+        return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
+
+    def restore(self, path: str, *, optimizer: bool) -> Model:
+        """A job: a model that continues with a saved one."""
+        folder = self.place(path)
+        module = twin_module(self._module)
+        module.freeze()
+        about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+        model = self._model(module, about)
+        if optimizer:
+            moments, _ = load_arrays(folder / OPTIMIZER)
+            model.state = attrs.evolve(model.state, opt_state=from_names(moments))
+        return model
+
+    def forward(
+        self,
+        read: Callable[[], tuple[Sequence[Datum], Loss, g.LossSpec]],
+        *,
+        backward: bool,
+        model: Model,
+    ) -> tuple[list[np.ndarray], float]:
+        """The log-probs of each datum's targets, and the loss; `backward` adds its gradient to the
+        model's, or no part of it if this fails."""
+        logp: list[mx.array] = []
+        state = model.state
+        try:
+            data, loss, spec = read()
+            pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
+            pieces = [counted(piece) for piece in pieces]
+            if backward:
+                state, stats = model.step(spec)(state, pieces, logprobs=logp)
+                total = stats.loss
+            else:
+                logp = [model.logprobs(state.params, piece) for piece in pieces]
+                total = mx.stack(
+                    [_loss(spec, *each) for each in zip(pieces, logp, strict=True)]
+                ).sum()
+            g.materialize(state.accum_grads, total, logp)
+            value: Any = total.item()
+            if not math.isfinite(value):
+                raise UserError(f"the loss is {value}, so its gradient was not added")
+        except Exception as error:
+            model.fault = error_line(error) if backward else model.fault
+            raise
+        model.state = state
+        rows: dict[int, np.ndarray] = {}
+        for piece, logp_bt in zip(pieces, logp, strict=True):
+            numbers: Any = piece.row_b
+            rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
+        return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], value
+
+    def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
+        """A job: an optimizer step with the gradient since the last one."""
+        state, stats = self._update(model.state, rates)
+        fault = model.fault or ("it is not finite" if stats.skipped.item() else "")
+        if fault:
+            state = attrs.evolve(state, params=model.state.params, opt_state=model.state.opt_state)
+        g.materialize(state)
+        model.state = g.sync_old(state)
+        model.fault = ""
+        if fault:
+            raise UserError(f"no step was taken, and the gradient was dropped: {fault}")
+        return {"metrics": {"grad_norm:mean": stats.grad_norm.item()}}
+
+    def save(self, path: str, model: Model, *, overwrite: bool) -> dict[str, Any]:
+        """A job: write a model; with its optimizer if the path is one of TRAINING."""
+        target = self.place(path)
+        if target.exists() and not overwrite:
+            raise UserError(f"{path} exists; expected another name, or overwrite")
+        about = {"fine_tune_type": "lora", "model": str(self.path), **model.about}
+        about[adapters.BASE_DIGEST] = self._digest
+        with new_folder(target) as folder:
+            weights = named_leaves(model.state.params)
+            save_arrays(folder / adapters.ADAPTERS, weights, {"format": "mlx"})
+            write_json(folder / adapters.ADAPTER_CONFIG, about)
+            if target.parent.name == TRAINING:
+                save_arrays(folder / OPTIMIZER, named_leaves(model.state.opt_state), {})
+        return {"path": path}
+
+    def place(self, path: str) -> Path:
+        """The folder of a path, inside of this trainer's. UserError for anything else."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            wanted = f"tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME"
+            raise UserError(f"path: expected {wanted}, found {show(path)}")
+        return self._folder.joinpath(*found.groups())
+
+    def _model(self, module: nn.Module, about: Mapping[str, Any]) -> Model:
+        """A model with the adapters that are in the module."""
+        cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
+        params = from_names(split_leaves(module)[0])
+        policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
+        state = g.init_state(params, self._optimizer, key=mx.random.key(0))
+        g.materialize(state)
+        return Model(
+            about=about,
+            sampler=policy.twin(),
+            logprobs=g.make_logprob_step(policy),
+            step=functools.lru_cache(16)(partial(g.make_grad_step, policy)),
+            state=state,
+        )
+
+
+def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
+    """The layers that get adapters, by their names in a block; a head that is tied gets none."""
+    names = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
+    names = names if "unembed" in parts else set()
+    blocks: Any = module.layers
+    for block in blocks:
+        for name, layer in block.named_modules():
+            part = "attn" if _ATTENTION.search(name) else "mlp"
+            linear = isinstance(layer, nn.Linear | nn.QuantizedLinear) or hasattr(layer, "to_lora")
+            names |= {name} if linear and part in parts else set()
+    return tuple(sorted(names))
+
+
+def _loss(spec: g.LossSpec, piece: g.Batch, logp_bt: mx.array) -> mx.array:
+    return g.policy_loss(
+        logp_bt,
+        piece.advantages_b,
+        piece.mask_bt,
+        spec,
+        old_logp_bt=piece.old_logp_bt,
+        rollout_logp_bt=piece.rollout_logp_bt,
+    )[0]

@@ -1,0 +1,246 @@
+"""What Tinker's client sends and gets: JSON by tables of fields, rows of tokens as protobuf.
+
+The messages are those of the package `tinker`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as messages
+
+import grpo_fn as g
+from runners.engines.engine import Row, Seed
+from runners.errors import UserError, show
+from runners.serve.chat import ServedModel
+from runners.serve.sessions import derived_seed
+from runners.serve.tinker.losses import Datum
+from runners.serve.wire import ApiError, checked, read_fields, read_json
+
+NEEDED = object()  # as a default: the field must be there
+_IDS = "each: 0 <= x <= 2147483647"
+_COUNT = "0 <= x <= 9223372036854775807"
+_NUMBER = (int, _COUNT, NEEDED)
+_TEXT = (str, "", NEEDED)
+_OBJECT = (dict, "", NEEDED)
+_NEW_MODEL = {"session_id": _TEXT, "model_seq_id": _NUMBER, "base_model": (str, "", None)}
+_MODEL = {"model_id": _TEXT, "seq_id": (int, "1 <= x <= 1000000000", NEEDED)}
+# Of each call, and of objects in it: the fields, with type (dict: looked at later), range, default.
+FIELDS: dict[str, dict[str, Any]] = {
+    "create_session": {},
+    "session_heartbeat": {"session_id": _TEXT},
+    "create_model": {**_NEW_MODEL, "lora_config": _OBJECT},
+    "lora_config": {
+        "rank": (int, "1 <= x <= 512", NEEDED),
+        "seed": (int, _COUNT, None),
+        "train_mlp": (bool, "", True),
+        "train_attn": (bool, "", True),
+        "train_unembed": (bool, "", True),
+    },
+    "get_info": {"model_id": _TEXT},
+    "forward_backward": _MODEL,
+    "optim_step": {**_MODEL, "adam_params": _OBJECT},
+    "adam_params": {
+        "learning_rate": (float, ">= 0", 1e-4),
+        "beta1": (float, "0 <= x < 1", 0.9),
+        "beta2": (float, "0 <= x < 1", 0.95),
+        "eps": (float, "> 0", 1e-12),
+        "weight_decay": (float, ">= 0", 0.0),
+        "grad_clip_norm": (float, ">= 0", 0.0),
+    },
+    "save_weights": {**_MODEL, "path": (str, "", ""), "overwrite": (bool, "", False)},
+    "save_weights_for_sampler": {
+        **_MODEL,
+        "path": (str, "", ""),
+        "sampling_session_seq_id": (int, _COUNT, None),
+    },
+    "load_weights": {**_NEW_MODEL, "path": _TEXT, "optimizer": (bool, "", NEEDED)},
+    "create_sampling_session": {
+        "session_id": _TEXT,
+        "sampling_session_seq_id": _NUMBER,
+        "base_model": (str, "", None),
+        "model_path": (str, "", None),
+    },
+    "asample": {
+        "sampling_session_id": _TEXT,
+        "seq_id": _NUMBER,
+        "num_samples": (int, "1 <= x <= 1024", 1),
+        "prompt": _OBJECT,
+        "sampling_params": _OBJECT,
+        "prompt_logprobs": (bool, "", False),
+        "prompt_logprobs_last_n": (int, ">= 1", None),
+    },
+    "prompt": {"chunks": (dict, "", NEEDED)},
+    "encoded_text": {"tokens": (tuple[int, ...], _IDS, NEEDED)},
+    "sampling_params": {
+        "max_tokens": (int, ">= 1", None),
+        "seed": (int, _COUNT, None),
+        "stop": (dict, "", None),
+        "temperature": (float, ">= 0", 1.0),
+        "top_k": (int, f"-1 or {_COUNT}", -1),
+        "top_p": (float, "0 < x <= 1", 1.0),
+    },
+    "retrieve_future": {"request_id": _TEXT},
+}
+# Fields that may only have these values: others would change an answer, and cannot.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "optimizer_config": ({"type": "adamw"},),
+    "kind": ("snapshot", "inflight"),
+    "topk_prompt_logprobs": (0,),
+    "topk_sample_logprobs": (0,),
+    "target_prompt_logprobs": (),
+    "prompt_alt_tokens_k": (0,),
+    "record_stability_info": (False,),
+}
+# Fields that change no answer here.
+IGNORED = {
+    *("sdk_version", "tags", "user_metadata", "project_id", "display_name", "ttl_seconds"),
+    *("type", "allow_metadata_only", "weights_access_token"),
+}
+_REASONS = {"stop": messages.STOP_REASON_STOP, "length": messages.STOP_REASON_LENGTH}
+_DTYPES = {
+    messages.DTYPE_FLOAT32: np.float32,
+    messages.DTYPE_INT64: np.int64,
+    messages.DTYPE_INT32: np.int32,
+}
+
+
+def read(call: str, given: Any) -> dict[str, Any]:
+    """The fields of a call, or of an object in it, each with a value. Raises ApiError for others,
+    and for wrong values."""
+    if not isinstance(given, dict):
+        raise ApiError(f"{call}: expected an object, found {show(given)}", call)
+    fields = FIELDS[call]
+    raw = [name for name, (kind, _, _) in fields.items() if kind is dict]
+    used = {name: (kind, within) for name, (kind, within, _) in fields.items()}
+    found, objects = read_fields(given, raw, used, FIXED, IGNORED)
+    whole = {name: default for name, (_, _, default) in fields.items()} | found | objects
+    missing = [name for name, value in whole.items() if value is NEEDED]
+    if missing:
+        raise ApiError(f"{call}: the field {show(missing[0])} is missing", missing[0])
+    return whole
+
+
+def read_body(call: str, body: bytes) -> dict[str, Any]:
+    """The fields of a call; of one without a table: none. Raises ApiError."""
+    if call != "forward_backward":
+        return read(call, read_json(body)) if call in FIELDS else {}
+    try:
+        message = messages.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise ApiError("the body cannot be read as a ForwardBackwardRequest") from error
+    asked = read(call, {"model_id": message.model_id, "seq_id": message.seq_id})
+    return {**asked, "message": message, "size": len(body)}
+
+
+def loss_config(message: Any) -> dict[str, float | str]:
+    """The parameters of a request's loss."""
+    second = {
+        k: getattr(v, v.WhichOneof("value") or "text") for k, v in message.loss_fn_config_v2.items()
+    }
+    return {**message.loss_fn_config, **second}
+
+
+def data_of(message: Any) -> list[Datum]:
+    """The rows of a request. Raises UserError for what is not text, or no array."""
+    try:
+        return [_datum(each) for each in message.data]
+    except (KeyError, ValueError) as error:
+        wanted = "text, and dense arrays of float32 or int64"
+        raise UserError(f"data: expected {wanted}: {error}") from error
+
+
+def _datum(datum: Any) -> Datum:
+    if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
+        raise ValueError("found an image or audio")
+    tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+    inputs = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        flat = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
+        inputs[name] = flat.reshape([*tensor.shape] or -1)
+    return Datum(np.frombuffer(tokens, np.int32), inputs)
+
+
+def forward_output(rows: Sequence[np.ndarray], loss: float) -> bytes:
+    """A ForwardBackwardOutput."""
+    ends = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64)
+    field = messages.BatchedTensor(
+        data=np.concatenate(rows).tobytes(),
+        offsets=ends.tobytes(),
+        dtype=messages.DTYPE_FLOAT32,
+    )
+    record = messages.ArrayRecord(fields={"logprobs": field}, num_datums=len(rows))
+    output = messages.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": loss}
+    )
+    return output.SerializeToString()
+
+
+def sample_output(rows: Sequence[Row], prompt_logp: np.ndarray | None) -> bytes:
+    """A SampleResponse."""
+    sequences = [
+        messages.SampledSequence(
+            stop_reason=_REASONS[row.finish],
+            tokens=np.array(row.tokens, np.int32).tobytes(),
+            logprobs=np.array(row.logp, np.float32).tobytes(),
+        )
+        for row in rows
+    ]
+    scores = None if prompt_logp is None else prompt_logp.tobytes()
+    return messages.SampleResponse(sequences=sequences, prompt_logprobs=scores).SerializeToString()
+
+
+def rates_of(params: Any) -> g.Rates:
+    """The rates of an `optim_step`."""
+    asked = read("adam_params", params)
+    return g.Rates(
+        asked["learning_rate"],
+        (asked["beta1"], asked["beta2"]),
+        asked["eps"],
+        asked["weight_decay"],
+        asked["grad_clip_norm"] or None,
+    )
+
+
+def prompt_of(given: Any) -> tuple[int, ...]:
+    """The tokens of a ModelInput. Raises ApiError for what is not text."""
+    chunks = read("prompt", given)["chunks"]
+    ids = (
+        [read("encoded_text", each)["tokens"] for each in chunks]
+        if isinstance(chunks, list)
+        else []
+    )
+    if not any(ids):
+        raise ApiError("prompt: expected chunks with tokens, found none", "prompt")
+    return tuple(itertools.chain.from_iterable(ids))
+
+
+def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling, int]:
+    """How to sample behind a prompt of so many tokens, and the seed. ApiError without room."""
+    asked = read("sampling_params", given)
+    wanted = asked["max_tokens"] or max(model.length - prompt, 1)
+    if prompt + wanted > model.length:
+        found = f"a prompt of {prompt} tokens and max_tokens = {wanted}"
+        raise ApiError(f"{found}: expected at most {model.length} together", "max_tokens")
+    stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"] or []
+    numbers = isinstance(stop, list) and all(type(each) is int for each in stop)
+    ids = checked("stop", stop if numbers else [], tuple[int, ...], _IDS)
+    sampling = g.Sampling(
+        max_new_tokens=wanted,
+        temperature=asked["temperature"],
+        top_k=max(asked["top_k"], 0),
+        top_p=asked["top_p"],
+        eos_ids=frozenset() if asked["stop"] == [] else model.eos_ids | frozenset(ids),
+        stop=checked("stop", [] if numbers else stop, tuple[str, ...], "no empty string"),
+    )
+    return sampling, secrets.randbits(63) if asked["seed"] is None else asked["seed"]
+
+
+def seeds_of(seed: int, count: int) -> tuple[Seed, ...]:
+    """The seeds of a sample's completions."""
+    return tuple(derived_seed((seed >> 32, seed & 0xFFFFFFFF), n) for n in range(count))

@@ -1,0 +1,112 @@
+"""Tinker's client and its cookbook against a server, the program of its page, and what they save."""
+
+import os
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from runners.cli import main
+from runners.inference.inference_model import load_inference
+from runners.models.adapters import read_folder
+from tests.runners.serve.test_clients import SCRIPTS, python_with
+from tests.runners.serve.test_serve_command import server
+from tests.support.pages import ROOT, snippets
+from tests.support.serving import CPU, embedded
+
+pytest.importorskip("tinker")
+from tests.support.training_server import training
+
+COOKBOOK_S = "Qwen/Qwen3-8B-Base"  # a name by which the cookbook knows how to render
+
+
+def run(client, script, *arguments, seconds=600):
+    """Runs a client's program in an environment that has it."""
+    command = [python_with(client), SCRIPTS / script, *map(str, arguments)]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": "tml-none"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=offline)
+    assert done.stdout.endswith("fine\n"), done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_tinker_s_client(tmp_path):
+    """It trains, samples, saves, goes on from what was saved, and sees errors as its own."""
+    loaded = embedded()
+    with training(tmp_path, loaded=loaded) as caller:
+        run("tinker", "tinker_train.py", caller.server.url, loaded.path)
+
+
+def test_the_cookbook_s_loops(tmp_path):
+    """rl_loop and sl_loop with another address, name, sizes and data, on the model in the package."""
+    loaded = embedded()
+    with training(tmp_path, loaded=loaded, name=COOKBOOK_S) as caller:
+        run("tinker-cookbook", "tinker_cookbook_loops.py", caller.server.url, loaded.path, tmp_path / "logs")
+
+
+def test_the_program_of_the_page(tmp_path):
+    """docs/tinker.md: within twenty lines something is trained."""
+    (program,) = [each for each in snippets(ROOT / "docs" / "tinker.md") if "tinker" in each.comments]
+    assert program.line + program.text.count("\n") <= 20 + 3
+    with server("--tinker", "--weights", str(tmp_path)) as (_, url):
+        file = tmp_path / "program.py"
+        file.write_text(program.text.replace("http://127.0.0.1:8000", url))
+        done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120)
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 5 and losses[-1] < losses[0], done.stdout + done.stderr
+
+
+def test_what_is_saved_opens_elsewhere(tmp_path, monkeypatch, capsys):
+    """In mlx-lm, in PEFT's format, and in `grpo eval`: the weights that were sampled with."""
+    from click.testing import CliRunner
+    from mlx_lm import load
+
+    with training(tmp_path / "weights") as caller:
+        caller.train()
+        caller.forward([([3, 4, 5, 6], {"target_tokens": [4, 5, 6, 7]})])
+        caller.step(learning_rate=0.02)
+        tokens = np.arange(20) + 30
+        row = (tokens[:-1], {"target_tokens": tokens[1:]})
+        (logp,), _ = caller.forward([row], forward_only=True)
+        path = caller.result("save_weights_for_sampler", **caller.order(), path="one")["path"]
+        caller.result("save_weights", **caller.order(), path="two")
+        again = caller.result("save_weights", **caller.order(), path="two")
+        assert "exists" in again["error"]
+        assert "path" in caller.result("save_weights", **caller.order(), path="two", overwrite=True)
+    folder = tmp_path / "weights" / path.removeprefix("tinker://")
+    assert {each.name for each in folder.iterdir()} == {"adapters.safetensors", "adapter_config.json"}
+    module, _ = load(str(embedded().path), adapter_path=str(folder))
+    logits = module(mx.array(tokens[None, :-1]))[0].astype(mx.float32)
+    logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    theirs = mx.take_along_axis(logits, mx.array(tokens[1:])[:, None], axis=1)[:, 0]
+    assert np.abs(np.array(theirs) - logp).max() < 1e-3
+    result = CliRunner().invoke(main, ["export", str(folder), "--peft", str(tmp_path / "peft")])
+    assert result.exit_code == 0, result.output
+    ours, peft = (read_folder(each).tensors for each in (folder, tmp_path / "peft"))
+    assert ours.keys() == peft.keys() and all(mx.array_equal(ours[name], peft[name]) for name in ours)
+    result = CliRunner().invoke(
+        main, ["eval", str(folder), "--data", "embedded", "--samples", "4", "--max-tokens", "4"]
+    )
+    assert result.exit_code == 0, result.output
+    loaded = load_inference(str(folder), CPU)
+    batch = g.batch_of([(tokens[:1].tolist(), tokens[1:].tolist())], [[0.0] * 19])
+    again = g.make_logprob_step(loaded.policy)({}, batch)
+    assert np.abs(np.array(again)[0] - logp).max() < 1e-4
+
+
+def test_a_key_must_be_one_that_the_client_takes():
+    """One line, before the model is read."""
+    from click.testing import CliRunner
+
+    result = CliRunner().invoke(main, ["serve", "nowhere/nothing", "--tinker", "--api-key", "key"])
+    assert result.exit_code == 2 and "starts with tml-" in result.output
+
+
+def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
+    """Before the model is read."""
+    from click.testing import CliRunner
+
+    monkeypatch.setattr("runners.commands.serve.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["serve", "nowhere/nothing", "--tinker"])
+    assert result.exit_code == 2 and "pip install 'grpo_fn[tinker]'" in result.output

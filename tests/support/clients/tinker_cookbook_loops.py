@@ -1,0 +1,54 @@
+"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model's folder, logs."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import datasets
+from tinker_cookbook import tokenizer_utils
+from tinker_cookbook.recipes import rl_loop, sl_loop
+from transformers import AutoTokenizer
+
+URL, FOLDER, LOGS = sys.argv[1:4]
+NAME = "Qwen/Qwen3-8B-Base"  # the server's name for its model: the cookbook looks up how to render by it
+STEPS = 3
+problems = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(24)]
+chats = [
+    {
+        "messages": [
+            {"role": "user", "content": each["question"]},
+            {"role": "assistant", "content": each["answer"]},
+        ]
+    }
+    for each in problems
+]
+
+
+def load_dataset(name, *_):
+    """Data of this script, in place of the Hub's."""
+    rows = problems if "gsm8k" in name else chats
+    return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+
+
+datasets.load_dataset = load_dataset
+tokenizer_utils.register_tokenizer(NAME, lambda: AutoTokenizer.from_pretrained(FOLDER))
+sizes = {"base_url": URL, "model_name": NAME, "lora_rank": 4, "max_steps": STEPS, "save_every": 2}
+turns = itertools.cycle((0.0, 1.0, 0.5))
+rl_loop.get_reward = lambda response, answer: next(turns)  # small models solve nothing
+rl_loop.main(
+    rl_loop.Config(
+        log_path=f"{LOGS}/rl",
+        batch_size=4,
+        group_size=4,
+        max_tokens=8,
+        loss_fn="importance_sampling",
+        **sizes,
+    )
+)
+sl_loop.main(sl_loop.Config(log_path=f"{LOGS}/sl", batch_size=8, max_length=256, learning_rate=1e-3, **sizes))
+logs = [Path(LOGS, each, "metrics.jsonl").read_text().splitlines() for each in ("rl", "sl")]
+rl, sl = ([json.loads(line) for line in lines] for lines in logs)
+assert len(rl) == len(sl) == STEPS and all(row["grad_norm:mean"] > 0 for row in [*rl, *sl])
+assert sl[-1]["train_mean_nll"] < sl[0]["train_mean_nll"], [row["train_mean_nll"] for row in sl]
+print("fine")
