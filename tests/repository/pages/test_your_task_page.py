@@ -76,7 +76,7 @@ def test_answers_are_compared_as_the_page_says():
     assert len(valued) > 5 and all(parse_quantity(each).unit for each in spans(united))
     percent, *same = spans(section.partition("and a share: ")[2].partition("\n")[0])
     assert len(same) == 3 and all(answers_agree(percent, each) for each in same)
-    texts = spans(section.partition("Everything else is a text, also ")[2].partition(" (only")[0])
+    texts = spans(section.partition("Everything else is text, including ")[2].partition(" (only")[0])
     assert len(texts) > 8 and [each for each in texts if parse_quantity(each)] == []
 
 
@@ -86,7 +86,7 @@ def test_letters_and_last_numbers_are_read_as_the_page_says():
         section = PAGE.partition(f'\n[answer]\nform = "{spec}"')[0].rpartition("\n## ")[2]
         said = section.partition("```json")[0]
         refusals = said.partition("There is no answer")[2] or said.partition("no\n   answer.")[2]
-        right, wrong = spans(said.removesuffix(refusals)), spans(refusals.partition("Digits of")[0])
+        right, wrong = spans(said.removesuffix(refusals)), spans(refusals.partition("Digits in")[0])
         assert [answer_form(spec).read(each) for each in wrong] == [None] * len(wrong) != []
         assert {answer_form(spec).read(each) for each in right} - {None} == {answer}
 
