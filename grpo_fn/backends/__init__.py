@@ -1,7 +1,7 @@
 """Faster implementations for one kind of device; results differ only by rounding.
 
-`find(name, *arguments)` gives this machine's fast function for a named operation, or None: the
-caller then computes the composed form. Code outside this folder imports neither `backends.cpu` nor
+`find(name, *arguments)` returns this machine's fast function for a named operation, or None; then
+the caller computes the composed form. Code outside this folder imports neither `backends.cpu` nor
 `backends.cuda`, and does not check the device; this folder imports only the root helpers. Either
 folder can be deleted.
 """

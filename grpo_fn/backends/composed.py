@@ -1,4 +1,4 @@
-"""exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or those of this machine's backend.
+"""exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm, computed by MLX or by this machine's backend.
 
 Every backend is compared with these composed forms. The gradients of SwiGLU and ReLU² recompute
 their forward pass, so that only the inputs are saved.
@@ -38,7 +38,7 @@ class SoftmaxSums(NamedTuple):
 
 
 def softmax_sums(z: mx.array) -> SoftmaxSums:
-    """Sums over float32 logits. A logit of −∞ contributes nothing."""
+    """Sums over float32 logits; a logit of −∞ contributes nothing."""
     top = mx.stop_gradient(z.max(axis=-1, keepdims=True))
     below = z - top
     weight = exp(below)

@@ -1,6 +1,6 @@
 """The only interface of the backends: finds this machine's fast function for a named operation.
 
-A backend is a folder next to this file, named after its device. Its `__init__` has two tables:
+A backend is a folder next to this file, named after its device. Its `__init__` contains two tables:
 MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS contains
 the constants that differ from those below. The predicate is a function of the submodule that checks
 whether the mechanism supports the arguments of `find`; "" means that it supports all arguments.
@@ -32,33 +32,37 @@ OPERATIONS = {
     "gather_mm": "(): products with chosen experts, in any floating dtype",
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
-    "add_at": "(array): one number added in each row",
-    "round_columns": "(): a block's columns are rounded one after another, errors carried on",
-    "group_ranges": "(): the range of each group of weights with the least error",
-    "decode_blocks": "(): a context manager (module, rows); blocks of a decoder as one kernel each",
+    "add_at": "(array): adds a number to one entry of each row",
+    "round_columns": "(): rounds a block's columns one after another and carries errors over",
+    "group_ranges": "(): the range with the smallest error for each group of weights",
+    "decode_blocks": "(): a context manager (module, rows) in which each decoder block is a "
+    "single kernel",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
 SWITCHES = {
     "patched_layers": (
-        "mlx-lm's layers call this library's functions: needed by most other mechanisms"
+        "mlx-lm's layers call this library's functions; required by most other mechanisms"
     ),
     "shared_prefix": (
         "rollouts are decoded over one copy of each prompt, if this is faster on the machine"
     ),
     "row_compaction": "rows that have ended leave the batch",
-    "merged_adapters": "LoRA's and DoRA's adapters are part of the weights while a model samples",
+    "merged_adapters": "LoRA's and DoRA's adapters are merged into the weights while a model "
+    "samples",
     "unpacked_weights": "packed weights are unpacked to full size while a model samples",
     "unpacked_products": "a packed weight is unpacked for a product of several rows",
-    "logit_chunks": "the learner makes logits a chunk at a time",
-    "inactive_rows": "completions without a gradient are left out of the learner's batch",
+    "logit_chunks": "the learner computes logits one chunk at a time",
+    "inactive_rows": "completions without a gradient are omitted from the learner's batch",
     "chunked_gated_delta": (
-        "the gated delta rule of whole sequences is computed a chunk of tokens at a time"
+        "the gated delta rule over whole sequences is computed one chunk of tokens at a time"
     ),
-    "checkpointed_mlps": "CUDA: gated MLPs compute their inside again in the learner's backward pass",
-    "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
+    "checkpointed_mlps": "CUDA: gated MLPs recompute their inner activations in the learner's "
+    "backward pass",
+    "leafwise_update": "the optimizer updates one leaf at a time instead of all leaves at once",
     "programs_ahead": (
-        "programs for CUDA, and their header for a CPU, are compiled while a model is loaded"
+        "programs for CUDA, and the header of programs for a CPU, are compiled while a model is "
+        "loaded"
     ),
 }
 # The constants of a device for which none was measured.
@@ -111,8 +115,8 @@ def has_cuda() -> bool:
 
 
 def find(name: str, *arguments: Any) -> Any:
-    """This machine's fast function for an operation with these arguments; None if the caller must
-    compute the composed form.
+    """Returns this machine's fast function for an operation with these arguments; None if the
+    caller must compute the composed form.
 
     Raises:
         ValueError: `OPERATIONS` has no such name.
@@ -136,8 +140,9 @@ def number(name: str) -> int:
 
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
-    """Compile a large step. On CUDA nothing is fused: a gradient's eighty kernels would take
-    minutes to compile, and the main gain of a compiled step is that it skips Python."""
+    """Compiles a large step. On CUDA, nothing is fused, because a gradient's eighty kernels would
+    take minutes to compile, and the main gain of a compiled step is that it skips Python.
+    """
     return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))
 
 
@@ -175,8 +180,8 @@ def disable(*names: str) -> None:
 def disabled(*names: str) -> Iterator[None]:
     """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off inside the `with` block.
 
-    Layers that were already patched and steps that were already compiled do not change: make the
-        policy inside.
+    Layers that were already patched and steps that were already compiled do not change, so create
+    the policy inside the block.
     """
     with substituted(**dict.fromkeys(names)):
         yield
@@ -214,8 +219,9 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """A device's submodule that computes an operation, its attribute there, and its predicate's or
-    ""."""
+    """A device's submodule that computes an operation, its attribute there, and the name of its
+    predicate or "".
+    """
     if name not in OPERATIONS:
         raise ValueError(_unknown(name, OPERATIONS))
     folder = _folder(device)

@@ -1,4 +1,4 @@
-"""Starting rows: groups entries that share one prefill, and makes the steps for their rows."""
+"""Starts rows: groups entries that share one prefill, and creates the steps for their rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +32,10 @@ def begin(
     *,
     few_sizes: bool = False,
 ) -> Prefill[list[RowBatch]]:
-    """Batches that are ready for their first draw.
+    """Batches that are ready to sample their first token.
 
-    `wanted` is `Decoding.share_prefix`, and `few_sizes` that of `Decoding`, for rows that join no
-    others.
+    `wanted` is `Decoding.share_prefix`, and `few_sizes` is `Decoding.few_sizes`, for rows that do
+    not join others.
     """
     kinds: dict[Any, list[Start]] = {}
     for start in starts:
@@ -51,13 +51,13 @@ def begin(
 
 
 def _program(policy: Policy, starts: Sequence[Start]) -> Any:
-    """The backend's compiled steps for rows that share their prompts; None: there are none."""
+    """The backend's compiled steps for rows that share their prompts; None if there are none."""
     some = any(start.entry.images is not None for start in starts)
     return None if some or not policy.supports_compiled_decode else find("kernel_steps")
 
 
 def _spare(starts: Sequence[Start]) -> list[Start]:
-    """Rows of nobody, and prompts for them, that fill both numbers up to a size."""
+    """Padding rows, and prompts for them, that round both numbers up to a size."""
     prompts = len(starts)
     rows = sum(len(start.rows) for start in starts)
     if (_size(prompts), _size(rows)) == (prompts, rows):
@@ -80,7 +80,7 @@ def _size(count: int) -> int:
 
 
 def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
-    """Whether its rows are decoded with one copy of the prompt."""
+    """Whether the entry's rows are decoded with one copy of the prompt."""
     if entry.keep or not policy.shares_prefix:
         return False
     if entry.images is not None:
@@ -89,7 +89,7 @@ def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
 
 
 def _kind(policy: Policy, start: Start, shared: bool) -> tuple[Any, ...]:
-    """Equal for all that can begin in one prefill."""
+    """A value that is equal for all entries that can start in one prefill."""
     entry = start.entry
     kept = start.caches is not None
     length = None
@@ -132,7 +132,7 @@ def prefilled(
 
 
 def _batch(starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
-    """The rows that begin, with their random bits."""
+    """The starting rows with their random bits."""
     numbers = flat(start.rows for start in starts)
     # Not from the queue: a row may have been cancelled during the prefill.
     keys = dict(flat(start.entry.keyed_rows for start in starts))

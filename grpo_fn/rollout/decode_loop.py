@@ -1,6 +1,7 @@
-"""The decode loop: rows start, sample a token each, take a step, and leave when they are finished.
+"""The decode loop: rows start, sample one token per step, and leave when they are finished.
 
-It is a generator: the caller gets each step's tokens as a `Column`, and control between the steps.
+It is a generator: the caller receives each step's tokens as a `Column`, and has control between
+steps.
 """
 
 from collections.abc import Generator
@@ -40,20 +41,21 @@ class Decoding:
     rounding.
 
     Attributes:
-        max_batch: the most rows decoded together; 0 for all. Always whole groups, at least one.
+        max_batch: the maximum number of rows decoded together; 0 for all. Groups are not split; at
+        least one group is decoded.
         check_every: steps between checks for finished rows and for rows that can start; a check
             waits for the device.
-        pipelined: submit each step to the device before the previous one is finished (hides launch
-            time on a GPU, but needs a copy of the cache).
-        share_prefix: keep a prompt's keys and values once for all its completions, if the model
-            can; None: on CPU and CUDA.
-        turns_together: in conversations, begin a turn when no row decodes any more and all replies
-            are there: the same numbers bit for bit each time. False: begin as soon as a reply is
-            there, so that a slow reply delays no other row; then the rounding of the numbers
-            depends on timing.
-        few_sizes: with a backend's compiled steps, rows of nobody fill a batch up to one of few
-            sizes. For a server: a program is compiled for each size, and any number of requests
-            may come at once.
+        pipelined: submit each step to the device before the previous one is finished. This hides
+        launch time on a GPU, but requires a copy of the cache.
+        share_prefix: keep a single copy of a prompt's keys and values for all its completions, if
+        the model supports it; None enables it on CPU and CUDA.
+        turns_together: in conversations, start turns once no row is decoding and all replies have
+        arrived, so that numbers are bit-identical each time. If False, a turn starts as soon as its
+        reply has arrived, so that a slow reply does not delay other rows; rounding then depends on
+        timing.
+        few_sizes: with a backend's compiled steps, pad a batch with unused rows to one of few
+        sizes. This is for servers, because a program is compiled for each size and any number of
+        requests may arrive at once.
     """
 
     max_batch: int = 0
@@ -110,7 +112,7 @@ def decode_queue(
 
 
 def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
-    """Feed each row the token just drawn; if the loop looks, only those that have not ended."""
+    """Feeds each row its newest token; in a step with a check, only rows that have not ended."""
     token_b = batch.drawn[-1]["tokens"]
     if look or batch.watched:
         _collect(batch, queue)
@@ -130,8 +132,9 @@ def compacts(batch: RowBatch) -> bool:
 
 
 def _collect(batch: RowBatch, queue: RowQueue) -> None:
-    """Move to the queue what the batch has drawn since the last check, and find the rows that have
-    ended."""
+    """Moves the tokens sampled since the last check to the queue, and finds the rows that have
+    ended.
+    """
     columns = {
         name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]
     }

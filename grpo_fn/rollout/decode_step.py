@@ -1,9 +1,8 @@
 """Rows that are decoded together: prefill of given tokens (prompts and replies), and decoding
 steps.
 
-A step takes a token of each row and returns the logits after it. `CacheSteps` call the unmodified
-model, with any caches. A backend may have a compiled program for steps with one copy of each
-prompt.
+A step feeds each row a token and returns the logits after it. `CacheSteps` calls the unmodified
+model with any caches. A backend may have a compiled program for steps with one copy of each prompt.
 
 The prefill functions are generators that yield after each layer, because a long prefill takes
 seconds.
@@ -40,15 +39,15 @@ class Steps(Protocol):
     drops_rows: bool  # whether `keep_rows` may be called
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        """Feeds each row its token: logits [B,V] of the next."""
+        """Feeds each row its token, and returns the logits [B,V] of the next one."""
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps these rows, in ascending order."""
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """Takes in the rows of other steps; returns None, without a change, if they cannot be
-        decoded together.
+        """Adds the rows of other steps; returns None and changes nothing if they cannot be decoded
+        together.
 
         Args:
             other: steps right after a prefill.
@@ -56,7 +55,7 @@ class Steps(Protocol):
             new: numbers for the new rows.
 
         Returns:
-            the row at each place; -1 for an empty place.
+            the row at each index; -1 for an unused index.
         """
         ...
 
@@ -67,7 +66,7 @@ class CacheSteps:
     drops_rows = True
 
     def __init__(self, model: nn.Module, caches: Caches, *, joins: bool = False) -> None:
-        """`joins`: whether rows of other lengths can join: `kv_caches.hold_all_tokens`."""
+        """`joins`: whether rows of other lengths can join (`kv_caches.hold_all_tokens`)."""
         self._model, self.caches, self._joins = model, caches, joins
         self._joined = False
 
@@ -141,7 +140,7 @@ class RowBatch:
         self.count += 1
 
     def drop_ended(self) -> list[int]:
-        """Keeps only the unfinished rows; returns their previous places."""
+        """Keeps only the unfinished rows; returns their previous indices."""
         places = self._alive_places()
         self.steps.keep_rows(places)
         index = mx.array(places)
@@ -151,8 +150,9 @@ class RowBatch:
         return places
 
     def join(self, other: "RowBatch") -> bool:
-        """Takes in the rows of a batch that has not sampled yet; False if they must stay
-        separate."""
+        """Adds the rows of a batch that has not sampled yet; returns False if they must stay
+        separate.
+        """
         if self.distribution != other.distribution:
             return False
         new = range(len(self.rows), len(self.rows) + len(other.rows))
@@ -183,7 +183,8 @@ class RowBatch:
 def prefill(
     model: nn.Module, prompts: Sequence[Sequence[int]], caches: Caches | None = None
 ) -> Prefill[tuple[mx.array, Caches]]:
-    """Runs prompts through the model: logits [P,V] after each prompt's last token, and the caches.
+    """Runs prompts through the model; returns the logits [P,V] after each prompt's last token, and
+    the caches.
 
     `caches` contain the tokens before the prompts (ragged caches if these differ in length); None
     if there are none.
@@ -221,7 +222,7 @@ def prefill_once(
 ) -> Prefill[tuple[mx.array, Caches]]:
     """`prefill` of complete prompts, padded on the right: logits [P,V], and plain caches of P rows.
 
-    `images` are those of each prompt; None if no prompt has any.
+    `images` are the images of each prompt; None if no prompt has any.
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)

@@ -2,9 +2,9 @@
 
     prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ completions
 
-Everything is explicit: caches are passed in and out, keys are counted, and there is no global
-    state. A completion depends only on its key, its prompt and the model (up to the rounding of
-    batched products).
+Everything is explicit: caches are passed in and out, random keys are numbered, and there is no
+    global state. A completion depends only on its key, its prompt and the model (up to the rounding
+    of batched products).
 """
 
 from collections.abc import Sequence
@@ -51,24 +51,24 @@ def generate(
         prompts: token ids of each prompt, at least one token each.
         sampling: G, the distribution, and how a completion ends.
         key: PRNG key; the n-th token of completion g of prompt p depends on (key, p, g).
-        prompt_numbers: p of each prompt, if these are part of a larger set; None: 0, 1, 2, …
+        prompt_numbers: the p of each prompt, if the prompts are part of a larger set; None means 0,
+            1, 2, …
         find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None if there is
             none.
-        replies: returns the tokens that follow a finished turn; None: no turn is
-            answered. The random numbers of a conversation continue over its turns. Conversations
-            are decoded with a copy of the prompt for each row.
-        images: those of each prompt, or None; None if no prompt has any. Such completions
+        replies: returns the tokens that follow a finished turn; with None, turns have no replies.
+            The random numbers of a conversation continue over its turns. Conversations are decoded
+            with a copy of the prompt for each row.
+        images: the images of each prompt, or None; None if no prompt has any. Such completions
             are decoded with one copy of each prompt, and without a backend's compiled steps.
-        decoding: settings for speed and memory; None: `Decoding()`. The same numbers, to
+        decoding: settings for speed and memory; None means `Decoding()`. Results are the same up to
             rounding.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token id is outside of the model's
-            embedding, a prompt and `max_new_tokens` need more positions than the model has learned
-            (`TooLong`), there is not one of `prompt_numbers` for each prompt, nothing finds
-            `sampling.stop`, `find_stop` gives more tokens than there are, replies are not those
-            asked for, or images do not fit the prompts, the policy's module (`use_multimodal_rope`)
-            or replies.
+        ValueError: there is no prompt, one is empty, a token id is outside the model's embedding, a
+            prompt and `max_new_tokens` need more positions than the model has learned (`TooLong`),
+            `prompt_numbers` does not have one entry per prompt, nothing finds `sampling.stop`,
+            `find_stop` returns more tokens than there are, replies belong to unexpected rows, or
+            images do not fit the prompts, the policy's module (`use_multimodal_rope`) or replies.
     """
     columns = decode(
         policy,
@@ -108,7 +108,7 @@ def decode(
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     for name, given in (("prompt_numbers", numbers), ("images", images)):
         if given is not None and len(given) != len(prompts):
-            raise ValueError(f"{name}: expected {len(prompts)}, one a prompt, found {len(given)}")
+            raise ValueError(f"{name}: expected {len(prompts)}, one per prompt, found {len(given)}")
     if images is not None and not any(each is not None for each in images):
         images = None
     decoding = decoding or Decoding()

@@ -4,8 +4,8 @@
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-It is on the host and computes nothing. `decode_queue` asks it which rows start, and reports
-finished rows to it.
+It exists on the host and computes nothing. It tells `decode_queue` which rows start, and
+`decode_queue` reports finished rows to it.
 """
 
 import bisect
@@ -36,19 +36,19 @@ class Entry:
     """Rows that start after one prompt.
 
     Attributes:
-        rows: their numbers, unique in the queue's lifetime.
+        rows: the rows' numbers, unique in the queue's lifetime.
         prompt: token ids.
         keys: the PRNG key of each row, as returned by `completion_keys`, as plain numbers.
         sampling: the distribution, and how a row ends; its `num_generations` and
             `first_generation` are not used.
         find_stop: finds `sampling.stop` in tokens; None if there is nothing to find.
-        images: those of the prompt, or None.
+        images: the images of the prompt, or None.
         drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
         borrows: copy the caches of any kept row for the tokens that its prompt shares with it.
-        continues: a row that was kept. It saves computing the tokens at the prompt's beginning that
-            the kept caches hold; the first entry that continues a row uses them up.
+        continues: a kept row, whose caches contain tokens at the prompt's start that need not be
+        computed again. The first entry that continues a row consumes its caches.
     """
 
     rows: tuple[int, ...]
@@ -64,13 +64,13 @@ class Entry:
 
     @property
     def keyed_rows(self) -> Iterable[tuple[int, tuple[int, int]]]:
-        """Each row with its key."""
+        """The rows with their keys."""
         return zip(self.rows, self.keys, strict=True)
 
 
 @attrs.define(eq=False)
 class Row:
-    """A row that waits or decodes."""
+    """A waiting or decoding row."""
 
     entry: Entry
     key: tuple[int, int]
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it decodes, or its prompt is being computed."""
+        """Whether the row is decoding or its prompt is being computed."""
         return self.done.prompt_computed > 0
 
 
@@ -93,7 +93,7 @@ class Start:
 
 
 class RowQueue:
-    """Entries in the order in which they were added, and their rows until they are taken."""
+    """Entries in the order of their addition, and their rows until they are taken."""
 
     def __init__(self, policy: Policy) -> None:
         """`policy` defines the valid token ids, positions and images."""
@@ -118,9 +118,9 @@ class RowQueue:
         """Adds an entry at the end of the queue.
 
         Raises:
-            ValueError: the prompt is empty or has a token id outside of the model's embedding,
-                there is not one key for each row, a row's number is in use, nothing finds
-                `sampling.stop`, or images do not fit the prompt, the policy's module
+            ValueError: the prompt is empty or has a token id outside the model's embedding, the
+                number of keys differs from the number of rows, a row's number is in use, nothing
+                finds `sampling.stop`, or images do not fit the prompt, the policy's module
                 (`use_multimodal_rope`) or `keep`.
             TooLong: prompt and `max_new_tokens` need more positions than the model has learned.
         """
@@ -135,7 +135,7 @@ class RowQueue:
             self.rows[row] = Row(entry, key, nothing_yet(entry.sampling))
 
     def cancel(self, rows: Iterable[int]) -> None:
-        """Removes rows that wait or decode, the latter at the next check.
+        """Removes waiting rows and, at the next check, decoding rows.
 
         Frees the kept caches of these rows, and of the rows that they would have continued.
         """
@@ -147,8 +147,9 @@ class RowQueue:
                 known.pop(row, None)
 
     def end(self, rows: Iterable[int]) -> None:
-        """Rows that decode end at the next check, after one more token at most, as at their length
-        limit."""
+        """Ends decoding rows at the next check, after at most one more token, as if they had
+        reached their length limit.
+        """
         for number in rows:
             row = self.rows[number]
             limit = min(row.entry.sampling.max_new_tokens, len(row.done.tokens) + 1)
@@ -162,12 +163,12 @@ class RowQueue:
         return ended
 
     def so_far(self, row: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a row as of the last check, if it was not taken."""
+        """Tokens and log-probs of a row at the last check, if the row was not taken."""
         done = self._ended.get(row) or self.rows[row].done
         return [*done.tokens], [*done.logp]
 
     def widest(self, most: int) -> int:
-        """The most rows in a round, given the waiting entries; `most` as in `due`."""
+        """The maximum number of rows in a round, given the waiting entries; for `most`, see `due`."""
         rounds = [*self._rounds, *_rounds(self._entries, most)]
         return max((sum(len(entry.rows) for entry in each) for each in rounds), default=1)
 
@@ -179,8 +180,8 @@ class RowQueue:
         because their caches use memory.
 
         Args:
-            decoding: rows that decode.
-            most: the most rows that may be decoded together; 0 for no limit.
+            decoding: number of decoding rows.
+            most: the maximum number of rows decoded together; 0 for no limit.
         """
         self._entries = [entry for entry in self._entries if self._alive(entry)]
         if not decoding and not self._rounds:
@@ -193,7 +194,7 @@ class RowQueue:
         return self._starts(begun)
 
     def rows_due(self, decoding: int, most: int) -> int:
-        """Rows that could start now, see `due`."""
+        """The number of rows that could start now; see `due`."""
         return sum(len(entry.rows) for entry in self._fitting(decoding, most))
 
     def _fitting(self, decoding: int, most: int) -> list[Entry]:
@@ -228,7 +229,7 @@ class RowQueue:
         return [ended.get(row) or self.rows[row].done for row in range(rows)]
 
     def _finish(self, number: int, row: Row) -> bool:
-        """Store a row that has ended; returns whether its caches are kept."""
+        """Stores a row that has ended; returns whether its caches are kept."""
         self._ended[number] = row.done
         return row.entry.keep
 
@@ -248,10 +249,10 @@ class RowQueue:
         return starts
 
     def _resumed(self, entry: Entry) -> tuple[Caches | None, int]:
-        """The kept caches that the entry continues, cut to what they share with its prompt; and how
-        much.
+        """The kept caches that the entry continues, cut to the tokens that they share with its
+        prompt, and the number of these tokens.
 
-        The prompt's last token is not among it.
+        The prompt's last token is not included.
         """
         number = entry.continues
         borrows = number is None or number not in self._kept
@@ -268,7 +269,7 @@ class RowQueue:
         return cut, 0 if cut is None else shared
 
     def _alike(self, entry: Entry) -> int | None:
-        """The kept row that shares most with the entry's prompt, if it is worth a copy."""
+        """The kept row that shares the most tokens with the entry's prompt, if copying it pays off."""
         head = list(entry.prompt[:LEAST])
         alike = {
             number: shared_length(tokens, entry.prompt[:-1])
@@ -279,7 +280,7 @@ class RowQueue:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
+    """The length of the common prefix of both."""
     first = list(one)
     second = list(other)
     places = range(min(len(first), len(second)))
@@ -292,7 +293,7 @@ def nothing_yet(sampling: Sampling) -> Ended:
 
 
 def check_entry(policy: Policy, entry: Entry) -> None:
-    """Raise ValueError unless the model can complete the entry's prompt: see `RowQueue.add`."""
+    """Raises ValueError unless the model can complete the entry's prompt; see `RowQueue.add`."""
     check_prompts(policy, [entry.prompt], entry.sampling.max_new_tokens)
     check_images(policy, entry)
     if entry.sampling.stop and entry.find_stop is None:
@@ -328,7 +329,9 @@ def check_images(policy: Policy, entry: Entry) -> None:
 
 
 def _rounds(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
-    """The entries in parts of at most `most` rows (0: any number), at least one entry each."""
+    """The entries, split into parts of at most `most` rows (0: no limit) with at least one entry
+    each.
+    """
     room = most or math.inf
     left = list(entries)
     if sum(len(entry.rows) for entry in left) > room:
@@ -341,6 +344,6 @@ def _rounds(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
 
 
 def _first(entries: Sequence[Entry], room: float) -> list[Entry]:
-    """As many of the first entries as there is room for their rows."""
+    """The first entries, as many as fit."""
     totals = accumulate(len(entry.rows) for entry in entries)
     return [entry for entry, total in zip(entries, totals, strict=True) if total <= room]

@@ -1,5 +1,6 @@
-"""`Sampling`, and draws with explicit keys, one per row and step: a row's draw does not depend on
-other rows."""
+"""`Sampling`, and sampling with explicit random keys, one per row and step, so that a row's tokens
+do not depend on other rows.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,13 +29,13 @@ class Sampling:
 
     Attributes:
         num_generations: completions per prompt, G.
-        first_generation: the number of the first one, if the group is sampled in stages.
+        first_generation: the number of the first completion, if the group is sampled in stages.
         max_new_tokens: length limit of a completion in tokens; in conversations with replies, of
             all turns together.
         temperature: divides the logits; 0 uses the most likely token.
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
-        repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1:
-            none.
+        repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1
+        means none.
         eos_ids: tokens that end a completion; the end token is part of the completion and counts.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the full distribution at each position.
@@ -74,7 +75,7 @@ class Sampling:
         """The number of tokens to keep if a completion has ended at or after `start`, otherwise
         None.
 
-        `find_stop` finds other ends than end tokens, such as `stop`; None if there are none.
+        `find_stop` finds ends other than end tokens, such as `stop`; None if there are none.
 
         Raises ValueError if `find_stop` keeps more tokens than there are.
         """
@@ -93,13 +94,14 @@ class Sampling:
 
 
 def draw_bits(keys_b2: mx.array, first: int | mx.array, count: int) -> mx.array:
-    """The random bits [N,B,W] for the draws `first` (int or [B]), `first` + 1, … of rows with these
-    keys."""
+    """The random bits [N,B,W] for the samples number `first` (int or [B]), `first` + 1, … of rows
+    with these keys.
+    """
     return random_bits(keys_b2, first, count, RANDOM_NUMBERS)
 
 
 def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str, mx.array]:
-    """Draws a token of each row by inverting the cumulative distribution (see `draw_tokens`).
+    """Samples a token for each row by inverting the cumulative distribution (see `draw_tokens`).
 
     Args:
         logits_bv: [B,V], any floating dtype.
@@ -107,9 +109,9 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
         sampling: its distribution is used, without the repetition penalty.
 
     Returns:
-        "tokens" int32 [B], "logp" float32 [B] and, if asked for, "entropy" float32 [B]. The
-        log-probability is that of the distribution used for the draw (tempered, truncated and
-        normalised again); at temperature 0, it is the model's own.
+        "tokens" int32 [B], "logp" float32 [B] and, if requested, "entropy" float32 [B]. The
+        log-probability refers to the distribution from which the token is sampled (tempered,
+        truncated and normalised again); at temperature 0, it is the model's own.
     """
     check_rank("logits_bv", logits_bv, 2)
     token_b, logp_b = _drawn(logits_bv, bits_bw, sampling)
@@ -120,7 +122,7 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
 
 
 def distribution_of(sampling: Sampling) -> Sampling:
-    """The distribution alone: equal for samplings that differ in limits, ends or G."""
+    """The distribution only; it is equal for samplings that differ in limits, ends or G."""
     return attrs.evolve(
         sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
     )
@@ -151,8 +153,7 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
 
 
 def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits with every token outside the included set at −inf. All ties at a threshold are
-    included.
+    """The logits, with −inf for every token outside the kept set. All ties at a threshold are kept.
 
     In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest
     set with at least this probability after top-k, normalised again; min-p keeps those with at
@@ -207,24 +208,25 @@ def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
 
 
 def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.array]:
-    """A token of each row by inverting the cumulative distribution level by level, and the weights'
-    sum.
+    """Samples a token for each row by inverting the cumulative distribution level by level; also
+    returns the weights' sum.
 
-    A float32 running sum over a large vocabulary loses every weight below 2^−24 of the sum before
-    it: for example, a third of 150,000 nearly equal tokens. Also, a random number in float32 has at
-        most 24 bits. So the vocabulary is split into groups of `WIDTH` tokens, and a large one into
-        blocks of `WIDTH` groups. First a block is drawn, then one of its groups, then one of its
-        tokens, each with its own 32 random bits.
+    A float32 running sum over a large vocabulary loses every weight below 2^−24 of the preceding
+    sum, for example a third of 150,000 nearly equal tokens. Also, a random number in float32 has at
+    most 24 bits. Therefore, the vocabulary is split into groups of `WIDTH` tokens, and a large one
+    into blocks of `WIDTH` groups. First a block is sampled, then one of its groups, then one of its
+    tokens, each with its own 32 random bits.
 
-    Draws use integers, whose sums are exact: each weight is its share of 2^30, rounded up. So no
-        token with a positive weight becomes impossible. Weights below 2^−30 at their level are
-        drawn too often: in at most 2e-7 of all draws.
+    It uses integers, whose sums are exact: each weight is its share of 2^30, rounded up, so no
+    token with a positive weight becomes impossible. Weights below 2^−30 at their level are sampled
+    too often, in at most 2e-7 of all samples.
 
-    A row without a positive weight gives token 0. Returns (int32 [B], float32 [B]).
+    The token of a row without a positive weight is 0. Returns (int32 [B], float32 [B]).
 
     Args:
         weights_bv: float32, not negative; they need not add up to 1.
-        bits_bw: random bits, uint32 [B,`RANDOM_NUMBERS`]. Equal bits and weights give equal tokens.
+        bits_bw: random bits, uint32 [B,`RANDOM_NUMBERS`]. Equal bits and weights result in equal
+            tokens.
     """
     levels = [_grouped(weights_bv)]
     while len(levels) < RANDOM_NUMBERS - 1 and levels[-1].shape[1] > WIDTH:
@@ -242,7 +244,7 @@ def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.a
 
 
 def _grouped(weights_bn: mx.array) -> mx.array:
-    """[B,N] as [B,N/WIDTH,WIDTH]; zeros fill up the last group."""
+    """Reshapes [B,N] to [B,N/WIDTH,WIDTH]; the last group is padded with zeros."""
     missing = -weights_bn.shape[1] % WIDTH
     if missing:
         weights_bn = mx.pad(weights_bn, [(0, 0), (0, missing)])
@@ -250,8 +252,9 @@ def _grouped(weights_bn: mx.array) -> mx.array:
 
 
 def _inverted(weights_bn: mx.array, total_b1: mx.array, word_b1: mx.array) -> mx.array:
-    """The first place whose cumulative count lies above word / 2^32 of all: never one of weight
-    zero."""
+    """The first index whose cumulative count exceeds word / 2^32 of the total; its weight is never
+    zero.
+    """
     scale_b1 = mx.where(total_b1 > 0, _WHOLE / total_b1, 0.0)  # 0 for NaN
     counts_bn = mx.where(weights_bn > 0, (weights_bn * scale_b1).astype(mx.int32) + 1, 0)
     upto_bn = mx.cumsum(counts_bn, axis=-1)

@@ -1,4 +1,4 @@
-"""Conversations in the decoding loop: waiting rows, continuing rows, and all tokens so far.
+"""Conversations in the decode loop: waiting rows, continuing rows, and all tokens so far.
 
     sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
@@ -18,18 +18,18 @@ from grpo_fn.rollout.row_queue import Entry, Row, RowQueue, Start, nothing_yet
 
 
 class Replies(Protocol):
-    """The decoding loop's interface to replies. Rows are numbered as in the `Rollout`."""
+    """The decode loop's interface to replies. Rows are numbered as in the `Rollout`."""
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """Called when a turn has ended, by an end token or a stop; `tokens` are the turn's,
-        including its end.
+        """Called when a turn has ended with an end token or a stop string; `tokens` are the turn's
+        tokens, including its end.
 
         Returns whether a reply may follow; False ends the conversation. It must not wait.
         """
         ...
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """The replies since the last call; waits for those of at least `least` rows.
+        """The replies since the last call; waits for the replies of at least `least` rows.
 
         A reply is the token ids that follow the turn's last token, exactly; None ends the
         conversation.
@@ -58,7 +58,7 @@ class Respond:
 
 @attrs.define(eq=False)
 class Conversation:
-    """Turns that were sampled, and between them tokens that were given; without its prompt."""
+    """Sampled turns, and given tokens between them, without the prompt."""
 
     done: Ended
     sampled: list[bool] = attrs.field(factory=list)
@@ -73,7 +73,7 @@ class Conversation:
         self.done = attrs.evolve(self.done, finished=turn.finished)
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
+        """Appends tokens that were not sampled."""
         zeros = [0.0] * len(tokens)
         self.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
 
@@ -85,7 +85,7 @@ class _Talk(Conversation):
 
 
 class Turns(RowQueue):
-    """A queue whose rows are turns: a finished turn may get a reply, and then continues.
+    """A queue whose rows are turns: a finished turn may be followed by a reply, and then continues.
 
     Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
     """
@@ -101,7 +101,7 @@ class Turns(RowQueue):
 
     @property
     def waiting(self) -> bool:
-        """Whether a turn waits, or a reply is still expected."""
+        """Whether a turn is waiting or a reply is still expected."""
         return super().waiting or bool(self._asked)
 
     def add(self, entry: Entry) -> None:
@@ -112,7 +112,7 @@ class Turns(RowQueue):
         ]
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """As in `RowQueue`; turns with new replies wait from now on.
+        """See `RowQueue`. Turns with new replies wait from now on.
 
         Raises ValueError if replies belong to unexpected rows, or if token ids are out of range.
         """
@@ -128,7 +128,7 @@ class Turns(RowQueue):
         return [talk.done for talk in self.talks]
 
     def _finish(self, number: int, row: Row) -> bool:
-        """Ask for a reply to a turn that has ended; its caches are kept if there may be one."""
+        """Requests a reply to a turn that has ended; its caches are kept if there may be one."""
         talk_number = number % len(self.talks)
         talk = self.talks[talk_number]
         talk.add(row.done)
@@ -141,7 +141,7 @@ class Turns(RowQueue):
         return replies
 
     def _collect(self, least: int) -> None:
-        """Turns that follow new replies wait from now on."""
+        """Lets the turns after new replies wait for their start."""
         found = self._replies.collect(least)
         if not found.keys() <= self._asked.keys() or len(found) < least:
             raise ValueError(
@@ -155,7 +155,7 @@ class Turns(RowQueue):
                 self.cancel([row])
 
     def _continue(self, talk_number: int, row: int, tokens: Sequence[int]) -> bool:
-        """Add the turn after these tokens; False if they leave no room for it."""
+        """Adds the turn after these tokens; returns False if they leave no room for it."""
         talk = self.talks[talk_number]
         room = talk.entry.sampling.max_new_tokens - len(talk.done.tokens) - len(tokens)
         if room <= 0:

@@ -1,2 +1,3 @@
-"""Training from programs that own their loop: each episode is a process, or a task of a taskset,
-that calls the model over HTTP."""
+"""Training with programs that contain the agent loop: each episode is a process, or a task of a
+taskset, that calls the model over HTTP.
+"""

@@ -1,4 +1,4 @@
-"""[env] program and taskset of a run: its agents, and the rollouts that they make."""
+"""The agents of a run ([env] program or taskset), and rollouts with them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BETWEEN = 0.02  # seconds between two looks at the programs
 
 
 class Program(Protocol):
-    """What runs an episode."""
+    """Runs an episode."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -59,19 +59,19 @@ Launch = Callable[[Example, str, str], Program]
 
 @attrs.frozen
 class NotStarted:
-    """A `Program` that the system did not start."""
+    """A `Program` that the system could not start."""
 
     why: str
     has_ended: bool = True
 
     def end(self) -> Outcome:
-        """There is nothing to end."""
-        return Outcome(f"its program was not started: {self.why}")
+        """Does nothing."""
+        return Outcome(f"its program could not be started: {self.why}")
 
 
 @attrs.define(eq=False)
 class Episode:
-    """A program that runs, and what it asks for."""
+    """A running program and its calls."""
 
     example: Example
     session: Session  # its calls
@@ -86,8 +86,9 @@ class Episode:
     _seen: tuple[int, bool] = (0, False)  # calls so far, and whether one was under way then
 
     def is_over(self, now: float, timeout: float) -> bool:
-        """Whether the program has ended: by itself, or because it made no call for so long (0: any
-        time)."""
+        """Whether the program has ended, by itself or because it made no call within the timeout
+        (0: no limit).
+        """
         calling = any(row.turn is not None for row in [*self.session.rows])
         if calling or self._seen != (self.session.calls, calling):
             self._heard = now
@@ -103,7 +104,7 @@ class Episode:
         return True
 
     def talks(self) -> list[Talk]:
-        """Its rows, in the order in which they began."""
+        """Its rows, in the order of their start."""
         return [row.talk for row in self.session.rows if any(row.talk.sampled)]
 
 
@@ -119,9 +120,13 @@ class Agents:
     schemas: tuple[dict[str, Any], ...] = ()  # of tools that prompts show: a call has its own
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """See `Player`: a program takes any, and a taskset the number of the task."""
+        """See `Player`. A program accepts any columns, and a taskset requires the number of the
+        task.
+        """
         if self.config.taskset and "task" not in columns:
-            raise UserError("env.taskset needs a column `task` in the data, with a task's number")
+            raise UserError(
+                "env.taskset requires a column `task` in the data, with a task's number"
+            )
 
     def play(
         self,
@@ -133,8 +138,9 @@ class Agents:
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """See `Player`: the rollout has the last row of each episode. Its first row has the
-        completion's seed, and the seeds of others derive from it."""
+        """See `Player`. The rollout contains the last row of each episode. An episode's first row
+        has the completion's seed, from which the seeds of its other rows are derived.
+        """
         from runners.serve.app import Server  # an extra
 
         size = sampling.num_generations
@@ -166,7 +172,8 @@ class Agents:
         should_stop: ShouldStop,
     ) -> list[Episode]:
         """Runs an episode for each row, at most env.workers at a time. Raises Interrupted if
-        `should_stop` says so."""
+        `should_stop` returns True.
+        """
         waiting = deque(rows)
         episodes: list[Episode] = []
         running: list[Episode] = []
@@ -235,8 +242,9 @@ class Agents:
         )
 
     def _said(self, episode: Episode, main: Talk) -> list[Message]:
-        """The last chat from the model's first words on; of completions without a chat, what the
-        model wrote in the last row."""
+        """The last chat, starting with the model's first message; for completions without a chat,
+        the model's text in the last row.
+        """
         messages = list(episode.session.messages)
         while messages and messages[0]["role"] != "assistant":
             del messages[0]
@@ -245,8 +253,9 @@ class Agents:
 
 
 def last_rows(group: Sequence[Episode]) -> list[Talk]:
-    """The last row of each episode of a group. One that has none, or none that begins as the
-    others' do, gets a row without tokens."""
+    """The last row of each episode of a group. An episode without a row, or whose row has a
+    different start than the others, has a row without tokens.
+    """
     lasts = [next(reversed(each.talks()), None) for each in group]
     prompt = next((last.prompt for last in lasts if last), group[0].example.tokens)
     return [
@@ -255,12 +264,12 @@ def last_rows(group: Sequence[Episode]) -> list[Talk]:
 
 
 def sampled_tokens(talk: Talk) -> list[int]:
-    """What the model sampled of a row."""
+    """The tokens of a row that the model sampled."""
     return [token for token, own in zip(talk.tokens, talk.sampled, strict=True) if own]
 
 
 def number_of_turns(talk: Talk) -> int:
-    """The turns that the model sampled of a row."""
+    """The turns of a row that the model sampled."""
     return sum(
         own and not before
         for own, before in zip(talk.sampled, [False, *talk.sampled], strict=False)
@@ -268,15 +277,16 @@ def number_of_turns(talk: Talk) -> int:
 
 
 def printed_reward(printed: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-    """Reward: what each program printed as its `reward`."""
+    """Reward: the value that each program printed as its `reward`."""
     return [(each or {}).get("reward") for each in printed]
 
 
 def printed_turn_rewards(
     printed: Sequence[Mapping[str, Any] | None], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """Reward: the sum of what each program printed as its `turn_rewards`, a list with a number or
-    None for each call; the lists are logged as a column."""
+    """Reward: the sum of the list that each program printed as its `turn_rewards`, with a number or
+    None for each call; the lists are logged as a column.
+    """
     found = [(each or {}).get("turn_rewards") for each in printed]
     rows = [row if isinstance(row, list) and all(map(_is_number, row)) else None for row in found]
     log_extra(TURN_REWARDS, rows)
@@ -293,7 +303,7 @@ def program_launch(config: Config) -> Launch:
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     found = shutil.which(first, path=path)
     if found is None:
-        raise UserError(f"{config.where('env.program')}: there is no program {show(first)}")
+        raise UserError(f"{config.where('env.program')}: no such program: {show(first)}")
 
     def launch(example: Example, url: str, key: str) -> Program:
         own = {
@@ -325,14 +335,17 @@ def taskset_launch(config: Config, worker: Worker, most: int) -> Launch:
 def build_player(
     config: Config, tokenizer: Any, decoder: TextDecoder, eos_ids: Sequence[int], worker: Worker
 ) -> Player | None:
-    """What plays the conversations of [env]; None: completions have one turn. Raises UserError for
-    a program or taskset that cannot be found, and as `build_environments`."""
+    """The player for the conversations of [env]; None if completions have one turn. Raises
+    UserError if a program or taskset cannot be found, and the errors of `build_environments`.
+    """
     if not config.env.agents:
         return build_environments(
             config.env, config.data, tokenizer, decoder, eos_ids, config.folders, worker
         )
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
-        raise UserError("training from programs needs HTTP: pip install 'grpo_fn[serve]'")
+        raise UserError(
+            "training with programs requires the extra serve: pip install 'grpo_fn[serve]'"
+        )
     env, data, loss = config.env, config.data, config.loss
     new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
     by_turn = loss.discount < 1 or loss.baseline == "turn"

@@ -1,4 +1,4 @@
-"""An episode as a separate process with limits, which can be ended whatever it does."""
+"""Runs an episode as a separate process with limits, which can be ended in any state."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ wait $child
 
 @attrs.frozen
 class Outcome:
-    """What came of an episode's program."""
+    """The outcome of an episode's program."""
 
     fault: str = ""  # why the episode has no reward; empty: the program ended well
     printed: Mapping[str, Any] | None = None  # the last object of JSON that it printed
 
 
 class AgentProcess:
-    """A program that runs until it ends, or is ended."""
+    """A program that runs until it ends or is ended."""
 
     def __init__(
         self, command: Sequence[str], row: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
-        """Starts it. `row`: the data's columns, which it may read from its standard input."""
+        """Starts the program. `row` contains the data's columns, which it can read from its
+        standard input.
+        """
         self._tail = b""
         self._printed = 0
         with tempfile.TemporaryFile() as file:
@@ -61,11 +63,11 @@ class AgentProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the program has ended, or printed too much."""
+        """Whether the program has ended or has printed too much."""
         return self._printed > LARGEST or self._process.poll() is not None
 
     def end(self) -> Outcome:
-        """Ends the program and everything that it has started."""
+        """Ends the program and all processes that it has started."""
         status = self._process.poll()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -91,7 +93,7 @@ class AgentProcess:
 
 
 def last_object(text: str) -> Mapping[str, Any] | None:
-    """The last line that is an object of JSON; None: there is none."""
+    """The last line that is a JSON object; None if there is none."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError, RecursionError):
             found = json.loads(line)

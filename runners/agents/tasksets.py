@@ -1,8 +1,8 @@
-"""[env] taskset: the tasks of a `verifiers` taskset, each played with its harness and its rewards.
+"""Plays the tasks of a `verifiers` taskset ([env] taskset) with its harness and its rewards.
 
-`rows` and `play` are operations of the process of user code (`runners.user_code`): verifiers, and
-whatever a taskset imports, stay out of the run's process. verifiers renders the chats itself and
-asks the wire for tokens (its `TrainClient`).
+`rows` and `play` are operations of the process of user code (`runners.user_code`): verifiers and
+the modules that a taskset imports are not loaded into the run's process. verifiers renders the
+chats itself and requests tokens over HTTP (its `TrainClient`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TaskRun:
     """A `Program`: a task that is played in the process of user code."""
 
     def __init__(self, worker: Worker, *arguments: Any) -> None:
-        """Starts it; `arguments` are those of `play`."""
+        """Starts the task; `arguments` are the arguments of `play`."""
         self._worker = worker
         self._call = worker.submit(f"{_HERE}:play", *arguments, mode=TOGETHER)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its rewards are known."""
+        """Whether the task's rewards are known."""
         return self._call.outcome.done()
 
     def end(self) -> Outcome:
@@ -46,8 +46,10 @@ class TaskRun:
 
 
 def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dict[str, Any]]:
-    """The rows of a taskset, at most `most` if it is not 0: question, answer if the tasks have one, and
-    the number of the task. Raises UserError if it cannot be loaded, or does not end."""
+    """The rows of a taskset, at most `most` unless it is 0: question, answer (if the tasks have
+    one) and task number. Raises UserError if the taskset cannot be loaded, or if it is infinite and
+    `most` is 0.
+    """
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     try:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -55,7 +57,7 @@ def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dic
     except Exception as error:
         raise UserError(f"taskset {name} cannot be loaded: {error_line(error)}") from error
     if not (most or taskset.bounded):
-        raise UserError(f"taskset {name} does not end: expected data.max_samples above 0, found 0")
+        raise UserError(f"taskset {name} is infinite: expected data.max_samples above 0, found 0")
     tasks = list(itertools.islice(taskset, most or None))
     store["taskset", name] = tasks
     found = []
@@ -69,8 +71,9 @@ def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dic
 async def play(
     store: Store, name: str, number: int, tokenizer: str, url: str, key: str, most: int
 ) -> dict[str, float]:
-    """Plays a task once: its reward. Raises RuntimeError with the fault of a rollout that
-    failed."""
+    """Plays a task once, and returns its reward. Raises RuntimeError with the error if the rollout
+    failed.
+    """
     vf = importlib.import_module("verifiers.v1")
     own = importlib.import_module("verifiers.v1.utils.loaders").default_harness_id(name)
     settings = {

@@ -32,8 +32,9 @@ def never() -> bool:
 
 
 def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
-    """A function for waiting loops: it raises Interrupted once `should_stop` returns True; None for
-    `never`."""
+    """A function for waiting loops that raises Interrupted once `should_stop` returns True; None
+    for `never`.
+    """
 
     def check() -> None:
         if should_stop():
@@ -104,22 +105,23 @@ class Traits:
 
 
 class Engine(Protocol):
-    """Something that samples."""
+    """Samples completions."""
 
     @property
     def traits(self) -> Traits:
-        """What its rows have."""
+        """The properties of its rows."""
         ...
 
     @property
     def version(self) -> int:
-        """The learner's update that produced its weights."""
+        """The learner's update that produced the engine's weights."""
         ...
 
     @property
     def rows(self) -> int:
-        """The most completions that it decodes together (0: all), reduced after it ran out of
-        memory."""
+        """The maximum number of completions that are decoded together (0: all); it is reduced after
+        memory runs out.
+        """
         ...
 
     def load(self, weights: Weights | None) -> None:
@@ -130,10 +132,10 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """Queue a request. Of `sampling`, the number of completions is not read: the request has a
-        seed for each.
+        """Queues a request. The number of completions in `sampling` is ignored, because the request
+        contains a seed for each.
 
-        Raises ValueError for a request that cannot be sampled, as `grpo_fn.generate` does.
+        Raises ValueError, like `grpo_fn.generate`, for a request that cannot be sampled.
         """
         ...
 
@@ -142,32 +144,31 @@ class Engine(Protocol):
     ) -> dict[Ticket, tuple[Row, ...]]:
         """The requests completed since the last call, in the order of their seeds.
 
-        Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0
-        for a moment at most.
+        Works until at least `least` requests are completed, none is left, or `should_stop` returns
+        True; if `least` is 0, at most for a moment.
 
-        If decoding fails, the error ends the requests that were under way, and no others: it is
-        raised once, and `peek` raises it for each of them until it is cancelled.
+        If decoding fails, the error ends only the requests in progress. It is raised once, and
+        `peek` raises it for each of them until it is cancelled.
         """
         ...
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
-        """The tokens of a request's first completion as they come, in place of `collect`;
-        `should_stop` ends it early, as does a caller that closes it.
+        """Yields the tokens of a request's first completion as they are sampled, instead of
+        `collect`. It ends early if `should_stop` returns True or the caller closes it.
 
-        A request to keep that `should_stop` ends can be continued from the last token.
+        A request that is kept and was ended by `should_stop` can be continued from the last token.
         """
         ...
 
     def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
-        """The tokens of a request's first completion so far, from number `start` on; it decodes
-        nothing.
+        """The tokens of a request's first completion so far, from index `start`; does not decode.
 
         Raises the error that has ended the request.
         """
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request: its tokens so far are collected as "cancelled".
+        """Ends a request; its tokens so far are collected as "cancelled".
 
         Frees its kept caches, and those of the request that it continues.
         """

@@ -32,7 +32,7 @@ PAUSE = 0.2  # seconds between two reports of how far the rows have come
 
 @attrs.define(eq=False)
 class _Job:
-    """A request, and what has come of it."""
+    """A request and its results so far."""
 
     request: Request
     entry: Entry
@@ -192,7 +192,9 @@ class LocalEngine:
                 del self._places[row]
 
     def _end(self, job: _Job) -> None:
-        """End a request that decodes where it is, and keep its caches, if it is to be continued."""
+        """Ends a decoding request at its current token, and keeps its caches if it may be
+        continued.
+        """
         draws = self._decoding.issuperset(job.entry.rows) or bool(self._so_far(job)[0])
         if self._queue is None or not (job.request.keep and draws):
             return
@@ -206,8 +208,7 @@ class LocalEngine:
         return self._queue.so_far(job.entry.rows[place])
 
     def _done(self) -> dict[Ticket, tuple[Row, ...]]:
-        """The completed requests, which are handed out once. Raises the error of those that
-        failed."""
+        """The completed requests, each returned once. Raises the error of failed requests."""
         errors = []
         for job in self._jobs.values():
             if job.collects and job.error is not None:
@@ -223,7 +224,7 @@ class LocalEngine:
         }
 
     def _step(self) -> bool:
-        """Decode for a moment; whether there was anything to decode."""
+        """Decodes for a moment; returns whether there was anything to decode."""
         weights, queue = self._weights, self._queue
         if weights is None or queue is None:
             raise RuntimeError("the engine has no weights: call load first")
@@ -256,7 +257,7 @@ class LocalEngine:
         return True
 
     def _close(self) -> None:
-        """Nothing decodes any more: the policy's module has its own parameters again."""
+        """Stops decoding; the policy's module has its own parameters again."""
         if self._columns is not None:
             self._columns.close()
         self._columns = None
@@ -265,7 +266,7 @@ class LocalEngine:
         self._reported = 0.0
 
     def _take(self, queue: RowQueue) -> None:
-        """Hands the rows that have ended to their requests."""
+        """Assigns finished rows to their requests."""
         for number, ended in queue.take().items():
             ticket, place = self._places.pop(number)
             job = self._jobs[ticket]
@@ -290,8 +291,9 @@ class LocalEngine:
         return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
 
     def _enqueue(self, queue: RowQueue) -> None:
-        """What was submitted goes into the queue; requests with the same prompt share its
-        computation."""
+        """Adds submitted requests to the queue; requests with the same prompt share its
+        computation.
+        """
         while self._waiting:
             first = self._jobs[self._waiting[0]]
             count = 1
@@ -318,7 +320,8 @@ class LocalEngine:
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if stop and self.decoder is None:
             raise ValueError(
-                f"stop = {stop}: this engine has no tokenizer, which is needed to find them"
+                f"stop = {stop}: this engine has no tokenizer, which is required to find stop "
+                f"strings"
             )
         if stop not in self._stops:
             if len(self._stops) >= 64:  # a server's clients have any
@@ -327,9 +330,10 @@ class LocalEngine:
         return self._stops[stop]
 
     def _again(self, weights: Weights, queue: RowQueue, reason: str) -> None:
-        """After memory ran out: the rows under way begin again, half as many at a time.
+        """Restarts the rows in progress after memory ran out, half as many at a time.
 
-        Down to the rows of one request, which have a second try: what is cached may be in pieces.
+        The minimum is one request's rows, which are tried twice, because cached memory may be
+        fragmented.
         """
         left = self._under_way()
         largest = max(len(self._jobs[ticket].request.seeds) for ticket in left)
@@ -348,7 +352,9 @@ class LocalEngine:
         return [ticket for ticket, job in self._jobs.items() if job.queued and not job.is_done]
 
     def _fail(self, weights: Weights, queue: RowQueue, error: BaseException) -> None:
-        """End the requests that have begun with this error; the others of the queue wait again."""
+        """Ends the requests that have started with this error; the other requests in the queue wait
+        again.
+        """
         left = self._under_way()
         begun = {self._places[number][0] for number, row in queue.rows.items() if row.has_begun}
         failed = [ticket for ticket in left if ticket in begun] or left
@@ -357,7 +363,7 @@ class LocalEngine:
         self._restart(weights, [ticket for ticket in left if ticket not in failed])
 
     def _restart(self, weights: Weights, tickets: list[Ticket]) -> None:
-        """Submits these requests again; nothing is kept of any."""
+        """Submits these requests again, without their previous results."""
         self._queue = RowQueue(weights.policy)
         self._kept.clear()
         self._places.clear()
@@ -368,7 +374,7 @@ class LocalEngine:
         self._waiting = tickets + self._waiting
 
     def _report(self, column: Column | None) -> None:
-        """Says several times a second how many tokens have been drawn of all that may be."""
+        """Reports, several times a second, the number of sampled tokens and their maximum."""
         self._drawn += 0 if column is None else len(column.rows)
         if self.advance is None or time.perf_counter() < self._reported + PAUSE:
             return

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """`should_stop` has ended the sampling. Its results are discarded, except by callers that show
-    partial results."""
+    """Raised if `should_stop` has ended the sampling. The results are discarded, except by callers
+    that show partial results.
+    """
 
     def __init__(self, rollout: g.Rollout) -> None:
         """`rollout`: the tokens sampled so far; its rows may be empty."""
@@ -32,7 +33,7 @@ class Cancelled(Exception):
 
 
 class Prompt(Protocol):
-    """What is completed, such as an `Example`."""
+    """An item with a prompt to complete, such as an `Example`."""
 
     @property
     def tokens(self) -> tuple[int, ...]: ...
@@ -47,7 +48,7 @@ def requests_of(
 ) -> list[Request]:
     """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
 
-    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part, prompts may have images.
+    `numbers` are the prompts' n (None: 0, 1, 2, …). With a vision part, prompts may have images.
     """
     images = vision.see(prompts) if vision else None
     seeds = seeds_of(key, range(len(prompts)) if numbers is None else numbers, sampling)
@@ -136,7 +137,7 @@ def _rollout(
 
 @attrs.define(eq=False)
 class Talk:
-    """One row: turns that were sampled, and between them tokens that were given."""
+    """One row: sampled turns, and given tokens between them."""
 
     prompt: tuple[int, ...]
     seed: Seed
@@ -148,7 +149,7 @@ class Talk:
     finish: str = "length"
 
     def sample(self, row: Row) -> None:
-        """Append a turn."""
+        """Appends a turn."""
         self.tokens += row.tokens
         self.sampled += [True] * len(row.tokens)
         self.logp += row.logp
@@ -157,7 +158,7 @@ class Talk:
         self.finish = row.finish
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
+        """Appends tokens that were not sampled."""
         self.tokens += tokens
         self.sampled += [False] * len(tokens)
         self.logp += [0.0] * len(tokens)
@@ -165,7 +166,7 @@ class Talk:
         self.finish = "length"
 
     def after(self, head: Sequence[int]) -> Talk:
-        """The same row behind given tokens that are no longer part of its prompt."""
+        """The same row after given tokens that are no longer part of its prompt."""
         row = Talk(self.prompt, self.seed)
         row.give(head)
         for name in ("tokens", "sampled", "logp", "entropy", "versions"):
@@ -183,7 +184,7 @@ def converse(
     together: bool = True,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """Conversations: each finished turn may get a reply, whose tokens follow it, and then
+    """Samples conversations: a finished turn may be followed by the tokens of a reply, and then
     continues.
 
     Args:
@@ -191,10 +192,10 @@ def converse(
             tokens.
         requests: with one seed each, in groups of G. The part of a prompt after the
             group's common prefix becomes the start of its completion, as given tokens.
-        replies: answers turns. Rows are numbered like the requests.
-        together: start turns only when no row is decoding and all replies have arrived: the same
-            numbers bit for bit each time. False: start a turn as soon as its reply has arrived, so
-            that a slow reply delays no other row.
+        replies: replies to turns. Rows are numbered like the requests.
+        together: start turns only when no row is decoding and all replies have arrived, so that
+            numbers are bit-identical each time. If False, a turn starts as soon as its reply has
+            arrived, so that a slow reply does not delay other rows.
 
     Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
     """
@@ -283,7 +284,9 @@ def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
 
 
 def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollout:
-    """The rollout of groups of `size` rows, whose prompt is what theirs have in common."""
+    """The rollout of groups of `size` rows; a group's prompt is the common start of its rows'
+    prompts.
+    """
     prompts: list[tuple[int, ...]] = []
     rows: list[Talk] = []
     for start in range(0, len(talks), size):
@@ -299,5 +302,5 @@ def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
     same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     count = sum(1 for _ in same)
     if not count:
-        raise UserError("the prompts of a group have no common first token")
+        raise UserError("the prompts of a group do not start with the same token")
     return count

@@ -1,4 +1,4 @@
-"""Functions in a separate process with limits on their time and memory."""
+"""Runs functions in a separate process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class BoundedFunction:
     """`package.module:function` in a persistent process; each call has limits on time and memory.
 
     Arguments and results are plain values. A call that exceeds a limit, raises or ends its process
-    returns None. Limits: `seconds` of computing, and `memory` bytes. Threads take turns; a forked
-    child uses its own process.
+    returns None. Limits: `seconds` of computing, and `memory` bytes. Only one thread uses the
+    process at a time; a forked child uses its own process.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:
-        """No process is started before `start` or the first call."""
+        """Does not start a process before `start` or the first call."""
         self._arguments = (name, str(seconds), str(memory))
         self._patience = _PATIENCE + 10 * seconds
         self._most = memory + _MAPPED
@@ -91,7 +91,7 @@ class BoundedFunction:
             return None
 
     def close(self) -> None:
-        """Ends the process; the next call starts another."""
+        """Ends the process; the next call starts a new one."""
         if self._running is not None:
             process, connection = self._running
             self._running = None
@@ -101,7 +101,7 @@ class BoundedFunction:
 
 
 def serve(name: str, seconds: str, memory: str) -> None:
-    """In the child: answers one call after another until the caller closes the connection."""
+    """Runs in the child: answers calls one after another until the caller closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     connection = Connection(os.dup(0))
@@ -124,7 +124,7 @@ def serve(name: str, seconds: str, memory: str) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """In the child: limits further memory to this many bytes, if the system supports it."""
+    """Runs in the child: limits further memory to this many bytes, if the system supports it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Current memory: MLX's, the amount free for it, and the system's swap.
+"""Reads the current memory: MLX's, the amount available to it, and the system's swap.
 
 Only the functions import MLX, not this module.
 """
@@ -37,7 +37,7 @@ def resident_limit() -> int:
 
 
 def memory_metrics() -> dict[str, float]:
-    """MLX's memory and the system's swap, as the log names them."""
+    """MLX's memory and the system's swap, under the log's names."""
     import mlx.core as mx
 
     found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "swap": swap_used()}
@@ -45,8 +45,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes available for new arrays, within MLX's limit and what other programs leave (CUDA,
-    Linux).
+    """Bytes available for new arrays, within MLX's limit and the memory that other programs leave
+    free (CUDA, Linux).
     """
     import mlx.core as mx
 
@@ -102,7 +102,8 @@ def swap_limit(asked_gb: float) -> float:
 def memory_limit() -> int | None:
     """The lowest memory limit of this process's control groups; None if there is no limit.
 
-    Those of version 2, and the one of version 1 that a container shows as its root.
+    It considers all groups of version 2, and the group of version 1 that a container shows as its
+    root.
     """
     root = Path("/sys/fs/cgroup")
     own = Path("/proc/self/cgroup")
@@ -118,7 +119,7 @@ def memory_limit() -> int | None:
 
 
 def _meminfo() -> dict[str, int]:
-    """Linux's table of memory, in bytes; {} elsewhere."""
+    """Linux's table of memory in bytes; {} on other systems."""
     text = _MEMINFO.read_text(encoding="utf-8") if _MEMINFO.is_file() else ""
     return {
         name: 1024 * int(size)

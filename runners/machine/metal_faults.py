@@ -36,7 +36,7 @@ def explained_aborts(backend: str) -> Iterator[None]:
     """On Metal, if the process exits inside the block without a message, ADVICE is printed to
     stderr.
 
-    MLX detects such a fault on its own thread, where it ends the process: nothing can be caught.
+    MLX detects such a fault on its own thread and ends the process there, so it cannot be caught.
     """
     if backend != "metal":
         yield

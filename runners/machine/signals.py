@@ -1,5 +1,6 @@
-"""Signals in two steps: the first stops a run, which saves; the second ends the process
-immediately."""
+"""Handles signals in two steps: the first stops a run, which then saves; the second ends the
+process immediately.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line to standard error immediately, on a new line, because a terminal has shown
-    "^C"."""
+    """Writes a line to standard error immediately, starting on a new line because the terminal has
+    shown "^C".
+    """
     with suppress(OSError):  # closed: it has no reader
         os.write(2, f"\n{printable(text)}\n".encode())
 
@@ -37,10 +39,10 @@ def _exit(number: int) -> NoReturn:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has stopped a run."""
+    """Raised if a signal has stopped a run."""
 
     def __init__(self, number: int) -> None:
-        """`number`: the signal's."""
+        """`number` is the signal's number."""
         super().__init__(number)
         self.exit_code = 128 + number  # as shells count
         self.begun = False  # whether the run's folder is this run's, so that --resume continues it
@@ -53,7 +55,7 @@ os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in [*_all]]
 
 
 class Interrupts:
-    """Within the `with` block the first SIGINT sets `received`, and a second one raises
+    """Within the `with` block, the first SIGINT sets `received`, and a second one raises
     KeyboardInterrupt.
 
     In a thread other than the main one, where signals do not arrive, it does nothing.
@@ -62,13 +64,13 @@ class Interrupts:
     signals: tuple[int, ...] = (signal.SIGINT,)
 
     def __init__(self) -> None:
-        """No signal has come yet."""
+        """Starts without a signal."""
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self.received is not None
 
     def __enter__(self) -> Self:
@@ -88,8 +90,8 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """For a run: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main thread; see
-    `deferred`.
+    """Handles a run's signals: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main
+    thread; see `deferred`.
 
     A SIGHUP that is ignored at the start, as with nohup, stays ignored. A second SIGINT or SIGTERM
     ends the process immediately, with 128 + its number. This also works while MLX computes, when no
@@ -128,7 +130,9 @@ class StopSignals(Interrupts):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block no signal raises Stopped; a signal that came raises it at the end."""
+        """Within the block, no signal raises Stopped; a signal that has arrived raises it at the
+        end.
+        """
         self._deferrals += 1
         try:
             yield
@@ -137,16 +141,17 @@ class StopSignals(Interrupts):
         self._raise()
 
     def check(self) -> None:
-        """Raises Stopped if a signal has come, even if its exception was lost, as in an object's
-        __del__.
+        """Raises Stopped if a signal has arrived, even if its exception was lost, for example in an
+        object's __del__.
         """
         self._raised = self.stopping
         self._raise()
 
     @contextmanager
     def ending_at_once(self) -> Iterator[None]:
-        """Within the block, a signal ends the process without a message, because MLX waits there,
-        sometimes for half a minute, and no Python thread runs meanwhile."""
+        """Within the block, a signal ends the process without a message, because MLX waits there
+        for up to half a minute and no Python thread runs meanwhile.
+        """
         before = {
             number: signal.signal(number, signal.SIG_DFL) for number in self.signals if self._before
         }
@@ -158,7 +163,7 @@ class StopSignals(Interrupts):
 
     @contextmanager
     def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block, `say` shows the message that answers a signal."""
+        """Within the block, `say` shows the response to a signal."""
         before = self._say
         self._say = say
         try:
@@ -167,7 +172,7 @@ class StopSignals(Interrupts):
             self._say = before
 
     def ask(self, number: int) -> None:
-        """Acts as if this signal had come; may be called from another thread."""
+        """Acts as if this signal had arrived; may be called from another thread."""
         if self.received:
             return
         if self._before:

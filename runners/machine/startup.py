@@ -1,7 +1,6 @@
-"""The machine that a run uses: its BLAS, its MLX backend, its memory.
+"""Prepares the machine for a run: its BLAS, its MLX backend, its memory.
 
-Importing this module imports nothing heavy; `prepare` imports grpo_fn, which loads the BLAS, and
-then MLX.
+Importing this module is fast. `prepare` imports grpo_fn, which loads the BLAS, and then MLX.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Platform:
     programs: Compilation | None = None  # of the run that it was prepared for
 
     def arithmetic(self) -> dict[str, Any]:
-        """Facts that are equal on machines where the same computation gives the same bits."""
+        """Facts that are equal on machines on which the same computation has bit-identical results."""
         found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}
         if self.backend != "cpu":
             return found
@@ -79,9 +78,9 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
     for a CPU.
 
     MLX loads programs from the temporary folder regardless of who wrote them, and writes them in
-        place: ranks that start at the same time could load an incomplete one. Python's own
-            temporary files stay where they were. Must be called before MLX compiles. Raises
-            UserError if somebody else has created the folder.
+        place: ranks that start at the same time could load an incomplete program. Python's own
+        temporary files are not moved. Must be called before MLX compiles. Raises UserError if
+        somebody else has created the folder.
     """
     shared = Path(tempfile.gettempdir())
     chosen = environ.get("TMPDIR", "")
@@ -96,7 +95,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     """Loads the BLAS, imports MLX, determines its backend and sets its memory limit (10^9 bytes; 0
     keeps the default).
 
-    With `config`, starts to compile the GPU programs of its run.
+    With `config`, starts compiling the GPU programs of its run.
 
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked
     from one that has computed.
@@ -133,7 +132,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
 
 
 def import_transformers_without_torch() -> None:
-    """Keeps transformers from importing PyTorch, which would take seconds and is not used here.
+    """Prevents transformers from importing PyTorch, which would take seconds and is not used here.
 
     `import torch` itself still works. With GRPO_FN_TORCH=1 in the environment, transformers may
     import it, for a custom loader that uses its PyTorch models.
@@ -164,8 +163,8 @@ def _cpu_notices(found: Blas) -> tuple[str, ...]:
         lines.append(f"matrix products are about 30x slower than necessary: {found.reason}{hint}")
     if shutil.which("g++") is None:
         lines += [
-            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its "
-            "like"
+            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or a "
+            "similar package"
         ]
     return tuple(lines)
 

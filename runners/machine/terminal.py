@@ -1,9 +1,9 @@
-"""All output for people passes through here, with control characters escaped; only replies may keep
-them.
+"""All output for users passes through this module, which escapes control characters; only replies
+may contain them.
 
-Models, tokenizers, rewards and data sets contain untrusted text: on a terminal, an escape sequence
-    in it could hide lines, change the window's title or answer for the user. Log files are later
-    read on terminals.
+Models, tokenizers, rewards and data sets contain untrusted text. On a terminal, an escape sequence
+in it could hide lines, change the window's title or send input on behalf of the user. Log files may
+later be shown on terminals.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
 
 
 class OutputLost(UserError):
-    """Standard output cannot be written any more: it has no reader, the disk is full, or it was
-    closed."""
+    """Standard output can no longer be written: it has no reader, the disk is full, or it was
+    closed.
+    """
 
     def __init__(self, error: Exception):
         """`error`: the exception of the failed write."""
@@ -59,8 +60,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 def echo(line: str = "", *, err: bool = False) -> None:
     """Writes one line to standard output or standard error immediately; see `printable`.
 
-    Raises OutputLost if standard output fails. If standard error fails, nothing can be reported,
-    and the work continues.
+    Raises OutputLost if standard output fails. If standard error fails, the line is dropped.
     """
     _write(printable(line), err, nl=True)
 
@@ -71,7 +71,9 @@ def echo_text(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_output(text: str, *, nl: bool = False) -> None:
-    """Like `echo`, for a command's result: a pipe gets it unchanged, a terminal `visible`."""
+    """Like `echo`, for a command's result: a pipe receives it unchanged, and a terminal receives
+    `visible`.
+    """
     shown = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     _write(visible(text) if shown else text, False, nl)
 
@@ -88,8 +90,9 @@ def _write(text: str, err: bool, nl: bool) -> None:
 
 
 def escape_logs() -> None:
-    """Makes every log record and warning of a library one escaped line, because transformers quotes
-    a model's files in them."""
+    """Converts every log record and warning of a library to one escaped line, because transformers
+    quotes a model's files in them.
+    """
     if logging.getLogRecordFactory() is logging.LogRecord:
         logging.setLogRecordFactory(_EscapedRecord)
         usual = warnings.formatwarning
@@ -132,7 +135,7 @@ class Output:
 
 
 def drop_output(stream: TextIO | None) -> None:
-    """Drops the text in a standard stream's buffers, because Python would fail on it at exit."""
+    """Drops the text in a standard stream's buffers, because writing it at exit would fail."""
     with suppress(OSError, ValueError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

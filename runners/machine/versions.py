@@ -1,4 +1,4 @@
-"""Installed packages, and how to install what is missing."""
+"""Reports installed packages, and how to install missing ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_hint(*extras: str) -> str:
-    """How to install one of the extras of pyproject.toml.
+    """The command that installs one of the extras of pyproject.toml.
 
-    grpo_fn is not on any package index, where anyone could register its name with any content.
+    grpo_fn is not on a package index; anyone could register its name there with any content.
     """
     wanted = " or ".join(f"'.[{name}]'" for name in extras)
     return f"pip install -e {wanted} in a clone of grpo_fn"

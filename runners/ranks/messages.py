@@ -1,4 +1,4 @@
-"""Messages between ranks: plain values as JSON and arrays, as bytes that contain no code."""
+"""Encodes messages between ranks: plain values as JSON, and arrays, in bytes that contain no code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class RankMessage:
 
 
 class RankError(UserError):
-    """Another rank's failure, which ends this one too. `reported`: whether rank 0 reports it for
-    all."""
+    """Another rank's failure, which also ends this rank. `reported`: whether rank 0 reports it for
+    all ranks.
+    """
 
     exit_code = EXIT_CODE
     reported = False

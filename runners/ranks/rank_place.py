@@ -1,5 +1,6 @@
-"""This process's place among the ranks, from the environment variables of `mlx.launch` or
-`mpirun`."""
+"""Reads this process's place among the ranks from the environment variables of `mlx.launch` or
+`mpirun`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
     Raises UserError if the launcher's variables cannot be read.
     """
     with user_errors(
-        "the launcher's variables give no rank",
+        "the launcher's variables do not contain a valid rank",
         OSError,
         LookupError,
         TypeError,
@@ -62,13 +63,14 @@ def _place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _listed(path: str) -> list[Any]:
-    """The list in a launcher's file, an entry for each rank; the file is empty for a single one."""
+    """The list in a launcher's file, with one entry per rank; the file is empty for a single rank."""
     return json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
 
 
 def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Assigns each rank of a host its share of the cores, before the BLAS is loaded; keeps a user's
-    choice."""
+    """Assigns each rank of a host its share of the cores before the BLAS is loaded; a user's choice
+    is kept.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -79,9 +81,9 @@ def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
 def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
     """Fills this process's standard input if it is a pipe from `mlx.launch`; only on Linux.
 
-    MLX 0.32.4's launcher waits until a rank writes something or can be written to. As a rank can
-    always be written to, the launcher never sleeps and uses a core. A full pipe cannot be written
-    to. Ranks never read it.
+    MLX 0.32.4's launcher waits until a rank writes something or its input is writable. Because the
+    input is normally writable, the launcher never sleeps and occupies a core. A full pipe is not
+    writable, and ranks never read it.
     """
     if "MLX_RANK" not in (os.environ if environ is None else environ) or sys.platform != "linux":
         return

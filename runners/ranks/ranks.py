@@ -27,7 +27,7 @@ _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's
 
 
 class Ranks:
-    """This process among those of its run. A single process has the same methods.
+    """This process as one rank of its run. A single process has the same methods.
 
     It implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same order.
     """
@@ -39,8 +39,8 @@ class Ranks:
         timeout: float = 600.0,
         signals: StopSignals | None = None,
     ) -> None:
-        """Connects to the other ranks of `place` (None: no others); `timeout`: seconds that a
-        collective may take.
+        """Connects to the other ranks of `place` (None: there are none); `timeout` is the time
+        limit of a collective in seconds.
 
         `signals` raise Stopped in this process, but not before `ending_together` and not within an
         exchange.
@@ -62,7 +62,7 @@ class Ranks:
             self._join(place)
 
     def _join(self, place: RankPlace) -> None:
-        """Waits for all ranks. Those of one host then see each other on a scoreboard."""
+        """Waits for all ranks. Then, the ranks of a host share a scoreboard."""
         import mlx.core as mx
 
         from grpo_fn.learner import MlxCollectives
@@ -138,8 +138,8 @@ class Ranks:
     def all_gather_object(self, where: str, value: Any = None) -> list[RankMessage]:
         """Every rank's message in this exchange, in order.
 
-        Raises Stopped, on all ranks, if a signal has come to one; raises RankError if a rank has
-        reported that it ends, or if one is gone.
+        Raises Stopped on all ranks if one has received a signal. Raises RankError if a rank has
+        reported its end, or if one has disappeared.
         """
         return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
@@ -164,7 +164,9 @@ class Ranks:
         if len({message.where for message in messages}) > 1 and not asked:
             self.agreed_to_end()
             spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
-            raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
+            raise RankError(
+                f"the ranks are not at the same point of the program: {spelled}; this is a bug"
+            )
         return messages
 
     # ranks that sample for rank 0
@@ -197,7 +199,7 @@ class Ranks:
         return found
 
     def _values(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value, while the ranks join: no signal counts."""
+        """Every rank's value while the ranks connect; signals are ignored."""
         return [message.value for message in self._gather(RankMessage(where, value))]
 
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
@@ -209,7 +211,7 @@ class Ranks:
         return [decode_message(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gathered(self, where: str, own: np.ndarray) -> np.ndarray:
-        """Every rank's array, one row each."""
+        """All ranks' arrays, one row each."""
         import mlx.core as mx
 
         assert self._collectives is not None
@@ -218,7 +220,7 @@ class Ranks:
         return np.array(found).reshape(-1, own.size)
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
-        """A collective under the watchdog. Raises RankError if a peer is gone."""
+        """A collective under the watchdog. Raises RankError if a peer has disappeared."""
         started = time.monotonic()
         try:
             with self.watchdog.waiting(what):
@@ -235,14 +237,14 @@ class Ranks:
             self._seconds[kind] += time.monotonic() - started
 
     def _who_is_gone(self, why: str) -> str:
-        """The lost rank, if it becomes known within a moment."""
+        """The lost rank, if it is detected within a moment."""
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
             line = self.watchdog.gone()
             if line:
                 return line
             time.sleep(0.05)
-        others = self.watchdog.elsewhere or "all of them are on this host and still running"
+        others = self.watchdog.elsewhere or "all ranks are on this host and still running"
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _error_of(self, messages: Sequence[RankMessage]) -> RankError:
@@ -254,10 +256,10 @@ class Ranks:
 
     @contextmanager
     def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
-        """The block changes the run's state: on all ranks or on none, and no signal interrupts it.
+        """A block that changes the run's state, on all ranks or on none; no signal interrupts it.
 
-        It gets the messages of the preceding exchange, which raises Stopped if a signal has come to
-        a rank.
+        It receives the messages of the preceding exchange, which raises Stopped if a rank has
+        received a signal.
         """
         self._signals.check()
         with self._signals.deferred():
@@ -270,8 +272,9 @@ class Ranks:
                 self._committing = before
 
     def stop_together(self, error: Stopped) -> None:
-        """After `error`: when this returns, all ranks know that they stop. Raises RankError if one
-        is gone."""
+        """After `error`, waits until all ranks know that they stop. Raises RankError if one has
+        disappeared.
+        """
         self._signals.stopping = True
         if not self._stopping:
             with suppress(Stopped):
@@ -282,8 +285,7 @@ class Ranks:
         return any(message.value for message in self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and
-        "reducing"."""
+        """Seconds since the last call: "waiting" for the slowest rank in exchanges, and "reducing"."""
         found = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found
@@ -291,23 +293,25 @@ class Ranks:
     # the end
 
     def agreed_to_end(self) -> None:
-        """All ranks know that they end: from now on, none waits for another."""
+        """Marks that all ranks know about the end; from now on, none waits for another."""
         if self._collectives:
             self._over = True
             self.watchdog.stop()
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
-        """Within the block the ranks exchange arrays, not messages: each rank detects failures
-        itself."""
+        """Within the block, the ranks exchange arrays instead of messages, so each rank detects
+        failures itself.
+        """
         self._moving = True
         with self._signals.deferred():
             yield
         self._moving = False
 
     def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say` for the answer to a signal, but silent if the signal only follows another rank's
-        end."""
+        """`say` for the response to a signal, but silent if the signal only follows another rank's
+        end.
+        """
 
         def alert(text: str) -> None:
             if not self.is_alone:

@@ -1,9 +1,10 @@
-"""Ends a rank whose peers are gone or hang, because a collective that waits for them cannot be
-interrupted.
+"""Ends a rank if its peers have disappeared or hang, because a collective that waits for them
+cannot be interrupted.
 
-The ranks of one host share a file, the scoreboard: who waits, who has ended and why, and who is
-    gone. Each rank has a slot in the file and holds a lock on it. The system releases the lock when
-    the process ends for any reason. If another rank can take the lock, the rank is gone.
+The ranks of one host share a file, the scoreboard, which shows which ranks wait, which have ended
+and why, and which have disappeared. Each rank has a slot in the file and holds a lock on it. The
+system releases the lock when the process ends for any reason, so a rank whose lock another rank can
+take has disappeared.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _SLOT = np.dtype(
 
 
 class Scoreboard:
-    """The slots of `size` ranks; `mine` is written, the others are read."""
+    """The slots of `size` ranks; this rank writes the slot `mine` and reads the others."""
 
     def __init__(self, path: str, size: int, mine: int) -> None:
-        """Opens the file, which `create` made, and takes this rank's lock."""
+        """Opens the file created by `create`, and takes this rank's lock."""
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
         # last: a lock ends if any descriptor is closed
@@ -50,15 +51,16 @@ class Scoreboard:
 
     @staticmethod
     def create(size: int) -> str:
-        """The path of a new file for `size` ranks, to be removed when all have opened it."""
+        """The path of a new file for `size` ranks, to be removed after all ranks have opened it."""
         number, path = tempfile.mkstemp(prefix="grpo-ranks-")
         os.ftruncate(number, size * _SLOT.itemsize)
         os.close(number)
         return path
 
     def share(self, asked: int) -> list[int]:
-        """Publishes the signal that has come to this rank (0: none); returns those that have come
-        to any rank."""
+        """Publishes the signal that this rank has received (0: none); returns the signals that any
+        rank has received.
+        """
         self._own["asked"] = asked
         return [int(number) for number in self._slots["asked"] if number]
 
@@ -90,8 +92,9 @@ class Scoreboard:
 
 
 def host_key() -> str:
-    """The host's name, with an identifier that distinguishes hosts of the same name, and containers
-    of one host."""
+    """The host's name, with an identifier that distinguishes hosts with the same name and
+    containers on the same host.
+    """
     boot = ""
     place = os.stat(tempfile.gettempdir())
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -106,7 +109,7 @@ _GRACE = 3.0  # seconds in which the ranks may end by themselves
 
 @attrs.define(eq=False, slots=False)
 class Watchdog:
-    """A thread that checks the other ranks, and how long this one has waited."""
+    """A thread that checks the other ranks and this rank's waiting time."""
 
     rank: int
     timeout: float  # seconds that a collective may take
@@ -135,18 +138,19 @@ class Watchdog:
         )
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts checking."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread, because the ranks end. A signal that comes now, such as the launcher's,
-        is not the reason."""
+        """Ends the thread because the ranks end. A signal that arrives from now on, such as the
+        launcher's, is not the reason.
+        """
         self._signals.stopping = True
         self._off.set()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Within the block the main thread is in a collective."""
+        """Within the block, the main thread is in a collective."""
         self._number += 1
         self._what = what
         self.write(WAITING)
@@ -172,12 +176,13 @@ class Watchdog:
         lost = [(rank, *self.board.read(rank)) for rank in self.here if self.board.is_gone(rank)]
         lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
         dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
-        lines += [f"{name} is gone: it was killed or crashed" for name in dead]
+        lines += [f"{name} has disappeared: it was killed or crashed" for name in dead]
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining one of this host that is not `late`, so that it
-        must report what happened."""
+        """Whether this rank is the lowest remaining rank of this host that is not `late`, which
+        must report the failure.
+        """
         below = [rank for rank in self.here if rank < self.rank and rank not in late]
         return self.board is None or all(map(self.board.is_gone, below))
 
@@ -209,14 +214,16 @@ class Watchdog:
                     else "not all ranks have joined"
                 )
                 self._end(
-                    f"no end of {what} after {waited:.0f} s (system.collective_timeout): {why}",
+                    f"{what} did not finish within {waited:.0f} s (system.collective_timeout): "
+                    f"{why}",
                     late,
                 )
 
     def _share_signals(self) -> None:
-        """Shows this rank's signal to the others of this host, and takes over theirs.
+        """Shows this rank's signal to the other ranks of this host, and adopts theirs.
 
-        A launcher that has ended is a SIGTERM: nobody reads the ranks' output, or ends them.
+        The end of the launcher is treated as a SIGTERM, because nothing else would read the ranks'
+        output or end them.
         """
         if os.getppid() != self._parent:
             self._signals.ask(signal.SIGTERM)
@@ -235,7 +242,7 @@ class Watchdog:
         ]
 
     def _end(self, line: str, late: Sequence[int] = ()) -> None:
-        """Ends this process; those that are `late` then see that it is gone."""
+        """Ends this process; ranks that are `late` then detect that it has disappeared."""
         if self._off.is_set():
             return
         if self.is_reporter(late):

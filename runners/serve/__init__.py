@@ -1,1 +1,3 @@
-"""HTTP over an engine: OpenAI's and vLLM's sampling wire, for agents that own their loop."""
+"""Serves an engine over HTTP with the sampling APIs of OpenAI and vLLM, for agents that run their
+own loop.
+"""

@@ -1,4 +1,4 @@
-"""The HTTP server of a `Service`, in a thread of its own."""
+"""The HTTP server of a `Service`, which runs in its own thread."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RETRY = {"Retry-After": "1"}
 
 
 class Gone(Exception):
-    """The client has left, or its time is up."""
+    """The client has disconnected, or its time limit has passed."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Call:
-    """A request's completions, and what has come of them."""
+    """A request's completions and their results so far."""
 
     session: Session
     answer: Answer
@@ -51,11 +51,11 @@ class Call:
     news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
 
     def put(self, number: int, *what: Any) -> None:
-        """News of a turn."""
+        """An update about a turn."""
         self.news.put_nowait((number, what[0] if len(what) == 1 else what))
 
     def reply(self, number: int, row: Row) -> Reply:
-        """A completion as a message, which a later chat may continue."""
+        """A completion as a message that a later chat may continue."""
         reply = self.reader.read(self.answer.model.decoder.decode(row.tokens), whole=True)
         chat = self.answer.asked.chat
         if chat is not None:
@@ -118,7 +118,7 @@ class HttpServer:
         asyncio.run(serve())
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or refuses it with an error in OpenAI's form."""
+        """Answers a request, or refuses it with an error in OpenAI's format."""
         started = False
 
         async def bounded(message: Message) -> None:
@@ -146,10 +146,10 @@ class HttpServer:
         await JSONResponse(fault.body, fault.status, headers)(scope, receive, bounded)
 
     def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raise ApiError for a request that another site's page may have made.
+        """Raises ApiError for a request that a page of another site may have sent.
 
-        A page in a browser reaches this machine's servers by a name that it makes point here
-        (Host), or as they are (Origin).
+        A page in a browser could reach this machine's servers by a name that resolves to this
+        machine (Host), or directly (Origin).
         """
         found = {name: value.decode("latin-1") for name, value in headers}
         host = found.get(b"host", "").lower()
@@ -158,7 +158,7 @@ class HttpServer:
             raise ApiError(f"Host: expected one of {', '.join(LOCAL)}", status=403)
         origin = found.get(b"origin", f"http://{host}").lower()
         if origin not in (f"http://{host}", f"https://{host}"):
-            raise ApiError("Origin: requests of other sites are refused", status=403)
+            raise ApiError("Origin: requests from other sites are refused", status=403)
 
     async def _body(self, request: Request) -> bytes:
         """A request's body, bounded in size and time."""
@@ -169,9 +169,9 @@ class HttpServer:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limits.body:
-                        raise ApiError(f"the body has over {limits.body:,} bytes", status=413)
+                        raise ApiError(f"the body is larger than {limits.body:,} bytes", status=413)
         except TimeoutError:
-            raise ApiError("the body did not come in time", status=408) from None
+            raise ApiError("the body was not received in time", status=408) from None
         return body
 
 
@@ -205,12 +205,12 @@ class Server(HttpServer):
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _session(self, request: Request) -> Session:
-        """The session that a request's key opens. ApiError if there is none."""
+        """The session that belongs to a request's key. Raises ApiError if there is none."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
         session = session or self._public
         if session is None:
-            raise ApiError("the API key is wrong", status=401, code="invalid_api_key")
+            raise ApiError("the API key is invalid", status=401, code="invalid_api_key")
         return session
 
     # What is asked.
@@ -251,13 +251,15 @@ class Server(HttpServer):
         try:
             rows = dict([news async for news in self._news(call, request.receive)])
         except Gone:
-            raise ApiError("the call took too long", status=408) from None
+            raise ApiError("the call exceeded its time limit", status=408) from None
         found = [rows[number] for number in range(len(call.turns))]
         replies = [call.reply(number, row) for number, row in enumerate(found)]
         return JSONResponse(call.answer.whole(found, replies))
 
     def _prepared(self, session: Session, asked: Asked) -> Call:
-        """A call's turns: its prompts as tokens, behind what the session has of them."""
+        """A call's turns: its prompts as tokens, appended to the tokens that the session already
+        has.
+        """
         model = self.service.model
         prompts: list[tuple[tuple[int, ...], Point | None]] = []
         if asked.chat is not None:
@@ -296,8 +298,9 @@ class Server(HttpServer):
         return call
 
     async def _news(self, call: Call, receive: Receive) -> AsyncGenerator[tuple[int, Any]]:
-        """What comes of a call, until all of it has ended. The turns end too if the client leaves,
-        or this is closed."""
+        """The updates of a call until all of its turns have ended. The turns also end if the client
+        disconnects or the iterator is closed.
+        """
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(_leave(receive, call))
         late = partial(call.put, -1, Gone())
@@ -354,7 +357,7 @@ class Server(HttpServer):
 
 
 class Connection(H11Protocol):
-    """Closes if no whole request comes within `timeout_keep_alive`."""
+    """Closes the connection if no complete request arrives within `timeout_keep_alive`."""
 
     _seen: Any = None
     _timer: asyncio.TimerHandle | None = None
@@ -387,8 +390,9 @@ def event(value: dict[str, Any]) -> bytes:
 def _behind(
     session: Session, model: ServedModel, chat: Chat
 ) -> tuple[tuple[int, ...], Point] | None:
-    """The prompt of a chat that continues an earlier one of the session: its exact ids, and what
-    is new."""
+    """The prompt of a chat that continues an earlier one of the session: its exact ids, and the new
+    part.
+    """
     found = session.point(chat.keys)
     if found is None:
         return None
@@ -398,7 +402,7 @@ def _behind(
 
 
 async def _leave(receive: Receive, call: Call) -> None:
-    """Waits until the client leaves."""
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     call.put(-1, Gone())

@@ -1,4 +1,4 @@
-"""Chats as tokens, and completions as replies: content, thoughts and tool calls."""
+"""Converts chats to tokens, and completions to replies: content, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runners.tokenization.text import TextDecoder, TextStream
 
 @attrs.frozen(eq=False, kw_only=True)
 class Chat:
-    """A conversation that asks for a reply."""
+    """A conversation that requires a reply."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()  # schemas, for the template
@@ -29,13 +29,15 @@ class Chat:
 
     @property
     def keys(self) -> list[str]:
-        """What it begins with, and its messages, each as a text that is equal for equal ones."""
+        """The keys of its start and of its messages: texts that are equal for equal messages."""
         begun = [list(self.tools), dict(self.template_kwargs)]
         return [json.dumps(begun, sort_keys=True), *map(message_key, self.messages)]
 
 
 def message_key(message: Message, *, thoughts: bool = True) -> str:
-    """A text that is equal for messages that say the same; `thoughts`: and think the same."""
+    """A text that is equal for messages with the same content; with `thoughts`, also the same
+    thoughts.
+    """
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
     thought = message.get("reasoning_content") if thoughts else None
@@ -52,7 +54,7 @@ class Reply:
 
     @property
     def message(self) -> Message:
-        """The message, as the chat template takes it."""
+        """The message in the form for the chat template."""
         more: Message = {}
         if self.thoughts:
             more["reasoning_content"] = self.thoughts
@@ -63,7 +65,7 @@ class Reply:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ServedModel:
-    """What the wire needs to know of a model."""
+    """The properties of a model that the API needs."""
 
     name: str
     tokenizer: Any
@@ -87,15 +89,16 @@ class ServedModel:
         return tokens
 
     def marks(self, chat: Chat) -> tuple[int, ...]:
-        """The ids of nanochat's marks, between which a chat's only tool is called; else none."""
+        """The ids of nanochat's marks, between which a chat's only tool is called; otherwise empty."""
         return mark_ids(self.tokenizer) if len(chat.tools) == 1 else ()
 
     def following(
         self, ids: Sequence[int], chat: Chat, messages: Sequence[Message]
     ) -> tuple[int, ...] | None:
-        """The tokens behind a reply that ends with these ids: the next messages, up to the reply.
+        """The tokens after a reply that ends with these ids: the next messages, up to the next
+        reply.
 
-        None: the template cannot write them there, or the client says what the model said.
+        None if the template cannot render them there, or if the client wrote the model's message.
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
             return None
@@ -110,13 +113,13 @@ class ServedModel:
             return None
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raise UserError for ids that the model does not have."""
+        """Raises UserError for ids that the model does not have."""
         most = self.vocabulary
         if most is not None and max(prompt, default=0) >= most:
             raise UserError(f"prompt: expected token ids below {most}, found {max(prompt)}")
 
     def reader(self, chat: Chat | None, stops: Sequence[str], *, first: bool) -> ReplyReader:
-        """For completions of a chat's first reply or a later one; None: of a text."""
+        """For completions of a chat's first or later reply; None for completions of a text."""
         tokenizer = self.tokenizer
         if chat is None:
             return ReplyReader(stops=tuple(stops))
@@ -137,7 +140,7 @@ class ServedModel:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ReplyReader:
-    """Reads completions as replies, while they come and at their end."""
+    """Reads completions as replies, both while they are generated and at their end."""
 
     stops: tuple[str, ...] = ()  # a reply ends before the first of them
     calls: CallReader | None = None  # None: there are no tools
@@ -145,7 +148,9 @@ class ReplyReader:
     opening: str = ""  # the reply's first words, which are in its prompt
 
     def read(self, text: str, *, whole: bool) -> Reply:
-        """The reply of a completion's text; unless `whole`, what of it can no longer change."""
+        """The reply in a completion's text; unless `whole` is set, only the part that can no longer
+        change.
+        """
         places = [text.find(stop) for stop in self.stops if stop in text]
         text = self.opening + (text[: min(places)] if places else text)
         if not whole:
@@ -168,14 +173,16 @@ class ReplyReader:
         return Reply(content=around if made else content, thoughts=thoughts, calls=tuple(made))
 
     def _held(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a stop string, a tag or a call."""
+        """The number of characters at the end that may be the start of a stop string, a tag or a
+        call.
+        """
         marks = [*self.stops, *self.tags, *([self.calls.start] if self.calls else ())]
         longest = max(map(len, marks), default=1)
         ends = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
     def _before_calls(self, content: str) -> str:
-        """What comes before a call: nothing if all of the content may be one."""
+        """The text before a call; empty if the whole content may be one."""
         reader = self.calls
         if reader is None or (reader.parser is None and content.lstrip().startswith("{")):
             return ""
@@ -183,10 +190,10 @@ class ReplyReader:
 
 
 class ReplyStream:
-    """The pieces of a reply whose tokens are still coming."""
+    """The pieces of a reply whose tokens are still being generated."""
 
     def __init__(self, reader: ReplyReader, decoder: TextDecoder) -> None:
-        """Nothing has come."""
+        """Starts without tokens."""
         self._reader = reader
         self._stream = TextStream(decoder)
         self._text = ""
@@ -198,7 +205,7 @@ class ReplyStream:
         return self.rest(self._reader.read(self._text, whole=False))
 
     def rest(self, reply: Reply) -> Reply:
-        """The part of the reply that was not sent."""
+        """The part of the reply that has not been sent."""
         before = self._sent
         self._sent = reply
         return attrs.evolve(

@@ -1,5 +1,6 @@
-"""An engine that several clients use: turns come from any thread, and the thread that owns the
-engine decodes them."""
+"""Shares an engine among several clients: turns come from any thread, and the thread that owns the
+engine decodes them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ WAIT = 0.05  # seconds between two questions whether to stop, while nothing deco
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What clients may use up."""
+    """Limits on what clients may use."""
 
     turns: int = 256  # completions that wait or decode
     connections: int = 1024
@@ -37,7 +38,7 @@ News = list[Callable[[], None]]
 
 
 class Service:
-    """Turns of all clients, over one engine."""
+    """Decodes the turns of all clients with one engine."""
 
     def __init__(self, engine: Engine, model: ServedModel, limits: Limits | None = None) -> None:
         """The thread that calls `run` owns the engine."""
@@ -63,11 +64,13 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no turn waits or decodes."""
+        """Whether no turn is waiting or decoding."""
         return not (self._turns or self._waiting) and self._inbox.empty()
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Queue turns. Raises Refused, for all of them, if there is no room or the service ends."""
+        """Queues turns. Raises Refused for all of them if the queue is full or the service is
+        ending.
+        """
         taken = 0
         while taken < len(turns) and not self.draining and self._room.acquire(blocking=False):
             taken += 1
@@ -80,16 +83,16 @@ class Service:
         if taken:
             self._room.release(taken)
         if self.draining:
-            raise Refused("the server ends", "draining", 503)
-        raise Refused("too many completions are under way", "full", 429)
+            raise Refused("the server is shutting down", "draining", 503)
+        raise Refused("too many completions are in progress", "full", 429)
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn, with the fault Refused unless it has just ended."""
+        """Ends a turn, with the fault Refused unless it has just ended."""
         turn.cancelled = True
         self._inbox.put(turn)
 
     def wake(self) -> None:
-        """Make `run` ask `until` at once."""
+        """Makes `run` check `until` immediately."""
         self._inbox.put(None)
 
     # From the thread that owns the engine.
@@ -104,10 +107,10 @@ class Service:
         most_tokens: int = 0,
         records: bool = True,
     ) -> Session:
-        """A session for the calls with its key (empty: a new random one); see `Session`.
+        """A session for the calls with this key (if it is empty, a new random key); see `Session`.
 
-        `records`: it keeps all rows, for training; else the last ones, for calls that continue
-        them.
+        If `records` is set, it keeps all rows, for training; otherwise, only the last ones, for
+        calls that continue them.
         """
         session = Session(
             key=key or secrets.token_urlsafe(24),
@@ -122,8 +125,9 @@ class Service:
         return session
 
     def close(self, session: Session) -> None:
-        """Later calls are refused, and those under way end and leave no trace: `session.rows` does
-        not change any more."""
+        """Later calls are refused. Calls in progress are ended and discarded, so `session.rows` no
+        longer changes.
+        """
         self._sessions.pop(session.key, None)
         session.close()
         self._accept(None)
@@ -135,13 +139,14 @@ class Service:
                 self.engine.cancel(row.kept)
 
     def run(self, until: Callable[[], bool], *, together: Callable[[], int] | None = None) -> None:
-        """Decode what clients ask for, until `until` says so. Turns that are under way then wait
-        for the next call.
+        """Decodes the clients' turns until `until` returns True. Turns in progress then wait for
+        the next call.
 
-        `together`: begin turns only when no row decodes and as many turns wait as it returns, in
-        the order of their sessions: the same numbers bit for bit each time. None: begin at once.
+        With `together`, turns start only when no row is decoding and as many turns wait as it
+        returns, in the order of their sessions, so that numbers are bit-identical each time. If it
+        is None, turns start immediately.
 
-        An error while decoding ends the turns that were under way with it.
+        An error while decoding ends the turns in progress with this error.
         """
         while not until():
             self._accept(None if self._turns else WAIT)
@@ -152,10 +157,11 @@ class Service:
                 self._tell()
 
     def load(self, weights: Weights | None, *, interrupt: bool = False) -> None:
-        """Sample with these weights from now on. Turns under way end with those that they began
-        with; `interrupt`: they continue with the new ones, and their rows say which drew what.
+        """Samples with these weights from now on. Turns in progress finish with their old weights;
+        with `interrupt`, they continue with the new weights, and their rows record which weights
+        sampled each token.
 
-        Turns with stop strings always end first: such a string may lie across the change.
+        Turns with stop strings always finish first, because a stop string may span the change.
         """
         self._accept(None)
         for ticket, turn in list(self._turns.items()) if interrupt else ():
@@ -166,8 +172,7 @@ class Service:
         self.engine.load(weights)
 
     def _accept(self, wait: float | None) -> None:
-        """Take in what clients have asked for, and wait for it so many seconds; None: not at
-        all."""
+        """Receives the clients' requests, waiting this many seconds for them; None does not wait."""
         with suppress(queue.Empty):
             turn = self._inbox.get(block=wait is not None, timeout=wait)
             while True:
@@ -176,7 +181,7 @@ class Service:
                 turn = self._inbox.get_nowait()
 
     def _take(self, turn: Turn) -> None:
-        """A turn that is new, or cancelled."""
+        """Receives a turn that is new or was cancelled."""
         ends = turn.cancelled or turn.session.closed
         if turn.ticket is not None and ends:
             self.engine.cancel(turn.ticket)
@@ -187,7 +192,7 @@ class Service:
             self._waiting.append(turn)
 
     def _begin(self, together: Callable[[], int] | None) -> None:
-        """Hand waiting turns to the engine."""
+        """Submits waiting turns to the engine."""
         if together is not None:
             if self._turns or len(self._waiting) < together():
                 return
@@ -201,7 +206,7 @@ class Service:
         self._waiting = []
 
     def _collect(self) -> None:
-        """Decode for a moment, and tell who asked."""
+        """Decodes for a moment, and informs the clients."""
         fault: Exception | None = None
         try:
             for ticket, (row,) in self.engine.collect(0).items():
@@ -217,7 +222,7 @@ class Service:
         self._tell()
 
     def _look(self, ticket: Ticket, turn: Turn) -> None:
-        """Hear a turn's new tokens, or its error."""
+        """Reads a turn's new tokens, or its error."""
         try:
             tokens = self.engine.peek(ticket, turn.sent - _drawn_before(turn))
         except Exception as error:
@@ -227,7 +232,7 @@ class Service:
             self._hear(turn, [token.id for token in tokens], [token.logp for token in tokens])
 
     def _ended(self, turn: Turn, row: Row) -> None:
-        """A turn has come to an end, or to that of its weights."""
+        """Handles a turn that has ended, or whose weights were replaced."""
         sent = turn.sent - _drawn_before(turn)
         self._hear(turn, row.tokens[sent:], row.logp[sent:])
         whole = row if turn.begun is None else joined(turn.begun, row)
@@ -262,19 +267,19 @@ class Service:
         self._news.append(partial(turn.end, outcome))
 
     def _tell(self) -> None:
-        """Deliver the news."""
+        """Delivers the updates."""
         news = self._news
         self._news = []
         self.deliver(news)
 
 
 def _drawn_before(turn: Turn) -> int:
-    """Tokens that earlier weights have drawn."""
+    """Tokens sampled by earlier weights."""
     return 0 if turn.begun is None else len(turn.begun.tokens)
 
 
 def joined(before: Row, after: Row) -> Row:
-    """A completion that two versions of the weights have drawn, one after the other."""
+    """A completion sampled by two versions of the weights, one after the other."""
     entropy = None
     if before.entropy is not None and after.entropy is not None:
         entropy = before.entropy + after.entropy
@@ -288,6 +293,6 @@ def joined(before: Row, after: Row) -> Row:
 
 
 def hand_out(news: News) -> None:
-    """Tell all listeners."""
+    """Informs all listeners."""
     for tell in news:
         tell()

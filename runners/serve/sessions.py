@@ -1,8 +1,8 @@
-"""A client's calls as rows of tokens.
+"""Records a client's calls as rows of tokens.
 
 A call that continues an earlier one continues its row: the exact ids of the earlier prompt and
-reply, then only what is new. Every other call (compaction, a branch, a sub-agent) begins a new row.
-A branch of an earlier call begins with that call's exact ids, so nothing is tokenized twice.
+reply, then only the new part. Every other call (compaction, a branch, a sub-agent) starts a new
+row. A branch of an earlier call starts with that call's exact ids, so nothing is tokenized twice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from runners.engines.rollouts import Talk
 
 
 class Refused(Exception):
-    """A call may not be made: its session is over or has used up what it may, or there is no
-    room."""
+    """A call is refused: its session has ended or reached a limit, or the queue is full."""
 
     def __init__(self, message: str, code: str = "session_limit", status: int = 403) -> None:
-        """`code` and `status`: as HTTP answers it."""
+        """`code` and `status` are those of the HTTP response."""
         super().__init__(message)
         self.code = code
         self.status = status
@@ -42,13 +41,13 @@ class SessionRow:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The prompt, and all tokens behind it."""
+        """The prompt and all tokens after it."""
         return (*self.talk.prompt, *self.talk.tokens)
 
 
 @attrs.frozen(eq=False)
 class Point:
-    """The end of a call, where a later one may continue its row, or branch off."""
+    """The end of a call, at which a later call may continue its row or branch off."""
 
     row: SessionRow
     length: int  # of the row's ids
@@ -61,7 +60,7 @@ class Point:
 
 @attrs.define(eq=False, kw_only=True)
 class Turn:
-    """One completion of a call: what the engine is asked for, and how far it has come."""
+    """One completion of a call: the request to the engine, and its progress."""
 
     session: Session
     row: SessionRow
@@ -82,7 +81,7 @@ class Turn:
 
 @attrs.define(eq=False, kw_only=True)
 class Session:
-    """The calls that come with one API key. Any thread may use it."""
+    """The calls with one API key. Any thread may use it."""
 
     key: str
     number: int = 0  # in the order in which sessions were opened
@@ -102,22 +101,24 @@ class Session:
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
 
     def count(self) -> None:
-        """A call comes. Raises Refused if the session is over or has used up what it may."""
+        """Registers a call. Raises Refused if the session has ended or reached a limit."""
         with self._lock:
             self._check()
             if self.most_calls and self.calls >= self.most_calls:
-                raise Refused(f"the session has made its {self.most_calls} calls")
+                raise Refused(f"the session has reached its limit of {self.most_calls} calls")
             if self.most_tokens and self.tokens >= self.most_tokens:
-                raise Refused(f"the session has sampled its {self.most_tokens} tokens")
+                raise Refused(
+                    f"the session has reached its limit of {self.most_tokens} sampled tokens"
+                )
             self.calls += 1
 
     def close(self) -> None:
-        """Refuse all calls from now on."""
+        """Refuses all calls from now on."""
         with self._lock:
             self.closed = True
 
     def point(self, keys: Sequence[str]) -> tuple[Point, int] | None:
-        """The longest earlier conversation that a chat begins with, and the number of its keys."""
+        """The longest earlier conversation with which a chat starts, and the number of its keys."""
         digests = _digests(keys)
         with self._lock:
             for count in range(len(keys) - 1, 1, -1):
@@ -126,7 +127,7 @@ class Session:
         return None
 
     def point_in(self, prompt: tuple[int, ...]) -> Point | None:
-        """The longest row whose ids a prompt begins with."""
+        """The longest row with whose ids a prompt starts."""
         with self._lock:
             found = [row for row in self.rows if row.talk.tokens and _begins(prompt, row.ids)]
             best = max(found, key=lambda row: len(row.ids), default=None)
@@ -141,11 +142,11 @@ class Session:
         *,
         keep: bool = True,
     ) -> Turn:
-        """A turn behind a prompt, which begins with the ids of the point, if there is one.
+        """A turn after a prompt, which starts with the ids of `point`, if there is one.
 
-        It continues the point's row unless that has gone on, or goes on now. `seed` is that of the
-        call; if it is None, or the session has a distribution of its own, the row has one. Raises
-        Refused if the session is over, or has no room after the prompt.
+        It continues the point's row unless another turn has continued it or is doing so. `seed` is
+        the call's seed; if it is None, or if the session has its own distribution, the row's seed
+        is used. Raises Refused if the session has ended, or if there is no room after the prompt.
         """
         with self._lock:
             self._check()
@@ -173,8 +174,9 @@ class Session:
             return row.turn
 
     def ended(self, turn: Turn, outcome: Row | Exception) -> list[Ticket]:
-        """The turn's completion becomes part of its row, unless the session is over; a turn with a
-        fault leaves no trace. Returns what is kept in vain: of rows that are forgotten."""
+        """Adds the turn's completion to its row, unless the session has ended; a turn with a fault
+        is discarded. Returns the kept caches of rows that are dropped.
+        """
         row = turn.row
         with self._lock:
             row.turn = None
@@ -190,14 +192,14 @@ class Session:
             return self._forget(row) if self.most_rows else []
 
     def record(self, turn: Turn, keys: Iterable[Sequence[str]]) -> None:
-        """A turn's chat with its reply, in each form in which a client may continue it."""
+        """A turn's chat with its reply, in each form that a client may continue."""
         with self._lock:
             if turn.point is not None:
                 self._points |= dict.fromkeys([_digests(each)[-1] for each in keys], turn.point)
 
     def _check(self) -> None:
         if self.closed:
-            raise Refused("the session is over")
+            raise Refused("the session has ended")
 
     def _next_seed(self) -> Seed:
         number = self._begun
@@ -207,16 +209,19 @@ class Session:
         return derived_seed(self.seed, number)
 
     def _sampling(self, asked: g.Sampling, before: int) -> g.Sampling:
-        """The distribution of the session, if it has one, and the ends and limits of the call.
+        """The session's distribution, if it has one, with the stop conditions and limits of the
+        call.
 
-        `before`: minus the number of tokens behind the row's prompt.
+        `before` is minus the number of tokens after the row's prompt.
         """
         if self.sampling is None:
             return asked
         room = self.sampling.max_new_tokens + before
         if room < 1:
             most = self.sampling.max_new_tokens
-            raise Refused(f"the row has its {most} tokens", "context_length_exceeded", 400)
+            raise Refused(
+                f"the row has reached its limit of {most} tokens", "context_length_exceeded", 400
+            )
         return attrs.evolve(
             self.sampling,
             max_new_tokens=min(asked.max_new_tokens, room),
@@ -225,7 +230,7 @@ class Session:
         )
 
     def _forget(self, last: SessionRow) -> list[Ticket]:
-        """Forget the oldest rows; the last one is the newest. Returns what is kept for them."""
+        """Drops the oldest rows; the last one is the newest. Returns their kept caches."""
         self.rows.remove(last)
         self.rows.append(last)
         gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
@@ -237,7 +242,7 @@ class Session:
 
 
 def derived_seed(seed: Seed, number: int) -> Seed:
-    """A seed for each number: the seed itself for 0, and one that is independent of it else."""
+    """A seed for each number: the seed itself for 0, otherwise an independent one."""
     if number == 0:
         return seed
     words = struct.pack("<3Q", *seed, number)
@@ -250,7 +255,7 @@ def _begins(prompt: tuple[int, ...], ids: tuple[int, ...]) -> bool:
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """Of the first n texts, for each n."""
+    """A key of the first n texts, for each n."""
     running = hashlib.blake2b()
     found = []
     for key in keys:

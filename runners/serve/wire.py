@@ -1,6 +1,6 @@
-"""What clients send and get: OpenAI's completions and chats, and vLLM's ids in, ids out.
+"""The requests and responses: OpenAI's completions and chats, and vLLM's generation from token ids.
 
-A parameter is used, refused by its name, or known not to change a reply.
+Each parameter is either used, refused by name, or known not to affect a reply.
 """
 
 import json
@@ -87,10 +87,12 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
 
 
 class ApiError(Exception):
-    """A refusal, as OpenAI's clients read it."""
+    """A refusal in the form that OpenAI's clients read."""
 
     def __init__(self, message: str, param: str | None = None, **more: Any) -> None:
-        """`param`: the parameter at fault; `status` and `code` of the answer, if not 400."""
+        """`param` is the invalid parameter; `status` and `code` are those of the response, by
+        default 400.
+        """
         super().__init__(message)
         self.status: int = more.pop("status", 400)
         error = {"message": printable(message), "type": _KINDS.get(self.status), "param": param}
@@ -109,12 +111,14 @@ class Asked:
     logprobs: bool = False
 
     def seed_of(self, number: int) -> Seed | None:
-        """The seed of a completion; None: any."""
+        """The seed of a completion; None means any."""
         seed = self.given.get("seed")
         return None if seed is None else derived_seed((seed >> 32, seed & 0xFFFFFFFF), number)
 
     def sampling(self, model: ServedModel, prompt: int) -> g.Sampling:
-        """How to sample behind a prompt of so many tokens. Raises ApiError if there is no room."""
+        """The sampling settings after a prompt with this number of tokens. Raises ApiError if there
+        is no room.
+        """
         default = model.sampling
         room = model.length - prompt
         usual = min(max(room, 1), default.max_new_tokens) if self.chat else SHORT
@@ -143,7 +147,7 @@ class Asked:
 def read_json(body: bytes) -> dict[str, Any]:
     """A request's body. Raises ApiError unless it is an object."""
     try:
-        found = json.loads(body, parse_constant=lambda name: float(f"{name} is no JSON"))
+        found = json.loads(body, parse_constant=lambda name: float(f"{name} is not JSON"))
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):
@@ -197,7 +201,7 @@ def read_fields(
     fixed: Mapping[str, tuple[Any, ...]] = FIXED,
     ignored: Collection[str] = IGNORED,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters that are used, checked, and those of the names in `raw`, as they are."""
+    """The used parameters, checked, and the parameters named in `raw`, unchanged."""
     given: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in body.items():
@@ -226,7 +230,7 @@ def _object(param: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
-    """A value of this type and range. Raises ApiError if it is none."""
+    """A value of this type and range. Raises ApiError for any other value."""
     try:
         found = rules.structure(value, kind)
         if within and not rules.is_within(found, within):
@@ -237,7 +241,7 @@ def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A prompt, text or ids; whether the model has these is checked later."""
+    """A prompt as text or ids; whether the model has these ids is checked later."""
     ids = isinstance(value, list)
     found = checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
     if not found:
@@ -256,7 +260,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    """A chat's messages, as the template takes them."""
+    """A chat's messages in the form for the template."""
     if isinstance(value, list):
         value = [_renamed(each) if isinstance(each, dict) else each for each in value]
     fault = prompt_fault(value) if isinstance(value, list) else "expected a list of messages"
@@ -272,12 +276,12 @@ def _messages(value: Any) -> tuple[Message, ...]:
             if message.get("tool_call_id") in names:
                 message.setdefault("name", names[message["tool_call_id"]])
     except (TypeError, KeyError, AttributeError) as error:
-        raise ApiError("messages: expected calls of functions in tool_calls", "messages") from error
+        raise ApiError("messages: expected function calls in tool_calls", "messages") from error
     return messages
 
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the names that templates know."""
+    """A message with the names that templates use."""
     role = "system" if message.get("role") == "developer" else message.get("role")
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(thoughts, str):
@@ -287,7 +291,7 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """A call's arguments as an object, for templates; as they are if they are none."""
+    """A call's arguments as an object, for templates; unchanged if they are not an object."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -297,7 +301,7 @@ def _arguments(value: Any) -> Any:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Answer:
-    """Writes what goes back for a call."""
+    """Writes the response to a call."""
 
     asked: Asked
     model: ServedModel
@@ -331,23 +335,23 @@ class Answer:
         finish: str | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
-        """A piece of a stream: of a chat's message, or of a text."""
+        """A piece of a stream, of either a chat's message or a text."""
         choice = {"index": index, "finish_reason": finish, **self._tokens(tokens, logp)}
         said = {"delta": dict(delta)} if self.asked.chat else {"text": delta.get("content", "")}
         return self._around([choice | said], ".chunk", first=first)
 
     def usage_chunk(self, sampled: int) -> dict[str, Any]:
-        """The piece of a stream that says what it took."""
+        """The piece of a stream that contains the usage."""
         return self._around([], ".chunk", first=False) | self.usage(sampled)
 
     def usage(self, sampled: int) -> dict[str, Any]:
-        """Tokens of the prompts and the completions."""
+        """The numbers of tokens of the prompts and the completions."""
         prompt = sum(map(len, self.prompts))
         counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
         return {"usage": {**counts, "total_tokens": prompt + sampled}}
 
     def _around(self, choices: list[dict[str, Any]], part: str, *, first: bool) -> dict[str, Any]:
-        """An answer or a piece of one; the first has the prompt's ids, if they are wanted."""
+        """An answer or a piece of one; the first contains the prompt's ids if they are requested."""
         if self.asked.ids:
             return {"request_id": self.head["id"], "choices": choices}
         kind = f"chat.completion{part}" if self.asked.chat else "text_completion"
@@ -378,7 +382,7 @@ class Answer:
 
 
 def wire_message(reply: Reply) -> dict[str, Any]:
-    """A reply's fields as clients read them: the arguments of calls are texts."""
+    """A reply's fields in the form for clients: the arguments of calls are texts."""
     message = {"reasoning": reply.thoughts or None, **reply.message}
     calls = []
     for index, call in enumerate(reply.calls):

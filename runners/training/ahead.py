@@ -1,8 +1,8 @@
-"""Rollouts ahead of the learner (`rollout.max_staleness`): threads sample and score them while it
-works.
+"""Rollouts ahead of the learner (`rollout.max_staleness`): threads sample and score them while the
+learner works.
 
-Batch steps are admitted in their order, and by the number of updates, never by time: so a run is the
-same each time, and none is dropped. One thread samples, and one batch is scored at a time.
+Batch steps start in order, according to the number of updates and never to time, so a run is
+reproducible and no batch step is dropped. One thread samples, and one batch is scored at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from runners.training.steps import experience, propose
 
 
 def admitted(plan: Plan, state: RunState) -> RunState:
-    """The state with the flights that begin with the present weights: those for the present update
-    and the next `rollout.max_staleness` ones."""
+    """The state with the flights that start with the current weights: the flights for the current
+    update and the next `rollout.max_staleness` updates.
+    """
     length = plan.run.length
     together = plan.config.optim.gradient_accumulation_steps
     update = (state.batch_step - length.supervised) // together
@@ -35,10 +36,10 @@ def admitted(plan: Plan, state: RunState) -> RunState:
 
 
 class Ahead:
-    """The threads of a run, and the experiences that they make."""
+    """The threads of a run, and the experiences that they produce."""
 
     def __init__(self, plan: Plan) -> None:
-        """Nothing has begun."""
+        """Starts without flights."""
         self._stop = threading.Event()
         self._sampler = ThreadPoolExecutor(1, "sampler")
         self._scorers = ThreadPoolExecutor(2 + plan.config.rollout.max_staleness, "scorer")
@@ -51,7 +52,7 @@ class Ahead:
         self._plan = attrs.evolve(plan, run=attrs.evolve(plan.run, collector=collector))
 
     def begin(self, state: RunState) -> None:
-        """Begins the flights of a state that are not under way."""
+        """Starts the flights of a state that are not running yet."""
         for flight in state.flights:
             if flight.batch_step not in self._found:
                 before = flight.state(state)
@@ -62,17 +63,19 @@ class Ahead:
                 )
 
     def result(self, flight: Flight) -> Experience:
-        """The experience of a flight; waits for it. Raises what went wrong in its thread."""
+        """Waits for the experience of a flight and returns it. Raises the exception of its thread,
+        if any.
+        """
         found = self._found[flight.batch_step].result()
         del self._found[flight.batch_step]
         return found
 
     def settle(self) -> None:
-        """Waits until no thread works: the model, rewards and environments are free."""
+        """Waits until no thread works, so that the model, rewards and environments are free."""
         wait(self._found.values())
 
     def close(self) -> None:
-        """Ends the threads; what they were at is lost."""
+        """Ends the threads; their current work is lost."""
         self._stop.set()
         for pool in (self._scorers, self._sampler):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused(policy, params, prompts):
     """Each with what was found and what is wanted."""
     tokens, images = prompts[0]
     how = {"sampling": g.Sampling(max_new_tokens=2), "key": mx.random.key(0)}
-    with pytest.raises(ValueError, match="images: expected 1, one a prompt, found 2"):
+    with pytest.raises(ValueError, match="images: expected 1, one per prompt, found 2"):
         g.generate(policy, params, [tokens], images=[images, None], **how)
     with pytest.raises(ValueError, match="prompt 0 has 5 tokens: its images have"):
         g.generate(policy, params, [tokens[:5]], images=[images], **how)

@@ -1,5 +1,5 @@
-"""CPUs: the BLAS of a Linux machine, which importing this package loads, and functions that are
-faster than MLX's own.
+"""CPUs: the BLAS of a Linux machine, which is loaded when this package is imported, and functions
+that are faster than MLX's own.
 
 Does not import MLX, because the BLAS must be loaded first; `find` imports the submodules.
 """

@@ -1,7 +1,8 @@
 """Attention over whole sequences in float32, with one BLAS product per head of keys.
 
 MLX uses one product for each row and head, and its softmax computes one exponential at a time.
-Here, heads that share keys are additional rows of one product, and the softmax is `elementwise`'s.
+Here, heads that share keys are additional rows of the same product, and the softmax is from
+`elementwise`.
 """
 
 from typing import Any, cast
@@ -35,9 +36,9 @@ def attention(
         queries: [B,H,L,D].
         keys: [B,K,S,D], H a multiple of K.
         values: [B,K,S,Dv].
-        scale: of the scores.
-        mask: of booleans, broadcast to [B,H,L,S]; "causal": the last tokens of S are those of L;
-            None: all.
+        scale: the factor of the scores.
+        mask: booleans, broadcast to [B,H,L,S]; "causal", where the L queries are the last of the S
+            tokens; or None for no mask.
 
     Returns:
         [B,H,L,Dv].

@@ -1,6 +1,6 @@
 """The BLAS for MLX's products on a Linux CPU: the only side effect of `import grpo_fn`.
 
-The reference BLAS in MLX's CPU wheel is some thirty times slower than OpenBLAS or MKL, and rounds
+The reference BLAS in MLX's CPU wheel is about 30 times slower than OpenBLAS or MKL, and rounds
 differently. Another library replaces it only if its symbols are global before MLX is imported.
 """
 
@@ -34,7 +34,7 @@ _AS_IT_IS = "matrix products are about 30 times slower now, and round differentl
 
 @attrs.frozen
 class Blas:
-    """The outcome of the search for a BLAS: the loaded library, or the reason for none."""
+    """The outcome of the search for a BLAS: the loaded library, or the reason why none was loaded."""
 
     library: str | None
     reason: str = ""
@@ -119,8 +119,8 @@ def _load_global(name: str) -> bool:
 def _choose_kernels(library: ctypes.CDLL) -> None:
     """Selects the fastest usable kernels in an OpenBLAS that is older than the processor.
 
-    The user's own choice in OPENBLAS_CORETYPE stays. OpenBLAS reads that variable when it chooses,
-    and is made to choose again here; other libraries do not see the variable.
+    A user's choice in OPENBLAS_CORETYPE is kept. OpenBLAS reads that variable when it selects
+    kernels, and is made to select again here; other libraries do not see the variable.
     """
     needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
@@ -139,7 +139,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
 
 
 def processor_flags() -> set[str]:
-    """The processor's features as reported by Linux; otherwise empty."""
+    """The processor's features as reported by Linux; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -158,8 +158,9 @@ def _is_ilp64(library: ctypes.CDLL) -> bool:
 
 
 def _global_blas() -> str | None:
-    """A BLAS that is already global, such as by LD_PRELOAD; private copies, such as NumPy's, do not
-    count."""
+    """A BLAS that is already global, for example through LD_PRELOAD; private copies, such as
+    NumPy's, do not count.
+    """
     try:
         program = ctypes.CDLL(None)
     except OSError:

@@ -6,10 +6,10 @@ vector instructions. Everything here is for float32: see `on_cpu`.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
-e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), summed by
-Estrin's scheme: few dependent steps, so that each of the four functions below is one pass over
-memory, or less inside a compiled step. 2^n is n written into the exponent's bits; n stands in the
-lowest bits of the sum that rounds it.
+e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), evaluated
+by Estrin's scheme, which has few dependent steps, so that each of the four functions below is one
+pass over memory, or less inside a compiled step. 2^n is computed by writing n into the exponent's
+bits; n is in the lowest bits of the sum that rounds it.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 
 def on_cpu(*arrays: mx.array) -> bool:
-    """Whether the functions of this module compute these arrays."""
+    """Whether the functions of this module support these arrays."""
     return all(a.dtype == mx.float32 for a in arrays)
 
 
@@ -58,7 +58,7 @@ def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, without a gradient of its own."""
+    """silu(gate) · x, without a custom gradient."""
     power, scale = _powers_of_minus(gate)
     return _gated(gate, x, power, scale)
 
@@ -75,7 +75,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
-    """The array with one number added in each row, in place."""
+    """Adds a number to one entry of each row, in place."""
     return array_cv.at[mx.arange(array_cv.shape[0]), index_c].add(values_c)
 
 
@@ -84,15 +84,15 @@ def _rounded(x: mx.array, per_unit: float) -> mx.array:
 
     `per_unit`: log2 e, or −log2 e for e^{−x}.
 
-    The bounds are compared after the sum: g++ makes no vector instructions of arithmetic on a
-    bounded number, as it computes the two constant results beforehand and branches to them.
+    The bounds are compared after the sum: g++ does not vectorize arithmetic on a bounded number,
+    because it computes the two constant results beforehand and branches to them.
     """
     sum_ = x * per_unit + _ROUNDER
     return mx.where(sum_ < _LEAST, _LEAST, mx.where(sum_ > _MOST, _MOST, sum_))
 
 
 def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
-    """r = x − n ln 2; −1/2 where x is far below the bounds of n, so that its power is finite.
+    """r = x − n ln 2, or −1/2 if x is far below the bounds of n, so that its power is finite.
 
     The −1/2 is computed, for the same reason as above.
     """
@@ -117,10 +117,10 @@ _MOST_AXES = 6
 
 
 def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[..., Any]:
-    """One kernel for a whole expression of arrays of one shape and dtype, also in eager code.
+    """One kernel for a whole expression of arrays of the same shape and dtype, also in eager code.
 
-    Traced here and now, for any number of axes: a trace that MLX makes inside of `mx.grad` fixes
-    the shapes that constants are broadcast to, and is then used for every shape.
+    It is traced immediately, for any number of axes, because a trace inside `mx.grad` fixes the
+    shapes that constants are broadcast to and is then used for every shape.
     """
     fused = mx.compile(function, shapeless=True)
     for axes in range(_MOST_AXES + 1):
@@ -140,8 +140,8 @@ def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
     """Two arrays whose product is e^(−gate), returned separately so that callers can fuse the
     product.
 
-    The two views force a kernel boundary, because MLX limits a kernel's depth: where the chain up
-    to SwiGLU exceeds it, the constants of its second half come as strided inputs, and g++ does not
+    The two views force a kernel boundary, because MLX limits a kernel's depth: if the chain up to
+    SwiGLU exceeds it, the constants of its second half become strided inputs, and g++ does not
     vectorize that loop.
     """
     rounded = _fused_rounded_of_minus(gate)
@@ -193,15 +193,16 @@ def _gated_gradient(
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     """The product of attention weights and values in float32, which is the faster product on a CPU.
 
-    A sum of two such products is rounded to 16 bits once, like one product over copied prompts.
-    Rounded twice, log-probs would differ from the learner's by up to 0.12 nats.
+    A sum of two such products is rounded to 16 bits once, like a single product over copied
+    prompts. If it were rounded twice, log-probs would differ from the learner's by up to 0.12 nats.
     """
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 
 
 def gather_mm(x: mx.array, weights: mx.array, **options: Any) -> mx.array:
-    """`mx.gather_mm` of any floating dtype: on a CPU MLX multiplies by chosen experts only in
-    float32."""
+    """`mx.gather_mm` for any floating dtype, because MLX supports products with chosen experts on a
+    CPU only in float32.
+    """
     return mx.gather_mm(x.astype(mx.float32), weights.astype(mx.float32), **options).astype(x.dtype)
 
 

@@ -1,8 +1,7 @@
 """Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` would do both, but needs 1.3 s for each kernel in each process, because it
-reads MLX's headers each time. These sources need no headers and compile in a small fraction of that
-time.
+`mx.fast.cuda_kernel` does both, but it takes 1.3 s per kernel and process, because it reads MLX's
+headers each time. These sources need no headers and compile in a small fraction of that time.
 """
 
 import ctypes
@@ -51,23 +50,24 @@ _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
-    """Whether kernels for the three floating dtypes support this one here."""
+    """Whether kernels for the three floating dtypes support this dtype on this machine."""
     return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
 
 
 def literal(number: float) -> str:
-    """A number as text in a kernel's source. A number passed as an argument would be in host
-    memory, and each launch would wait for it. Every number makes a new kernel."""
+    """A number as text in a kernel's source. If it were an argument, it would be in host memory and
+    each launch would wait for it. Each distinct number requires a separate kernel.
+    """
     return f"({number:.9e}f)"
 
 
 class CudaKernel:
-    """A kernel; its source is the body of a function of its inputs and outputs, by name."""
+    """A kernel whose source is the body of a function of its inputs and outputs, by name."""
 
     def __init__(
         self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str
     ) -> None:
-        """`source` may name sizes of inputs, as in `x_shape[0]`."""
+        """`source` may refer to sizes of inputs, for example `x_shape[0]`."""
         self._name, self._inputs, self._outputs = name, inputs, outputs
         self._sizes = tuple(
             dict.fromkeys((found[1], int(found[2])) for found in _SIZE.finditer(source))
@@ -90,14 +90,13 @@ class CudaKernel:
         """The outputs of one launch.
 
         Args:
-            inputs: arrays in the order of their names, copied if their rows are not in
-                order.
-            template: names in the source, with the dtype, number or bool of each.
-            grid: threads.
-            threadgroup: threads of a block.
-            output_shapes, output_dtypes: of the outputs.
-            init_value: the outputs' initial value; None: undefined.
-            shared_memory: bytes of a block in addition to those in the source.
+            inputs: arrays in the order of their names, copied if they are not contiguous.
+            template: names in the source, each with a dtype, number or bool.
+            grid: number of threads.
+            threadgroup: number of threads per block.
+            output_shapes, output_dtypes: shapes and dtypes of the outputs.
+            init_value: the outputs' initial value; None leaves it undefined.
+            shared_memory: bytes per block in addition to those in the source.
         """
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
         key = (threads, *template, *(a.dtype for a in inputs), *output_dtypes)
@@ -132,7 +131,7 @@ class CudaKernel:
         outputs: Sequence[mx.Dtype],
         threads: int,
     ) -> tuple[str, str]:
-        """A unique name for the kernel with these types and threads of a block, and its whole
+        """A unique name for the kernel with these types and threads per block, and its complete
         source.
 
         MLX caches programs by name, so the name contains a checksum of the source.
@@ -154,8 +153,9 @@ class CudaKernel:
 
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """The kernel: a `CudaKernel`, or without NVRTC an `mx.fast.cuda_kernel`, which is called
-    alike."""
+    """The kernel: a `CudaKernel` or, without NVRTC, an `mx.fast.cuda_kernel`, which is called in
+    the same way.
+    """
     if _nvrtc() is not None:
         return CudaKernel(name, inputs, outputs, source)
     # MLX caches compiled kernels only by their names.
@@ -218,7 +218,7 @@ def compiled_source(source: str, architecture: str) -> bytes:
     """The machine code of CUDA source for an architecture such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC refuses the source; with its message.
+        RuntimeError: NVRTC rejects the source; contains its message.
     """
     library = _nvrtc()
     assert library is not None
@@ -237,7 +237,7 @@ def compiled_source(source: str, architecture: str) -> bytes:
     if call(
         "nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
     ):
-        raise RuntimeError("NVRTC could not begin a program")
+        raise RuntimeError("NVRTC could not create a program")
     try:
         words = (
             f"--gpu-architecture={architecture}",
@@ -251,7 +251,7 @@ def compiled_source(source: str, architecture: str) -> bytes:
                 .rstrip(b"\0")
                 .decode(errors="replace")
             )
-            raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{log}")
+            raise RuntimeError(f"NVRTC rejected a kernel for {architecture}:\n{log}")
         return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         call("nvrtcDestroyProgram", ctypes.byref(program))

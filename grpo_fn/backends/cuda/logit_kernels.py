@@ -2,8 +2,8 @@
 
 A block of threads computes one row. MLX's composed form needs about a dozen passes over float32
 copies of the logits. Here, each number of a product is read once and, for its gradient, written
-once, in its own dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), with the
-moment that an entropy needs beside the total:
+once, in its own dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), and add
+the moment that an entropy requires:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
     lse = top + log total                       H = log total − moment / total
@@ -168,7 +168,7 @@ def row_logprobs(
     scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Of each row log softmax at the target, the entropy, and log Σ e^z; float32 [C], nats.
+    """For each row, log softmax at the target, the entropy, and log Σ e^z; float32 [C], nats.
 
     Args:
         product_cv: hidden states times the head's matrix.

@@ -1,11 +1,11 @@
 """Programs that MLX compiles at their first use on CUDA, each triggered by a small computation.
 
 MLX (0.32) generates the source of every gather, scatter and fused chain of elementwise operations,
-and NVRTC compiles it: two to six seconds each on one core, and a first update needs some thirty.
-Compiled programs are stored in a folder under the names used here, where other processes find them.
-So parallel processes can compile them while the model is loaded.
+and NVRTC compiles it. Each program takes two to six seconds on one core, and the first update
+requires about thirty. Compiled programs are stored in a folder under the names used here, where
+other processes find them, so parallel processes can compile them while the model is loaded.
 
-A name that this version of MLX does not use wastes a process; `names` fits the versions that
+A name that this version of MLX does not use wastes a process; `names` matches the versions that
 pyproject.toml allows.
 """
 

@@ -1,5 +1,6 @@
-"""Calibrated rounding: some rows of a block of columns per block of threads, and one thread per
-range."""
+"""Kernels for calibrated rounding: a block of threads rounds some rows of a block of columns, and
+one thread computes a range.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,14 +1,14 @@
-"""The C++ header of every program that MLX compiles for a CPU, compiled once.
+"""Precompiles the C++ header of every program that MLX compiles for a CPU.
 
 MLX (0.32) generates a program for each chain of elementwise operations, and g++ needs most of a
-second to compile it. Three quarters of that time are for one header that all programs include. A
-first update needs about ninety programs. g++ looks for that header next to the program first, and
-uses its compiled form if it exists. The programs are in a temporary folder, and so is the compiled
-header.
+second to compile it. Three quarters of that time are spent on a header that all programs include,
+and the first update requires about ninety programs. g++ looks for that header next to the program
+first, and uses its compiled form if it exists. The programs are in a temporary folder, and so is
+the compiled header.
 
 MLX uses only the vector instructions that every x86-64 processor has, with four numbers at a time.
-The compiled form uses eight if the processor has AVX2, without its fused products, so that numbers
-stay the same.
+The compiled form uses eight if the processor supports AVX2, but without fused products, so that
+numbers stay the same.
 
 Importing this module does not import MLX.
 """
@@ -48,10 +48,10 @@ def programs_folder() -> Path:
 
 
 def compile_header(platform: Platform) -> Path | None:
-    """Starts to compile the header if necessary; returns the file of the result.
+    """Starts compiling the header if necessary; returns the file of the result.
 
-    None if it is not compiled on this machine. Each version of g++ has its own file and ignores the
-    others.
+    None if it is not compiled on this machine. Each version of g++ uses its own file and ignores
+    the others.
     """
     compiler = shutil.which("g++")
     if platform.backend != "cpu" or sys.platform != "linux" or not compiler:

@@ -1,5 +1,5 @@
-"""MLX's compiled CUDA programs: kept in the user's cache folder, and compiled ahead by parallel
-processes.
+"""Keeps MLX's compiled CUDA programs in the user's cache folder, and compiles them in advance with
+parallel processes.
 
 Importing this module does not import MLX.
 """
@@ -37,12 +37,12 @@ _CODE = (
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
-    """Sets the folder in the user's cache where MLX keeps its compiled programs; keeps a setting of
-    the user.
+    """Sets the folder in the user's cache where MLX keeps its compiled programs; a user's setting
+    is kept.
 
-    Each version, each GPU and each running process has its own folder: home folders may be shared,
-        and MLX writes programs in place, so a second process could read an incomplete one. The
-        folder starts with the programs of the others.
+    Each version, GPU and running process has its own folder, because home folders may be shared and
+    MLX writes programs in place, so a second process could read an incomplete program. A new folder
+    starts with the programs of the others.
     """
     wish = os.environ.get(_VARIABLE)
     # else inherited from the parent process
@@ -76,18 +76,19 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
 
 
 def _is_whole(code: Path) -> bool:
-    """Whether a program was written to its end: what a process that was killed has left would end
-    later runs. MLX writes a program's code, its names and its source, in this order."""
+    """Whether a program was written completely; an incomplete one, left by a killed process, would
+    end later runs. MLX writes a program's code, its names and its source, in this order.
+    """
     source = code.with_suffix(".cu")
     return source.exists() and source.stat().st_size > 0
 
 
 def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
-    """Starts to compile the programs of a run before anything else is read; only on CUDA.
+    """Starts compiling the programs of a run before anything else is read; only on CUDA.
 
-    A model with an unknown dtype is assumed to be bfloat16: MLX compiles other programs when it
-        needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory`
-        (bytes). They end with this process, or when the compilation is finished.
+    A model with an unknown dtype is assumed to be bfloat16; MLX compiles other programs when it
+    needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (in
+    bytes). The processes end with this process, or when the compilation is finished.
     """
     from grpo_fn.backends import cuda_programs, enabled
 
@@ -104,7 +105,7 @@ def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Comp
 
 
 class Compilation:
-    """Compiles programs into `folder` until `stop`, or until nothing needs this object any more."""
+    """Compiles programs into `folder` until `stop` is called or this object is deleted."""
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
         """Starts at most this many processes, for the `names` that are not in the folder."""
@@ -125,7 +126,9 @@ class Compilation:
             )
 
     def wait(self) -> None:
-        """Waits until the programs are in the folder; MLX compiles missing ones when it needs them."""
+        """Waits until the programs are in the folder; MLX compiles missing programs when it needs
+        them.
+        """
         for part, process in self._running.items():
             with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
                 if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:
@@ -134,7 +137,9 @@ class Compilation:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves programs from folder to folder, each one's code last: others see only complete ones."""
+    """Moves programs between folders, each program's code last, so that other processes only see
+    complete programs.
+    """
     files = [path for path in source.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
         place = target / path.relative_to(source)

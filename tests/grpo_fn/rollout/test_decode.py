@@ -108,7 +108,7 @@ def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
     for numbers in (range(2, len(RAGGED)), range(0, len(RAGGED), 2), [2, 0]):
         part = roll(policy, [RAGGED[n] for n in numbers], prompt_numbers=numbers, eos_ids=EOS)
         assert part.completions() == g.take_groups(whole, list(numbers)).completions()
-    with pytest.raises(ValueError, match="prompt_numbers: expected 3, one a prompt, found 2"):
+    with pytest.raises(ValueError, match="prompt_numbers: expected 3, one per prompt, found 2"):
         roll(policy, RAGGED, prompt_numbers=[2, 0])
 
 

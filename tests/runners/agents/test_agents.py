@@ -266,7 +266,7 @@ def test_a_program_that_the_system_cannot_start_costs_its_episode(tmp_path, monk
     _, experience = collected(tmp_path, ONE_CALL)
     faults = [each.fault for each in experience.played]
     assert [bool(fault) for fault in faults] == [False, False, True, *[False] * 5]
-    assert "was not started" in faults[2] and "too many processes" in faults[2]
+    assert "could not be started" in faults[2] and "too many processes" in faults[2]
 
 
 def test_time_in_which_the_model_samples_is_not_the_programs():
@@ -304,7 +304,7 @@ def test_a_killed_run_resumes_exactly(tmp_path):
     [
         ({"tools": ["runners.environments.calculator:calculate"]}, "env.tools: expected []"),
         ({"program": [], "taskset": "my_tasks"}, "env.taskset: expected a name such as"),
-        ({"program": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"program": ["no-such-program"]}, "no such program: 'no-such-program'"),
     ],
 )
 def test_wrong_keys_are_named(tmp_path, env, line):

@@ -218,7 +218,7 @@ def test_a_group_has_the_prompt_that_its_rows_share():
         assert found.completions()[row] == rest + alone.completions()[0]
         assert found.sampled()[row] == [False] * len(rest) + alone.sampled()[0]
         assert found.logp_bt[row, : len(rest)].tolist() == [0.0] * len(rest)
-    with pytest.raises(UserError, match="no common first token"):
+    with pytest.raises(UserError, match="do not start with the same token"):
         converse(engine_of(policy), [own[0], own[2]], SAMPLING, Answers())
 
 

@@ -31,8 +31,8 @@ from tests.support.resuming import config_in
         ({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}, RankPlace(2, 4, "nccl")),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, RankPlace(0, 2, "mpi")),
         ({"MLX_RANK": "1", "MLX_IBV_DEVICES": "[[null, 1], [1, null]]"}, RankPlace(1, 2, "jaccl")),
-        ({"MLX_RANK": "0", "MLX_HOSTFILE": "{"}, "the launcher's variables give no rank: JSONDecodeError"),
-        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, "the launcher's variables give no rank: .*'x'"),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "{"}, "variables do not contain a valid rank: JSONDecodeError"),
+        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, "variables do not contain a valid rank: .*'x'"),
     ],
 )
 def test_the_launchers_variables_say_who_this_is(tmp_path, environ, found):
@@ -124,7 +124,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
     command = [sys.executable, "-c", code, path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 4
-    assert f"rank 0 ({os.uname().nodename}) ends: no end of the rollout after" in done.stderr
+    assert f"rank 0 ({os.uname().nodename}) ends: the rollout did not finish within" in done.stderr
     assert "waited for rank 1 (a)" in done.stderr
 
 
@@ -186,7 +186,7 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
         raise RuntimeError("connection to a peer was lost")
 
     said = []
-    ranks = two_ranks(Echo(lost), gone="rank 1 (here) is gone: it was killed or crashed")
+    ranks = two_ranks(Echo(lost), gone="rank 1 (here) has disappeared: it was killed or crashed")
     ranks.alert(said.append)("Saving after this step.")
     with pytest.raises(RankError, match=r"rank 1 \(here\) is gone"), ranks.ending_together():
         receive(ranks)

@@ -182,7 +182,7 @@ def test_a_killed_rank_ends_all_with_its_name(write, tmp_path):
     own = {"functions": ["fault.py:fault"], "timeout": 0}  # in the rank's own process
     config = write("killed", reward=own, optim={"batch_size": 2, "max_steps": 5})
     said = begin(2, tmp_path / "ranks", [str(config)]).end()
-    assert "rank 1 (" in said and "is gone: it was killed or crashed" in said, said
+    assert "rank 1 (" in said and "has disappeared: it was killed or crashed" in said, said
     killed = tmp_path / "outputs/killed"
     assert lines(killed, "training_log.jsonl")[-1]["fault"].startswith("rank 1 (")
     check_manifest(killed / "checkpoint-2")

@@ -1,1 +1,1 @@
-"""Decoding steps on CUDA: few launches, which never wait for the host."""
+"""Decoding steps on CUDA, with few launches that never wait for the host."""

@@ -1,8 +1,8 @@
 """One CUDA kernel for a whole decoder block at one token per row: norms, products, attention and
 MLP.
 
-A decoding step has some 300 operations, each of which costs the host 5 to 13 µs in MLX: twice the
-    device's time for all of them. Here a whole block is one launch.
+A decoding step has about 300 operations, each of which costs the host 5 to 13 µs in MLX; together,
+this is twice the device's time. Here, a whole block is a single launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
@@ -58,7 +58,7 @@ class BlockShape:
 
     @property
     def products(self) -> int:
-        """Multiplications per row: one for each weight."""
+        """Number of multiplications per row, one for each weight."""
         heads = self.head_width * (2 * self.heads + 2 * self.shared)
         return self.width * (heads + self.hidden * (3 if self.gated else 2))
 
@@ -80,8 +80,9 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """The weights of a block; those of products are [out,in]. None if the block does not have
-    it."""
+    """The weights of a block; weights of products are [out,in]. A weight is None if the block does
+    not have it.
+    """
 
     q: mx.array
     k: mx.array
@@ -137,12 +138,12 @@ def block_step(
     rows' buffers.
 
     Args:
-        shape, weights: the block, which `takes_block` must accept.
+        shape, weights: the block; `takes_block` must accept it.
         x: [B,1,D].
         turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
-        prompt, own, prompt_of_b, lengths_p, own_length_b: as of
+        prompt, own, prompt_of_b, lengths_p, own_length_b: see
             `prefix_attention.append_and_attend`.
-        barrier: uint32 [64], zeros at first; not shared with another launch that may run at the
+        barrier: uint32 [64], initially zeros; not shared with another launch that may run at the
             same time.
     """
     device = device_limits()
@@ -198,12 +199,14 @@ def block_step(
 
 
 def _split(columns: int, depth: int, groups: int) -> int:
-    """Parts of K, so that there are about as many items as multiprocessors for 128 rows."""
+    """The number of parts of K with which there are about as many items as multiprocessors for 128
+    rows.
+    """
     steps = depth // 64
     parts = max(1, min(steps, groups // (columns // 64)))
     return -(-steps // -(-steps // parts))
 
 
 def _stages(limits: DeviceLimits) -> int:
-    """Ring-buffer stages that fit in shared memory, minus 1 KiB that is reserved."""
+    """The number of ring-buffer stages that fit in shared memory, minus 1 KiB that is reserved."""
     return min(_MOST_STAGES, (limits.shared_bytes - 1024) // _STAGE)

@@ -1,8 +1,8 @@
 """The CUDA source of `block_kernel`.
 
 One block of threads runs on each multiprocessor. Between the parts, all blocks wait for each other
-by counting themselves in `barrier`, two numbers that are updated in place. So the number of
-launched blocks must not exceed what can run at a time, and launches with the same barrier must not
+by counting in `barrier`, two numbers that are updated in place. Therefore, the number of launched
+blocks must not exceed the number that can run at once, and launches with the same barrier must not
 overlap.
 
 Products: tiles of 128 rows × 64 columns, 64 numbers of K at a time through a ring of stages in

@@ -1,8 +1,8 @@
-"""Decoder blocks that `block_kernel` computes while a model samples on CUDA.
+"""Replaces decoder blocks by `block_kernel` while a model samples on CUDA.
 
-Two families of mlx-lm's blocks are supported: those with Llama's names of parts (Llama, Qwen2,
-Qwen3, Mistral), and nanochat's. Names alone are not trusted: on random weights, a block must agree
-with `composed_block`, the kernel's specification; otherwise it is not replaced.
+Two families of mlx-lm's blocks are supported: blocks whose parts have Llama's names (Llama, Qwen2,
+Qwen3, Mistral), and nanochat's. Names alone are not trusted: a block is replaced only if it agrees
+with `composed_block`, the kernel's specification, on random weights.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """The parts of a block of a supported family; None for others."""
+    """The parts of a block of a supported family; None for any other block."""
     try:
         parts = _llama_parts(block) if "self_attn" in block else _nanochat_parts(block)
     except (AttributeError, KeyError, TypeError):
@@ -142,7 +142,7 @@ def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.
 
 
 def composed_block(parts: Parts, x: mx.array) -> mx.array:
-    """The kernel's specification, for whole sequences [B,L,D] from position 0 on."""
+    """The kernel's specification, for whole sequences [B,L,D] starting at position 0."""
     shape, weights, rope = parts
     rows, length, _ = x.shape
     turns = turns_at(rope, shape.head_width, 1, length, 0)
@@ -179,8 +179,9 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
 
 @functools.lru_cache(maxsize=64)
 def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
-    """Whether a block computes `composed_block`: compared on random weights, once for a class and
-    shape."""
+    """Whether a block computes `composed_block`; they are compared on random weights, once per
+    class and shape.
+    """
     module = block.module
 
     def drawn(path: str, leaf: mx.array) -> mx.array:
@@ -265,7 +266,7 @@ class DecodeBlock(nn.Module):
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """The module with its blocks in this form, for this many rows, inside the `with` block; on CUDA
+    """Inside the `with` block, the module has its blocks in this form for this many rows; on CUDA
     only.
 
     If the kernel does not support this many rows, the blocks stay unchanged, and other forms may be
@@ -285,7 +286,9 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
 
 
 def _rotation(parts: Parts | None) -> mx.array:
-    """The rotations at some positions; equal for two blocks that rotate their heads alike."""
+    """The rotations at some positions, which are equal for two blocks that rotate their heads in
+    the same way.
+    """
     assert parts is not None
     turns = [turns_at(parts.rope, parts.shape.head_width, 1, 4, first) for first in (0, 5000)]
     return mx.concatenate(turns, axis=1)

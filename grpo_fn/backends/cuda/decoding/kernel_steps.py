@@ -1,9 +1,9 @@
 """Decoding steps on CUDA over one copy of each prompt: a compiled program whose attention kernel
 also writes the row's new key and value in place, so that nothing is copied.
 
-A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A
-compiled program is launched without running the Python code that describes it. If its buffers do
-not move, it can be launched ahead of the device.
+A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
+them. A compiled program is launched without running the Python code that describes it. If its
+buffers do not move, it can be launched ahead of the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,7 @@ _PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
-    """Steps over one copy of each prompt, compiled; each row's keys and values are written in
-    place."""
+    """Compiled steps over one copy of each prompt; each row's keys and values are written in place."""
 
     drops_rows = False  # each number of rows would be a program of its own
 
@@ -40,15 +39,15 @@ class KernelSteps:
         groups: Sequence[int],
         room: int,
     ) -> None:
-        """After a prefill.
+        """Creates the steps after a prefill.
 
         Args:
-            step: `kernel_forward` of the policy, compiled.
+            step: the policy's `kernel_forward`, compiled.
             params: all leaves of the model, as used in the forward pass.
-            caches: plain ones after P prompts, padded on the right; their spare room is used.
-            lengths: tokens of each prompt.
+            caches: plain caches after P prompts, padded on the right; their spare room is used.
+            lengths: number of tokens of each prompt.
             groups: number of rows of each prompt.
-            room: the most tokens that can be fed to a row.
+            room: the maximum number of tokens that can be fed to a row.
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
@@ -70,8 +69,7 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """Like `Steps`, for rows right after their prefill: they take the places of finished
-        rows."""
+        """See `Steps`. Rows right after their prefill replace finished rows."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -101,7 +99,7 @@ class KernelSteps:
         return places
 
     def _grow(self) -> None:
-        """Make buffers with room for one more token of each row, and the program for them."""
+        """Creates buffers with room for one more token per row, and the program for them."""
         self._fed = [count + self._steps for count in self._fed]
         self._steps = 0
         used = max(self._fed)
@@ -133,8 +131,9 @@ class KernelSteps:
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
-    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1:
-    nothing."""
+    """The entry at each index: old entries keep their indices, new ones are put between and after
+    them; -1 marks an unused index.
+    """
     at = {place: place for place in old}
     if (needed := len(at) + len(new)) > size:
         step = max(_PLACES, 1 << max(needed.bit_length() - 3, 0))
@@ -145,7 +144,7 @@ def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
 
 
 def _enlarged(array: mx.array, rows: int, columns: int) -> mx.array:
-    """[B,K,T,D] with zeros behind its rows and columns."""
+    """Pads [B,K,T,D] with zeros after its rows and columns."""
     if (array.shape[0], array.shape[2]) == (rows, columns):
         return array
     larger = mx.zeros((rows, array.shape[1], columns, array.shape[3]), array.dtype)
@@ -154,7 +153,7 @@ def _enlarged(array: mx.array, rows: int, columns: int) -> mx.array:
 
 
 def _inserted(array: mx.array, new: mx.array, places: mx.array, rows: int) -> mx.array:
-    """[B,K,T,D] with so many rows, of which those at the places are the new ones."""
+    """Resizes [B,K,T,D] to this number of rows and writes the new rows at these indices."""
     larger = _enlarged(array, rows, max(array.shape[2], new.shape[2]))
     larger[places, :, : new.shape[2]] = new
     return larger
@@ -181,7 +180,7 @@ class KernelCache:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """No mask: a new token sees all earlier ones."""
+        """No mask, because a new token attends to all earlier ones."""
         if length != 1 or window_size is not None:
             raise ValueError(
                 f"length = {length}, window_size = {window_size}: expected 1 and no window"
@@ -232,8 +231,8 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether `KernelSteps` can decode a model that shares prefixes.
 
-    This is determined by building a compiled step without computing it: a model that reads values
-        while it runs cannot be compiled. `caches` are plain and empty.
+    This is determined by building a compiled step without evaluating it, because a model that reads
+    values while it runs cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:

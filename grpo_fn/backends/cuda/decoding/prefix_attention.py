@@ -2,14 +2,14 @@
 newest token's key and value.
 
 A block of threads computes one row and one head of keys, with all query heads that share it; 16-bit
-numbers use tensor cores (`attention_source`). Other dtypes and narrow heads do not: groups of lanes
-process keys in turn, 8 numbers of each key per lane, prefetch the next keys, and keep a running
-softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the groups' sums are combined. The
-rows of a prompt read the same keys, mostly from the device's cache.
+numbers use tensor cores (`attention_source`). Other dtypes and narrow heads do not use tensor
+cores: groups of lanes process keys in turn, 8 numbers of each key per lane, prefetch the next keys,
+and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the groups' sums
+are combined. The rows of a prompt read the same keys, mostly from the device's cache.
 
 The new key and value are written into the row's own buffers, which are inputs; MLX does not know
-this. This is correct only if the caller alone holds these buffers and steps do not overlap. A
-step's tokens depend on the previous step's, which orders the steps.
+this. This is correct only if nobody else uses these buffers and steps do not overlap. A step's
+tokens depend on the previous step's tokens, which orders the steps.
 """
 
 import mlx.core as mx
@@ -173,11 +173,11 @@ def append_and_attend(
 
     Args:
         queries: [B,H,1,D].
-        new_keys, new_values: [B,K,1,D], of the token itself.
-        prompt_keys, prompt_values: [P,K,L,D], of which the first `lengths_p` count.
-        own_keys, own_values: [B,K,T,D], of which the first `own_length_b` < T count; written behind
-            them.
-        prompt_of_b: each row's prompt; int32, as are the lengths.
+        new_keys, new_values: [B,K,1,D], the new token's.
+        prompt_keys, prompt_values: [P,K,L,D]; the first `lengths_p` are used.
+        own_keys, own_values: [B,K,T,D]; the first `own_length_b` < T are used, and the new token is
+            written after them.
+        prompt_of_b: each row's prompt, int32 like the lengths.
 
     Raises:
         ValueError: the kernel does not support these heads or dtypes.
