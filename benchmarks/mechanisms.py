@@ -266,7 +266,7 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
         shapes = [shape for shape in shapes or default if shape not in (REAL, REAL_LORA)]
     for name in names:
         if name not in TITLES:
-            known = f"wanted one of {', '.join(TITLES)}{did_you_mean(name, TITLES)}"
+            known = f"expected one of {', '.join(TITLES)}{did_you_mean(name, TITLES)}"
             raise UserError(f"mechanism {name!r}: {known}")
     chosen = [mechanism for mechanism in MECHANISMS if mechanism.title in (names or TITLES)]
     if quick and not names:

@@ -320,7 +320,7 @@ def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer
     titles = list(dict.fromkeys(peer.title for of_tune in peers.values() for peer in of_tune))
     unknown = [name for name in names if name not in titles]
     if unknown:
-        raise UserError(f"peer {unknown[0]!r}: wanted one of {', '.join(titles)}")
+        raise UserError(f"peer {unknown[0]!r}: expected one of {', '.join(titles)}")
     found = {package: installed_version(package) or "none" for package in VERSIONS}
     for package, version in VERSIONS.items():
         if found[package] != version:

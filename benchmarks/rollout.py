@@ -200,7 +200,7 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
     # Among short beginnings two may be alike: then a row ends early that was not meant to.
     wanted = sum(early if tuple(tokens) in ending else case.new for tokens in first)
     if tokens != wanted:
-        raise RuntimeError(f"{title}: {tokens} tokens were drawn, wanted {wanted}")
+        raise RuntimeError(f"{title}: {tokens} tokens were sampled, expected {wanted}")
     calls = {"finished rows dropped": call, "finished rows decoded on": without}
     ideal = {"predicted": case.tokens / wanted, "note": "the floor column: if time went with rows"}
     return compared(title, case, calls, tokens, "dropped over decoded on", **ideal)

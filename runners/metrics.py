@@ -93,7 +93,7 @@ ratio/max | ratio | largest ratio | 1 with one update per rollout | see `ratio/m
 
 # Sampler against learner
 sampling/sampling_logp_difference/mean | nats | mean absolute difference between the sampler's and the learner's log-probability of a token | about 1e-6 in float32, 1e-3 to 0.02 in bfloat16, up to 0.1 with quantized rollouts or truncated sampling | more bits for `rollout.quantization`
-sampling/sampling_logp_difference/max | nats | largest absolute difference | single tokens may differ by 1 or more in bfloat16 | matters only if the mean is high too
+sampling/sampling_logp_difference/max | nats | largest absolute difference | single tokens may differ by 1 or more in bfloat16 | relevant only if the mean is also high
 sampling/importance_sampling_ratio/min | ratio | smallest ratio of the learner's probability of a token to the sampler's | 1 in float32 | `loss.correction = "token_truncate"`
 sampling/importance_sampling_ratio/mean | ratio | mean of that ratio over all tokens | 0.95 to 1.05 | `loss.correction = "token_truncate"`
 sampling/importance_sampling_ratio/max | ratio | largest such ratio | 1 in float32, a few in bfloat16 | `loss.correction = "token_truncate"`
@@ -106,7 +106,7 @@ rollout/fallback | text | the reason why the run returned to full precision | ab
 # Rollouts ahead
 staleness/mean | updates | with `rollout.max_staleness`: number of updates between sampling a completion and learning from it, mean over completions | `rollout.max_staleness`, less at the start | –
 staleness/max | updates | the same for the oldest completion | at most `rollout.max_staleness` | –
-staleness/tokens | updates | the same, mean over tokens | about `staleness/mean` | differs much from `staleness/mean`: long completions are older or younger than short ones
+staleness/tokens | updates | the same, mean over tokens | about `staleness/mean` | very different from `staleness/mean`: long completions are older or younger than short ones
 time/ahead | seconds | time for sampling and scoring, including waits for the previous batch, that training did not wait for | close to the total time for sampling and scoring | small: the learner is faster than sampling; a larger `rollout.max_staleness`, if `time/rollout` is large
 
 # Ranks
@@ -127,7 +127,7 @@ time/reward | seconds | time in the reward functions | below a tenth of `step_ti
 time/learner | seconds | time for log-probabilities and gradients | grows with tokens and parameters | no `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens`; adapters only (`model.tune`)
 time/update | seconds | time for the optimizer's step | small compared with the rollout | adapters only (`model.tune`), more batch steps per update (`optim.gradient_accumulation_steps`)
 time/sync | seconds | time to copy the learner's weights to the sampler, including quantization | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`, a sampler without quantization
-time/checkpoint | seconds | time spent writing checkpoints, while training waits | 0, except in updates after one was written | a larger `checkpoint.every`, a faster disk
+time/checkpoint | seconds | time spent writing checkpoints, while training waits | 0, except in updates after a checkpoint was written | a larger `checkpoint.every`, a faster disk
 time/elapsed | seconds | time since the run began, including time before it was resumed | rises | –
 time/rest | seconds | time that no other part includes: logs, batches, the display | near 0 | fewer other programs on this machine; a faster disk, if completions are logged
 time/eval | seconds | time for one evaluation | – | fewer `eval.samples`, a larger `eval.every`

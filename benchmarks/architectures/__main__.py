@@ -65,7 +65,7 @@ def main(
     known = modules()
     for name in names:
         if name not in known:
-            raise click.BadParameter(f"{name!r}: wanted one of {', '.join(known)}")
+            raise click.BadParameter(f"{name!r}: expected one of {', '.join(known)}")
 
     results = results or (None if names else RESULTS / "architectures.json")
     if only_page and results:

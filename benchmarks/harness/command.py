@@ -159,7 +159,7 @@ def chosen_of(chosen: Sequence[str], known: Iterable[str]) -> list[str]:
     names = list(known)
     for name in chosen:
         if name not in names:
-            raise UserError(f"case {name!r}: wanted one of {', '.join(names)}{did_you_mean(name, names)}")
+            raise UserError(f"case {name!r}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
     return list(chosen) or names
 
 
@@ -168,5 +168,5 @@ def numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        example = "wanted whole numbers with commas between, such as 0,1,2"
+        example = "expected integers separated by commas, such as 0,1,2"
         raise click.BadParameter(f"{text!r}: {example}") from None

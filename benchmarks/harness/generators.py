@@ -121,7 +121,7 @@ def theirs(module: nn.Module, prompts: Prompts, case: Case, *, shared: bool) -> 
         finally:
             generator.close()
         if drawn != case.tokens:
-            raise RuntimeError(f"BatchGenerator drew {drawn} tokens, wanted {case.tokens}")
+            raise RuntimeError(f"BatchGenerator sampled {drawn} tokens, expected {case.tokens}")
         return picked
 
     return run

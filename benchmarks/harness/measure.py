@@ -91,7 +91,7 @@ def interleaved(calls: Mapping[str, Call], *, repeats: int, warmup: int = 1) -> 
         ValueError: there are no calls, or repeats < 1.
     """
     if not calls or repeats < 1:
-        raise ValueError(f"wanted at least one call and repeats >= 1, found {len(calls)} and {repeats}")
+        raise ValueError(f"expected at least one call and repeats >= 1, found {len(calls)} and {repeats}")
     names = list(calls)
     for _ in range(warmup):
         for name in names:
@@ -132,5 +132,5 @@ def largest_error(found: Any, wanted: Any) -> float:
         return max(largest_error(a, b) for a, b in zip(found, wanted, strict=True))
     a, b = np.array(found, np.float64), np.array(wanted, np.float64)
     if a.shape != b.shape:
-        raise ValueError(f"found an array of shape {a.shape}, wanted {b.shape}")
+        raise ValueError(f"expected an array of shape {b.shape}, found {a.shape}")
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-300))

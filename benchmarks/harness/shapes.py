@@ -117,7 +117,7 @@ def make_module(name: str, *, dtype: mx.Dtype | None = None, **changes: Any) -> 
         return module
     if name not in SHAPES:
         known = [*SHAPES, EMBEDDED]
-        raise UserError(f"model {name!r}: wanted one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise UserError(f"model {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
     module = _empty({**SHAPES[name], **changes})
     leaves = named_leaves(module.parameters())
     head = "lm_head.weight" if "lm_head.weight" in leaves else "model.embed_tokens.weight"

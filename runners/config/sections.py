@@ -122,7 +122,7 @@ class DataConfig:
 class AnswerConfig:
     """[answer]: how the answer is read from a completion, and when it is right: see [your task](your-task.md)."""
 
-    form: str = key("xml", "where the answer is in a completion: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (after `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program; the answer column contains its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (a function from a text to its answer or None); `none`: there is no answer. If not set, it is `none` if all rewards are your own or the data has no answers", "one line, not empty")
+    form: str = key("xml", "the place of the answer in a completion: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (after `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program; the answer column contains its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (a function from a text to its answer or None); `none`: there is no answer. If not set, it is `none` if all rewards are your own or the data has no answers", "one line, not empty")
     ignore_case: bool = key(False, "ignore upper and lower case; with `exact`, also ignore a final full stop")
     ignore_spaces: bool = key(False, "ignore spaces and line breaks")
     program_seconds: int = key(2, "limit on the processor time of a program of `form = \"code\"`, for all of its tests, in seconds; from start to end, it may take 5 times as long", ">= 1")
@@ -142,7 +142,7 @@ class RolloutConfig:
     min_p: float = key(0.0, "applied third: keep tokens whose probability is at least this share of the highest one; 0: all", "0 <= x < 1")
     stop: tuple[str, ...] = key((), "a completion ends at the token that completes one of these strings", "no empty string")
     quantization: QuantizationMode = key("none", "quantize the sampler's weights; the learner keeps its own: see [quantization.md](quantization.md)")
-    storage: Storage = key("dequantized", "keep the quantized weights dequantized, which is faster, or packed, which needs less memory; used with `quantization`")
+    storage: Storage = key("dequantized", "store the quantized weights `dequantized` (faster) or `packed` (less memory); used with `quantization`")
     group_size: int = key(0, "number of weights that share a scale in affine modes, for sampler and reference model; 0: 64", "0 or 32 or 64 or 128")
     quantize_head: bool = key(False, "also quantize the embeddings and the output head, for sampler and reference model")
     calibration: Literal["none", "activations"] = key("activations", "`activations`: affine formats of at most 6 bits, for sampler and reference model, are rounded using the moments of each layer's inputs in the first rollout, which runs in full precision; `none`: round to nearest")

@@ -46,10 +46,10 @@ class Browser {
     if (!rows.count) return;
     const on = (name) => (value) => { filter[name] = value; this.apply(); };
     const number = (name, label) => h("input", { type: "number", step: "any", class: "short", "aria-label": label, placeholder: label, oninput: (event) => on(name)(event.target.value) });
-    const query = h("input", { type: "search", id: "query", placeholder: "Search texts", "aria-label": "Search texts", title: "Press / to get here", oninput: (event) => { clearTimeout(this.timer); this.timer = setTimeout(() => on("query")(event.target.value), 250); } });
+    const query = h("input", { type: "search", id: "query", placeholder: "Search texts", "aria-label": "Search texts", title: "Press / to search", oninput: (event) => { clearTimeout(this.timer); this.timer = setTimeout(() => on("query")(event.target.value), 250); } });
     const keys = [["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"], ...rows.names.map((name) => [`rewards/${name}`, name]), ...(rows.hasPenalty ? [["penalty", "length penalty"]] : [])];
     this.bar.replaceChildren(...[
-      choice([["groups", "By prompt"], ["rows", "One by one"]], filter.mode, on("mode"), { "aria-label": "Groups or single completions" }),
+      choice([["groups", "By prompt"], ["rows", "Single"]], filter.mode, on("mode"), { "aria-label": "Groups or single completions" }),
       query,
       choice([["all", "anywhere"], ["completion", "in completions"], ["prompt", "in prompts"]], filter.where, on("where"), { "aria-label": "Where to search" }),
       toggle(".*", false, on("regex"), { title: "Regular expression", "aria-label": "Regular expression" }),
@@ -57,8 +57,8 @@ class Browser {
       h("span", { class: "field" }, choice(keys, filter.key, on("key"), { "aria-label": "Number to filter by", id: "filter-key" }),
         choice([["above", "≥"], ["below", "≤"]], filter.side, on("side"), { "aria-label": "At least or at most", id: "filter-side" }), number("value", "any")),
       toggle("cut off", false, on("cut"), { title: "Reached the length limit", id: "filter-cut" }),
-      rows.formats.length ? toggle("wrong format", false, on("wrong"), { title: "A format reward gave less than its most", id: "filter-wrong" }) : null,
-      toggle("rewards differ", false, on("varied"), { title: "Groups that the learner can learn from" }),
+      rows.formats.length ? toggle("wrong format", false, on("wrong"), { title: "A format reward is below its maximum", id: "filter-wrong" }) : null,
+      toggle("rewards differ", false, on("varied"), { title: "Groups with a gradient" }),
       choice(Object.entries(ORDERS).map(([name, [label]]) => [name, label]), filter.order, on("order"), { "aria-label": "Order" }),
     ].filter(Boolean));
   }
@@ -75,7 +75,7 @@ class Browser {
         pattern = new RegExp(filter.regex ? filter.query : filter.query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "gi");
       } catch {
         this.bar.querySelector("#query").setAttribute("aria-invalid", "true");
-        this.count.textContent = "This is no regular expression.";
+        this.count.textContent = "This is not a regular expression.";
         return;
       }
     }
@@ -111,10 +111,10 @@ class Browser {
     if (compare) items.sort((a, b) => compare(rows, a.row, b.row));
     this.items = items;
     const left = rows.run.facts.completions.left_out;
-    this.count.textContent = `${passed.toLocaleString("en")} of ${rows.count.toLocaleString("en")} completions` + (filter.mode === "groups" ? ` in ${items.length.toLocaleString("en")} groups` : "") + (left ? `; those of ${left.toLocaleString("en")} updates are not in this page (grpo report --all)` : "");
+    this.count.textContent = `${passed.toLocaleString("en")} of ${rows.count.toLocaleString("en")} completions` + (filter.mode === "groups" ? ` in ${items.length.toLocaleString("en")} groups` : "") + (left ? `; those of ${left.toLocaleString("en")} updates are not on this page (grpo report --all)` : "");
     const before = keep && this.current ? items.findIndex((item) => item.group.first === this.current.group.first && (filter.mode === "groups" || item.row === this.current.row)) : -1;
     this.list.show(items.length, before);
-    if (!items.length) { this.current = null; this.detail.replaceChildren(h("p", { class: "empty" }, "No completion passes these filters.")); }
+    if (!items.length) { this.current = null; this.detail.replaceChildren(h("p", { class: "empty" }, "No completion matches these filters.")); }
     else if (before < 0 && !matchMedia("(max-width: 800px)").matches) this.list.choose(0);
     else if (before < 0) this.detail.replaceChildren();
   }
@@ -123,7 +123,7 @@ class Browser {
     this.count.textContent = "";
     this.list.show(0);
     const off = this.rows.run.facts.config["log.completions"] === false;
-    this.detail.replaceChildren(h("p", { class: "empty" }, off ? "This run kept no completions: log.completions is false." : "No completions yet."));
+    this.detail.replaceChildren(h("p", { class: "empty" }, off ? "This run has no completions, because log.completions is false." : "No completions yet."));
   }
 
   item(index) {

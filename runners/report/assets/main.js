@@ -158,6 +158,6 @@ async function begin() {
 }
 
 begin().catch((error) => {
-  byId("main").prepend(h("p", { class: "warning" }, `This report cannot be shown: ${error.message}. It needs a browser of 2023 or later.`));
+  byId("main").prepend(h("p", { class: "warning" }, `This report cannot be shown: ${error.message}. It requires a browser from 2023 or later.`));
   console.error(error);
 });

@@ -11,16 +11,16 @@ const GROUPS = [
     chart("reward", "Reward", "", [one("reward", { spread: "reward_std" })], { wide: true }),
     chart("em", "Exact match", "%", [one("em", { interval: "em_subset" })], { wide: true, sparse: true }),
     chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { wide: true, sparse: true, unless: "em" }),
-    chart("gold", "Held-out loss of gold completions", "nats a token", [one("eval/loss")], { sparse: true }),
+    chart("gold", "Held-out loss of reference completions", "nats per token", [one("eval/loss")], { sparse: true }),
   ] },
   { title: "Rewards", rewards: true, charts: [
     chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { sparse: true, where: "em" }),
     chart("penalty", "Length penalty", "", [one("length_penalty")]),
     chart("flat", "Groups without variance", "%", [one("frac_reward_zero_std")]),
-    chart("taught", "Groups that taught, of all that were drawn", "%", [one("groups/taught")]),
-    chart("price", "Tokens for each group that taught", "tokens", [one("groups/tokens_per_taught")]),
+    chart("taught", "Share of groups with a gradient", "%", [one("groups/taught")]),
+    chart("price", "Tokens per group with a gradient", "tokens", [one("groups/tokens_per_taught")]),
     chart("difficulty", "Pass rate by difficulty", "%", lines(BANDS, "groups/pass_rate/")),
-    chart("drawn", "Groups drawn by difficulty", "%", lines(BANDS, "groups/share/")),
+    chart("drawn", "Sampled groups by difficulty", "%", lines(BANDS, "groups/share/")),
   ] },
   { title: "Policy", charts: [
     chart("entropy", "Entropy", "nats", [one("entropy")]),
@@ -28,7 +28,7 @@ const GROUPS = [
     chart("clip", "Clipped tokens", "%", lines({ low: "clip_ratio/low_mean", high: "clip_ratio/high_mean", cispo: "cispo_clip_ratio" })),
     chart("ratio", "Ratio π_θ / π_old", "", [one("ratio/mean", { low: "ratio/min", high: "ratio/max" })]),
   ] },
-  { title: "Sampler against learner", charts: [
+  { title: "Sampler and learner", charts: [
     chart("difference", "Difference of log-probs", "nats", lines({ mean: "mean", max: "max" }, "sampling/sampling_logp_difference/")),
     chart("is", "Importance ratio of the sampler", "", [one("sampling/importance_sampling_ratio/mean", { low: "sampling/importance_sampling_ratio/min", high: "sampling/importance_sampling_ratio/max" })]),
     chart("ess", "Effective sample size", "%", [one("sampling/effective_sample_size")]),
@@ -45,8 +45,8 @@ const GROUPS = [
     chart("rate", "Learning rate", "", [one("learning_rate")]),
   ] },
   { title: "Speed and memory", charts: [
-    chart("tps", "Tokens sampled a second", "tokens/s", lines({ "of the rollout": "tokens_per_second", "of the whole step": "tokens_per_second/step" })),
-    chart("parts", "Where the time of an update goes", "s", lines({ rollout: "rollout", rewards: "reward", learner: "learner", update: "update", sync: "sync", saving: "checkpoint", rest: "rest" }, "time/"), { stacked: true }),
+    chart("tps", "Tokens sampled per second", "tokens/s", lines({ "of the rollout": "tokens_per_second", "of the whole step": "tokens_per_second/step" })),
+    chart("parts", "Time of an update, by part", "s", lines({ rollout: "rollout", rewards: "reward", learner: "learner", update: "update", sync: "sync", saving: "checkpoint", rest: "rest" }, "time/"), { stacked: true }),
     chart("memory", "Memory", "GB", lines({ peak: "peak_gb", active: "active_gb", swap: "swap_gb" }, "memory/")),
   ] },
 ];
@@ -58,7 +58,7 @@ function helpOf(chart) {
   return chart.series.map((each) => {
     const known = MEANINGS.get(each.name.replace(/^rewards\/.*\/(?=mean$|std$)/, "rewards/{name}/"));
     const label = each.label ? `${each.label}: ` : "";
-    return known ? `${label}${known.replaceAll("`", "")}.` : "Logged by a reward, or by a part of the run.";
+    return known ? `${label}${known.replaceAll("`", "")}.` : "Logged by a reward or by a part of the run.";
   }).join(" ");
 }
 

@@ -2,7 +2,7 @@
 
 const STATES = {
   running: ["running", "good"], finished: ["finished", "good"], stopped: ["stopped", "warn"],
-  failed: ["failed", "bad"], interrupted: ["ended without a word", "bad"], empty: ["no log yet", "warn"], unknown: ["running when last seen", "warn"],
+  failed: ["failed", "bad"], interrupted: ["ended without a message", "bad"], empty: ["no log yet", "warn"], unknown: ["running when last seen", "warn"],
 };
 
 const badge = (state) => h("span", { class: `badge ${STATES[state]?.[1] ?? "warn"}` }, STATES[state]?.[0] ?? state);
@@ -80,7 +80,7 @@ function drawEvents(place, runs) {
   const rows = runs.flatMap((run) => eventsOf(run).filter((event) => event.kind !== "evaluation").map((event) => ({ run, ...event })));
   const most = 400;
   const count = rows.length;
-  place.replaceChildren(h("h2", null, "Events"), count === 0 ? h("p", { class: "empty" }, "Nothing was noted.") :
+  place.replaceChildren(h("h2", null, "Events"), count === 0 ? h("p", { class: "empty" }, "No events were recorded.") :
     h("div", { class: "scroll events" }, h("table", { class: "facts" }, h("tbody", null, rows.slice(-most).reverse().map((event) => h("tr", null,
       h("td", { class: "sign", style: { color: `var(--event-${event.kind})` }, title: KINDS[event.kind].label }, KINDS[event.kind].sign),
       runs.length > 1 ? h("td", null, h("span", { class: "chip", colour: event.run.colour }, h("i"), visible(event.run.name))) : null,
@@ -103,7 +103,7 @@ function drawConfig(place, runs) {
     const all = wanted || byId("config-all")?.getAttribute("aria-pressed") === "true";
     const chosen = (all ? keys : different).filter((key) => `${key} ${runs.map((run) => value(run, key)).join(" ")}`.toLowerCase().includes(wanted));
     body.replaceChildren(...chosen.map((key) => h("tr", { class: different.includes(key) ? "different" : null }, h("th", { scope: "row" }, key), runs.map((run) => h("td", null, visible(value(run, key)))))));
-    if (!chosen.length) body.append(h("tr", null, h("td", { colspan: String(runs.length + 1), class: "empty" }, several ? "The configs are the same." : "Every key has its default.")));
+    if (!chosen.length) body.append(h("tr", null, h("td", { colspan: String(runs.length + 1), class: "empty" }, several ? "The configs are the same." : "All keys have their default values.")));
   };
   query.addEventListener("input", fill);
   place.replaceChildren(

@@ -1,6 +1,6 @@
 // Held-out problems: what became right or wrong between two evaluations.
 
-const REWARDED = { all: "all", gained: "reward rose", lost: "reward fell", same: "reward as before" }; // without gold answers
+const REWARDED = { all: "all", gained: "reward rose", lost: "reward fell", same: "same reward" }; // without gold answers
 const CHANGES = { all: "all", gained: "wrong → right", lost: "right → wrong", wrong: "still wrong", right: "still right" };
 
 class Problems {
@@ -18,7 +18,7 @@ class Problems {
   async refresh() {
     const found = this.run.facts.evaluations;
     if (!found.length) {
-      this.place.replaceChildren(h("p", { class: "empty" }, "This run has kept no held-out completions: no evaluation yet, or log.completions is false."));
+      this.place.replaceChildren(h("p", { class: "empty" }, "There are no held-out completions: no evaluation yet, or log.completions is false."));
       return;
     }
     const last = this.evaluations?.length;
@@ -71,7 +71,7 @@ class Problems {
     }
     this.count.textContent = `${this.items.length} of ${problems.length} problems`;
     this.list.show(this.items.length);
-    if (!this.items.length) this.detail.replaceChildren(h("p", { class: "empty" }, "No problem fits."));
+    if (!this.items.length) this.detail.replaceChildren(h("p", { class: "empty" }, "No problem matches these filters."));
     else if (!matchMedia("(max-width: 800px)").matches) this.list.choose(0);
   }
 
@@ -90,7 +90,7 @@ class Problems {
         h("div", { class: "head" }, h("b", null, `update ${update}`), right ? h("span", { class: `flag ${right}` }, right) : "",
           (piece.reward[i] ?? null) === null ? "" : h("span", { class: "muted" }, `reward ${numberText(piece.reward[i])}`)),
         textBlock(piece.completion[i] ?? ""),
-        piece.extracted[i] ? h("div", { class: "muted" }, "read as: ", visible(piece.extracted[i]).slice(0, 200)) : "");
+        piece.extracted[i] ? h("div", { class: "muted" }, "extracted answer: ", visible(piece.extracted[i]).slice(0, 200)) : "");
     };
     this.detail.replaceChildren(
       h("button", { type: "button", class: "back", onclick: () => { this.place.classList.remove("open"); this.list.element.focus(); } }, "← back to the list"),

@@ -32,7 +32,7 @@ function promptBlock([prompt, answer, ...context], pattern = null) {
     others ? h("details", { class: "context" }, h("summary", null, `${others} other ${others === 1 ? "message" : "messages"} of the prompt`),
       Array.from({ length: others }, (_, i) => [h("div", { class: "role" }, visible(context[2 * i])), textBlock(context[2 * i + 1], pattern)])) : null,
     h("div", { class: "role" }, "prompt"), textBlock(prompt, pattern),
-    answer ? [h("div", { class: "role" }, "gold answer"), textBlock(answer, pattern)] : null,
+    answer ? [h("div", { class: "role" }, "reference answer"), textBlock(answer, pattern)] : null,
   ];
 }
 

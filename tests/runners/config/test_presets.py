@@ -82,7 +82,7 @@ def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatc
     """The forecast for its model's shape, full prompts and completions, in tenths of a GB rounded up."""
     monkeypatch.chdir(tmp_path)
     text = (PRESET_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    assert "Choose it" in text.partition("[run]")[0]
+    assert "Use it" in text.partition("[run]")[0]
     (found,) = STATED.findall(text)
 
     config = load_config(name).check()

@@ -277,7 +277,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
         ("embedded --k 0", "expected positive integers"),
         ("embedded --k 1,9999999999", "expected positive integers"),
         ("embedded --k 8 --num 4", "--k 8: expected at least 8 samples per problem"),
-        ("embedded --out no/such/x.jsonl", "there is no folder no/such"),
+        ("embedded --out no/such/x.jsonl", "no such folder: no/such"),
     ],
 )
 def test_faults_end_with_code_2_and_a_line(folder, arguments, message):

@@ -96,7 +96,7 @@ def test_held_out_problems_that_became_right(tab, tmp_path):
     tab.select_option("#filter-change", "gained")
     assert "2 of 4 problems" in tab.inner_text("#problems")
     first, last = tab.locator("#problems .card").all_inner_texts()
-    assert first.startswith("update 0") and "reward 0" in first and "read as: read True" in last
+    assert first.startswith("update 0") and "reward 0" in first and "extracted answer: read True" in last
     assert quiet(tab)
 
 
