@@ -39,13 +39,11 @@ LENGTH = 4096  # of a model that does not say how long its texts may be
         "--api-key=KEY", "Key that clients must send; required unless the host is this machine."
     ),
     option("--name", "Name of the model for clients [MODEL]."),
-<<<<<<< HEAD
     option(
         "--max-length",
         "Maximum number of tokens in a prompt and its completion.",
         click.IntRange(2),
-=======
-    option("--max-length", "Maximum tokens of a prompt and its completion.", click.IntRange(2)),
+    ),
     flag(
         "--tinker",
         "Serve Tinker's training API instead, for the packages tinker and tinker-cookbook.",
@@ -56,7 +54,6 @@ LENGTH = 4096  # of a model that does not say how long its texts may be
         click.Path(path_type=Path),
         Path("tinker-weights"),
         show_default=True,
->>>>>>> tinker
     ),
     PROMPT,
     SAMPLING,
@@ -91,22 +88,16 @@ def serve_command(
     log-probs on request.
     """
     if host not in LOCAL and not api_key:
-<<<<<<< HEAD
         raise UserError(
             f"--host {host} requires --api-key KEY, because other machines can reach it"
         )
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise UserError("grpo serve requires the extra serve: pip install 'grpo_fn[serve]'")
-=======
-        raise UserError(f"--host {host}: expected --api-key KEY as well, since others can reach it")
     if tinker and api_key and not api_key.startswith("tml-"):
         raise UserError(
             "--api-key: expected a key that starts with tml-, as Tinker's clients require"
         )
     extra = "tinker" if tinker else "serve"
     if not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])):
-        raise UserError(f"grpo serve needs the extra {extra}: pip install 'grpo_fn[{extra}]'")
->>>>>>> tinker
+        raise UserError(f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'")
     loaded = open_model(model, values)
     stated = read_json(loaded.path / "config.json")
     lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
@@ -136,16 +127,6 @@ def serve_command(
     engine = loaded.engine
     if isinstance(engine, LocalEngine):
         engine.decoding = attrs.evolve(engine.decoding, few_sizes=True)
-<<<<<<< HEAD
-    service = Service(engine, served)
-    seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
-    session = service.open(api_key or "", seed=seed, records=False)
-    with Server(service, host, port, None if api_key else session) as server, Drain() as drain:
-        echo(f"{server.url}  (Ctrl-C finishes the running completions, then stops)")
-        service.run(lambda: drain.stopped)
-        service.draining = True
-        service.run(lambda: service.idle)
-=======
     if tinker:
         from runners.serve.tinker.app import TrainingServer
         from runners.serve.tinker.trainer import Trainer
@@ -158,11 +139,10 @@ def serve_command(
         session = work.open(api_key or "", seed=seed, records=False)
         server = Server(work, host, port, None if api_key else session)
     with server, Drain() as drain:
-        echo(f"{server.url}  (Ctrl-C finishes what is under way)")
+        echo(f"{server.url}  (Ctrl-C finishes the running completions, then stops)")
         work.run(lambda: drain.stopped)
         work.draining = True
         work.run(lambda: work.idle)
->>>>>>> tinker
 
 
 class Drain(Interrupts):
