@@ -32,11 +32,10 @@ OPERATIONS = {
     "gather_mm": "(): products with chosen experts, in any floating dtype",
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
-    "add_at": "(array): adds a number to one entry of each row",
-    "round_columns": "(): rounds a block's columns one after another and carries errors over",
-    "group_ranges": "(): the range with the smallest error for each group of weights",
-    "decode_blocks": "(): a context manager (module, rows) in which each decoder block is a "
-    "single kernel",
+    "add_at": "(array): one number added in each row",
+    "round_columns": "(): a block's columns are rounded one after another, errors carried on",
+    "group_ranges": "(): the range of each group of weights with the least error",
+    "decode_blocks": "(): a context manager (module, rows); blocks of a decoder as one kernel each",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
@@ -219,8 +218,8 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """A device's submodule that computes an operation, its attribute there, and the name of its
-    predicate or "".
+    """A device's submodule that computes an operation, its attribute there, and its predicate's or
+    "".
     """
     if name not in OPERATIONS:
         raise ValueError(_unknown(name, OPERATIONS))
