@@ -219,8 +219,7 @@ def _folder(device: str) -> Any:
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
     """A device's submodule that computes an operation, its attribute there, and its predicate's or
-    "".
-    """
+    ""."""
     if name not in OPERATIONS:
         raise ValueError(_unknown(name, OPERATIONS))
     folder = _folder(device)

@@ -1,8 +1,8 @@
 """An engine on other ranks, which sample for rank 0 (`ranks.samplers`).
 
-The ranks meet again and again: rank 0 sends its orders, and the others return the completions that
-have ended since. Between two meetings they decode for a moment, so that rank 0 can stop them at any
-time.
+The ranks exchange messages repeatedly: rank 0 sends its orders, and the other ranks return the
+completions that have ended since then. Between two exchanges, they decode for a moment, so that
+rank 0 can stop them at any time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MEETING = "the samples"  # in messages about ranks
 
 
 class RankEngine:
-    """Rank 0's end of the engine; each other rank runs `serve`."""
+    """Rank 0's side of the engine; every other rank runs `serve`."""
 
     traits = Traits(drawn_logp=True, entropy=True, images=False)
 
     def __init__(self, ranks: Ranks) -> None:
-        """The ranks have no weights yet."""
+        """Starts without weights on the ranks."""
         self.version = -1
         self.rows = 0
         self._ranks = ranks
@@ -56,8 +56,9 @@ class RankEngine:
         self._tickets = itertools.count()
 
     def load(self, weights: Weights | None) -> None:
-        """See `Engine`. Only trained weights are sent, in the dtype that the sampler computes with,
-        and only if their version is new."""
+        """See `Engine`. Only trained weights are sent, in the sampler's compute dtype, and only if
+        their version is new.
+        """
         if weights is None:
             return
         changed = weights.version != self.version
@@ -67,7 +68,7 @@ class RankEngine:
         self.version = weights.version
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """See `Engine`. Requests are dealt to the ranks in turn."""
+        """See `Engine`. Requests are distributed to the ranks in turn."""
         ticket = Ticket(next(self._tickets))
         owner = self._owners.get(request.continues, 1 + ticket % (self._ranks.count - 1))
         drawn_from = attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)}
@@ -98,8 +99,9 @@ class RankEngine:
         self._orders.append(["cancel", self._owners[ticket], ticket])
 
     def close(self) -> None:
-        """Ends `serve` on the other ranks. A thread that still waits for completions raises
-        Interrupted."""
+        """Ends `serve` on the other ranks. A thread that is still waiting for completions raises
+        Interrupted.
+        """
         with self._ranks.moving_arrays(), self._lock:  # no signal interrupts the meeting
             if self._end is None:
                 self._end = Interrupted()
@@ -108,7 +110,7 @@ class RankEngine:
                 raise self._end  # it is also the reason for a signal from the launcher
 
     def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
-        """Sends the orders, and then new weights; the requests that have ended."""
+        """Sends the orders, then new weights; returns the requests that have ended."""
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -135,7 +137,7 @@ def blank_weights(policy: g.Policy, params: Tree) -> Tree:
 
 
 def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
-    """Carries out rank 0's orders until it ends; `blank`: see `blank_weights`."""
+    """Executes rank 0's orders until rank 0 ends; for `blank`, see `blank_weights`."""
     params = blank
     own: dict[int, Ticket] = {}  # this engine's tickets by rank 0's, since the last "load"
     ended: dict[Ticket, tuple[Row, ...]] = {}

@@ -1,4 +1,4 @@
-"""macOS during a run: it stays awake, and its power and heat explain slow steps.
+"""Keeps macOS awake during a run, and reads its power and heat, which can explain slow steps.
 
 Importing this module does not import MLX.
 """
@@ -34,7 +34,7 @@ _SLOWER = 2 / 3  # of the usual pace
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """On macOS, the machine does not go to sleep during the block; its display may."""
+    """Prevents macOS from sleeping during the block; the display may sleep."""
     if sys.platform != "darwin":
         yield
         return
@@ -49,7 +49,8 @@ def awake() -> Iterator[None]:
 
 def power_state() -> dict[str, int]:
     """What macOS reports: minutes until it sleeps (0: never), low-power mode, CPU speed in per
-    cent, thermal pressure (0 to 4). Without what it does not report; elsewhere empty."""
+    cent, thermal pressure (0 to 4). Values that it does not report are missing; empty on other
+    systems."""
     if sys.platform != "darwin":
         return {}
     done = subprocess.run(["/bin/sh", "-c", _QUERY], capture_output=True, text=True, check=False)
@@ -59,7 +60,8 @@ def power_state() -> dict[str, int]:
 
 
 def slow_because(state: dict[str, int]) -> str:
-    """Why the machine computes slower than it can; empty if macOS reports no reason."""
+    """The reason why the machine computes more slowly than it could; empty if macOS reports none.
+    """
     pressure = state.get("thermal_pressure", 0)
     reasons = {
         "low-power mode is on (`sudo pmset -a lowpowermode 0`)": state.get("low_power"),
@@ -87,8 +89,9 @@ class PowerWatch:
         return {f"power/{name}": self._state[name] for name in logged if name in self._state}
 
     def slower(self, rate: float) -> str | None:
-        """Takes an update's tokens per second; 0: it sampled none. A line, once, if updates have
-        become slower by a third and macOS reports a reason."""
+        """Records an update's tokens per second (0 if it sampled none). Returns a message, once, if
+        updates have become slower by a third and macOS reports a reason.
+        """
         self._rates += [rate] if rate else []
         reason = slow_because(self._state)
         if self._told or not reason or len(self._rates) <= _FIRST + _LAST:
@@ -97,4 +100,4 @@ class PowerWatch:
             self._rates[1 : _FIRST + 1]
         )
         self._told = share < _SLOWER
-        return f"updates run at {share:.0%} of their first pace: {reason}" if self._told else None
+        return f"updates run at {share:.0%} of their initial pace: {reason}" if self._told else None

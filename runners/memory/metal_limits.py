@@ -1,4 +1,6 @@
-"""MLX's limits on Metal during a run: memory that stays resident, and freed memory that MLX keeps."""
+"""Sets MLX's limits on Metal during a run: memory that stays resident, and freed memory that MLX
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
 
 
 def raised_limit(needed: int) -> str:
-    """The command that makes macOS allow this many bytes; empty if it does, or memory is too small."""
+    """The command after which macOS allows this many bytes; empty if it already does, or if memory
+    is too small.
+    """
     if not resident_limit() < needed <= _MOST * total_memory():
         return ""
     return f"sudo sysctl iogpu.wired_limit_mb={-(-needed // 2**20)}"
@@ -27,9 +31,10 @@ def raised_limit(needed: int) -> str:
 def metal_limits(
     backend: str, phases: Mapping[str, Phase], note: Callable[[str], None]
 ) -> Iterator[None]:
-    """On Metal, what the run needs at its peak stays resident during the block, as far as macOS
-    allows; a line if it allows less. Without a forecast, all that it allows. Both of MLX's limits
-    are restored."""
+    """On Metal, keeps the memory that the run needs at its peak resident during the block, as far
+    as macOS allows, and yields a message if it allows less. Without a forecast, it uses all that is
+    allowed. Both of MLX's limits are restored afterwards.
+    """
     if backend != "metal":
         yield
         return
@@ -53,6 +58,6 @@ def metal_limits(
 
 
 def keep_cache_of(phase: Phase | None) -> None:
-    """On Metal, MLX keeps as much freed memory as this phase uses again, not what other phases left."""
+    """On Metal, limits the freed memory that MLX keeps to the amount that this phase reuses."""
     if phase is not None and mx.metal.is_available():
         mx.set_cache_limit(max(round(phase.activations + phase.cache), _LEAST_CACHE))

@@ -69,7 +69,7 @@ class HttpServer:
     """Answers while its `with` block runs."""
 
     def __init__(self, routes: Sequence[Route], limits: Limits, host: str, port: int) -> None:
-        """Port 0: any free one. OSError if the address cannot be had."""
+        """Port 0 selects a free port. Raises OSError if the address is not available."""
         self.limits = limits
         # Calls listeners in the server's thread; outside of the `with` block as they are.
         self.deliver: Callable[[News], object] = hand_out
@@ -176,7 +176,8 @@ class HttpServer:
 
 
 class Server(HttpServer):
-    """Serves OpenAI's and vLLM's wire; the thread that calls `service.run` does the work."""
+    """Serves OpenAI's and vLLM's APIs; decoding takes place in the thread that calls `service.run`.
+    """
 
     def __init__(
         self,
@@ -185,7 +186,9 @@ class Server(HttpServer):
         port: int = 0,
         public: Session | None = None,
     ) -> None:
-        """`public`: of calls without a session's key; None: these are refused. See `HttpServer`."""
+        """`public` is the session for calls without a session's key; if it is None, these are
+        refused. See `HttpServer`.
+        """
         readers = {
             "/v1/chat/completions": wire.read_chat,
             "/v1/completions": wire.read_completion,

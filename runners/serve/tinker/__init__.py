@@ -1,1 +1,1 @@
-"""Tinker's training wire: adapters over one base model, trained and sampled by requests."""
+"""Tinker's training API: adapters on one base model, trained and sampled by requests."""

@@ -1,4 +1,4 @@
-"""The HTTP server of a `Trainer`: Tinker's calls, answered by futures."""
+"""The HTTP server of a `Trainer`: Tinker's calls, answered with futures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = ("attn", "mlp", "unembed")
 
 @attrs.frozen(kw_only=True)
 class TrainingLimits(Limits):
-    """What clients may use up; `turns` are sessions."""
+    """Limits on what clients may use; `turns` are sessions."""
 
     hold: float = 20.0  # seconds after which a future that is not done is answered "not yet"
     vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
@@ -55,7 +55,7 @@ class TrainingSession:
 
 @attrs.define(eq=False)
 class Future:
-    """An answer that is to come. In place of itself, the client gets `said`."""
+    """An answer that is not available yet. The client receives `said` instead of it."""
 
     session: TrainingSession
     free: Callable[[], object]  # the room that it takes
@@ -64,7 +64,7 @@ class Future:
     done: asyncio.Event = attrs.field(factory=asyncio.Event)
 
     def set(self, outcome: Any) -> None:
-        """The answer has come, or a fault; only the first one counts."""
+        """Sets the answer or a fault; only the first call counts."""
         if self.done.is_set():
             return
         if isinstance(outcome, Exception):
@@ -78,7 +78,7 @@ class Future:
 
 @attrs.define(eq=False)
 class Slot:
-    """A model or a sampler, and requests of a model that wait for one with a smaller number."""
+    """A model or a sampler, and a model's requests that wait for one with a smaller number."""
 
     id: str
     session: TrainingSession
@@ -91,12 +91,12 @@ class Slot:
     def made(self) -> Any:
         """The Model or Sampler. Raises UserError if there is none."""
         if self.found is None:
-            raise UserError(f"{self.path or self.id} could not be made")
+            raise UserError(f"{self.path or self.id} could not be created")
         return self.found
 
 
 class TrainingServer(HttpServer):
-    """Serves Tinker's wire; the thread that calls `trainer.run` does the work."""
+    """Serves Tinker's API; the work is done in the thread that calls `trainer.run`."""
 
     def __init__(
         self,
@@ -107,7 +107,9 @@ class TrainingServer(HttpServer):
         key: str = "",
         limits: TrainingLimits | None = None,
     ) -> None:
-        """`key`: that clients must send; empty: any. See `HttpServer`."""
+        """`key` is the key that clients must send; if it is empty, any key is accepted. See
+        `HttpServer`.
+        """
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "healthz": lambda asked: {"status": "ok"},
             "telemetry": lambda asked: {"status": "accepted"},
@@ -148,7 +150,7 @@ class TrainingServer(HttpServer):
     async def _call(self, name: str, call: Callable[[Any], Any], request: Request) -> Response:
         given = request.headers.get("x-api-key", "").encode()
         if self._key and not secrets.compare_digest(given, self._key.encode()):
-            raise ApiError("the API key is wrong", status=401)
+            raise ApiError("the API key is invalid", status=401)
         asked = wire.read_body(name, await self._body(request)) | request.path_params
         try:
             answer = call(asked)
@@ -162,24 +164,25 @@ class TrainingServer(HttpServer):
     # What there is.
 
     def _session(self, name: str) -> TrainingSession:
-        """The session with this id, or that of a thing with this id."""
+        """The session with this id, or the session of the object with this id."""
         session = self._sessions.get(name.partition(":")[0])
         if session is None:
-            raise ApiError(f"the session of {show(name)} is over, or never was", status=410)
+            raise ApiError(f"the session of {show(name)} has ended or never existed", status=410)
         return session
 
     def _slot(self, name: str) -> Slot:
         """The model or the sampler with this id."""
         self._session(name)
         if name not in self._slots:
-            kept = f"of samplers, the latest {self._limits.slots} are kept"
+            kept = f"only the latest {self._limits.slots} samplers are kept"
             raise ApiError(f"there is no {show(name)}; {kept}", status=404)
         self._slots[name] = self._slots.pop(name)  # it is the latest one
         return self._slots[name]
 
     def _new(self, asked: dict[str, Any], kind: str, number: int) -> Slot:
-        """A model to be, or a sampler in place of that not used for longest. A repeated call is the
-        same."""
+        """Adds a new model, or a sampler that replaces the least recently used one. A repeated call
+        has the same result.
+        """
         if asked.get("base_model") not in (None, self._model.name):
             found = show(asked["base_model"])
             wanted = show(self._model.name)
@@ -189,7 +192,7 @@ class TrainingServer(HttpServer):
         same = [each for each in self._slots if kind in each and each != name]
         if len(same) >= self._limits.slots:
             if kind == MODEL:
-                raise UserError(f"{len(same)} models are in training already")
+                raise UserError(f"{len(same)} models are already in training")
             del self._slots[same[0]]
         return self._slots.setdefault(name, Slot(name, session, asked.get("model_path")))
 
@@ -199,37 +202,38 @@ class TrainingServer(HttpServer):
 
     def _create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
         if len(self._sessions) >= self._limits.turns:
-            raise ApiError(f"there are {self._limits.turns} sessions already", status=429)
+            raise ApiError(f"there are already {self._limits.turns} sessions", status=429)
         session = TrainingSession(secrets.token_hex(8))
         self._sessions[session.id] = session
         self._touch(session)
         return {"session_id": session.id}
 
     def _touch(self, session: TrainingSession) -> None:
-        """The session is alive."""
+        """Marks the session as alive."""
         if session.timer is not None:
             session.timer.cancel()
         loop = asyncio.get_running_loop()
         session.timer = loop.call_later(self._limits.vanish, self._end, session)
 
     def _end(self, session: TrainingSession) -> None:
-        """Free all that a session holds."""
+        """Frees everything that a session holds."""
         session.over = True
         self._sessions.pop(session.id, None)
         for things in (self._slots, self._futures):
             for name in [name for name, each in things.items() if each.session is session]:
                 gone = things.pop(name)
                 if isinstance(gone, Future):
-                    gone.set(Ended("the session is over"))
+                    gone.set(Ended("the session has ended"))
 
     # Futures.
 
     def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
-        """A new future, for which so many bytes wait. ApiError if there is no room for it."""
+        """A new future, for which this many bytes wait. Raises ApiError if there is no room for it.
+        """
         if self._trainer.draining:
-            raise ApiError("the server ends", status=503)
+            raise ApiError("the server is shutting down", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:
-            raise ApiError("too many requests are under way, or were not fetched", status=429)
+            raise ApiError("too many requests are in progress or were not fetched", status=429)
 
         def free() -> None:
             self._room += cost
@@ -241,7 +245,9 @@ class TrainingServer(HttpServer):
     def _ordered(
         self, asked: dict[str, Any], job: Callable[[Model], Any], cost: int = 0
     ) -> dict[str, Any]:
-        """Queue a job of a model behind those with smaller numbers. A repeated call is the same."""
+        """Queues a job of a model after those with smaller numbers. A repeated call has the same
+        result.
+        """
         slot = self._slot(asked["model_id"])
         number = asked["seq_id"]
         name = f"{slot.id}:{number}"
@@ -262,8 +268,10 @@ class TrainingServer(HttpServer):
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:
-        """Fail what waits for a request that has not come."""
-        fault = UserError(f"request {slot.next} of {slot.id} did not come, so this has no turn")
+        """Fails the requests that wait for a request that was not received."""
+        fault = UserError(
+            f"request {slot.next} of {slot.id} was not received, so this one cannot be executed"
+        )
         for number, (_, future) in slot.held.items():
             slot.next = max(slot.next, number + 1)
             future.set(fault)
@@ -275,7 +283,9 @@ class TrainingServer(HttpServer):
         name = asked["request_id"]
         future = self._futures.get(name)
         if future is None:
-            raise ApiError(f"there is no request {show(name)}, or its answer is gone", status=410)
+            raise ApiError(
+                f"there is no request {show(name)}, or its answer was dropped", status=410
+            )
         try:
             await asyncio.wait_for(future.done.wait(), self._limits.hold)
         except TimeoutError:

@@ -1,4 +1,5 @@
-"""Tinker's losses, sums over tokens: rows with numbers for each token, as batches of the learner.
+"""Tinker's losses, which are sums over tokens: converts rows with numbers for each token to batches
+of the learner.
 
 `importance_sampling` and `cispo` multiply the gradient of log π by the ratio to the sampler, as a
 correction's weight: −r·A, and −sg(clip(r))·A·log π.
@@ -25,7 +26,7 @@ _BAND = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 @attrs.frozen(eq=False)
 class Datum:
-    """A row: at position i the model reads `tokens[i]` and is asked for `inputs[TARGETS][i]`."""
+    """A row: at position i, the model reads `tokens[i]` and must predict `inputs[TARGETS][i]`."""
 
     tokens: np.ndarray  # int32 [N]
     inputs: Mapping[str, np.ndarray]  # [N] each
@@ -33,7 +34,7 @@ class Datum:
 
 @attrs.frozen(eq=False)
 class Loss:
-    """What a loss needs, and the learner's spec of it."""
+    """The inputs of a loss, and its spec for the learner."""
 
     needs: tuple[str, ...]  # arrays of each row
     defaults: Mapping[str, float]  # parameters
@@ -80,7 +81,7 @@ def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
 
 
 def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length: int) -> None:
-    """Raises UserError unless the rows have what the loss needs, and the model has their tokens."""
+    """Raises UserError unless the rows contain the loss's inputs and the model has their tokens."""
     faults = [_fault(datum, loss, vocabulary or np.inf, length) for datum in data]
     number = next((n for n, fault in enumerate(faults) if fault), None)
     if number is not None:
@@ -90,14 +91,14 @@ def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length
 
 
 def _fault(datum: Datum, loss: Loss, most: float, length: int) -> str:
-    """What is wrong with a row; empty: nothing."""
+    """The fault of a row; empty if there is none."""
     size = len(datum.tokens)
     arrays = {"model_input": datum.tokens, **datum.inputs}
     known = {"model_input", *loss.needs}
     for name in sorted(known - arrays.keys() - {"weights"}):
         return f"{name} is missing"
     for name in sorted(arrays.keys() - known):
-        return f"the loss takes no {show(name)}{did_you_mean(name, known)}"
+        return f"the loss does not accept {show(name)}{did_you_mean(name, known)}"
     if not 1 <= size <= length:
         return f"expected 1 to {length} tokens, found {size}"
     for name, values in arrays.items():
@@ -115,9 +116,9 @@ def _fault(datum: Datum, loss: Loss, most: float, length: int) -> str:
 
 
 def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
-    """The rows as a batch whose every position counts, numbered by `row_b`.
+    """The rows as a batch in which every position counts, numbered by `row_b`.
 
-    A ratio mask is in `keep_bt`, until the batch is split: see `counted`.
+    Until the batch is split, a ratio mask is in `keep_bt`; see `counted`.
     """
     rows = []
     factors = []
@@ -139,7 +140,7 @@ def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
 
 
 def counted(piece: g.Batch) -> g.Batch:
-    """A micro-batch in which the ratio mask, if there is one, chooses the tokens that count."""
+    """A micro-batch in which the ratio mask, if there is one, selects the tokens that count."""
     if piece.keep_bt is None:
         return piece
     return attrs.evolve(piece, mask_bt=piece.mask_bt & piece.keep_bt, keep_bt=None)

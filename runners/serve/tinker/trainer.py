@@ -1,6 +1,6 @@
-"""Models in training over one base model, and what samples with them: all that computes.
+"""Trains models on one base model and samples with them; all computing happens here.
 
-One thread calls `run`. It works off a queue of jobs in their order, and decodes between them.
+One thread calls `run`. It executes a queue of jobs in order, and decodes between them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ATTENTION = re.compile("attn|attention|mixer")
 
 
 class Ended(Exception):
-    """Nobody waits for this any more."""
+    """The result is no longer needed."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class Model:
 
 @attrs.frozen(eq=False)
 class Sampler:
-    """Weights to sample with."""
+    """Weights for sampling."""
 
     policy: g.Policy
     params: Any
@@ -86,10 +86,12 @@ class Sample:
 
 
 class Trainer:
-    """See the module. Any thread may `put`; `deliver` brings what jobs return to other threads."""
+    """See the module. Any thread may call `put`; `deliver` passes the results of jobs to other
+    threads.
+    """
 
     def __init__(self, base: g.Policy, engine: Engine, path: Path, folder: Path) -> None:
-        """`base` is for inference, and comes from `path`. Saved models go into the folder."""
+        """`base` is for inference and was loaded from `path`. Models are saved in the folder."""
         self.deliver: Callable[[News], object] = hand_out
         self.draining = False
         self.path = path
@@ -106,17 +108,18 @@ class Trainer:
         self._loaded: Sampler | None = None
 
     def put(self, job: Callable[[], Any], listener: Any) -> None:
-        """Queue a job. Unless the listener's `session` is `over`, it hears by `set` what the job returns (if
-        it is not None), or its fault."""
+        """Queues a job. Unless the listener's `session` is `over`, its `set` receives the job's
+        result (if it is not None) or its fault.
+        """
         self._jobs.put(partial(self._work, job, listener))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or decodes."""
+        """Whether nothing is waiting or decoding."""
         return self._jobs.empty() and not (self._waiting or self._decoding)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Work until `until` says so."""
+        """Works until `until` returns True."""
         while not until():
             try:
                 self._jobs.get(not self._decoding, LINGER if self._waiting else WAIT)()
@@ -127,7 +130,7 @@ class Trainer:
     def _work(self, job: Callable[[], Any], listener: Any) -> None:
         try:
             if listener.session.over:
-                raise Ended("the session is over")
+                raise Ended("the session has ended")
             outcome = job()
         except Exception as error:
             outcome = error
@@ -137,7 +140,7 @@ class Trainer:
     # Samples.
 
     def take(self, sample: Sample) -> None:
-        """A job: score a sample's prompt, and let it wait for the engine."""
+        """A job: scores a sample's prompt, and queues it for the engine."""
         sampler = sample.sampler = sample.source()
         if sample.scored:
             prompt = sample.request.prompt
@@ -149,7 +152,9 @@ class Trainer:
         self._waiting.append(sample)
 
     def _begin(self) -> None:
-        """Hand samples to the engine: those of the oldest one's weights, if no others decode."""
+        """Submits samples to the engine: those with the oldest sample's weights, if no others are
+        decoding.
+        """
         first = self._waiting[0].sampler if self._waiting else self._loaded
         if first is not self._loaded and not self._decoding and first is not None:
             self._engine.load(Weights(first.policy, first.params, 0, DEFAULT_ROWS))
@@ -164,7 +169,7 @@ class Trainer:
         self._decoding[self._engine.submit(sample.request, sample.sampling)] = sample
 
     def _collect(self) -> None:
-        """Decode for a moment, and tell who asked."""
+        """Decodes for a moment, and informs the listeners."""
         for ticket, sample in self._decoding.items():
             if sample.listener.session.over:
                 self._engine.cancel(ticket)
@@ -182,17 +187,17 @@ class Trainer:
             self._work(answer, sample.listener)
 
     def sampler(self, path: str | None) -> Sampler:
-        """A job: what samples with saved weights; None: with the base model's."""
+        """A job: creates a sampler with saved weights; None means the base model's."""
         return self._base if path is None else self.snapshot(self.restore(path, optimizer=False))
 
     def snapshot(self, model: Model) -> Sampler:
-        """A job: what samples with a model as it is now."""
+        """A job: creates a sampler with a model's current weights."""
         return Sampler(model.sampler, model.state.params, model.logprobs)
 
     # Models.
 
     def create(self, rank: int, parts: Sequence[str], seed: int | None) -> Model:
-        """A job: a model with new adapters on these parts: "mlp", "attn", "unembed"."""
+        """A job: creates a model with new adapters on these parts: "mlp", "attn", "unembed"."""
         module = twin_module(self._module)
         keys = adapted_layers(module, parts)
         if not keys:
@@ -202,7 +207,7 @@ class Trainer:
         return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
 
     def restore(self, path: str, *, optimizer: bool) -> Model:
-        """A job: a model that continues with a saved one."""
+        """A job: creates a model that continues from a saved one."""
         folder = self.place(path)
         module = twin_module(self._module)
         module.freeze()
@@ -221,7 +226,8 @@ class Trainer:
         model: Model,
     ) -> tuple[list[np.ndarray], float]:
         """The log-probs of each datum's targets, and the loss; `backward` adds its gradient to the
-        model's, or no part of it if this fails."""
+        model's, or nothing if this fails.
+        """
         logp: list[mx.array] = []
         state = model.state
         try:
@@ -251,7 +257,7 @@ class Trainer:
         return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], value
 
     def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
-        """A job: an optimizer step with the gradient since the last one."""
+        """A job: takes an optimizer step with the gradient accumulated since the last one."""
         state, stats = self._update(model.state, rates)
         fault = model.fault or ("it is not finite" if stats.skipped.item() else "")
         if fault:
@@ -264,10 +270,10 @@ class Trainer:
         return {"metrics": {"grad_norm:mean": stats.grad_norm.item()}}
 
     def save(self, path: str, model: Model, *, overwrite: bool) -> dict[str, Any]:
-        """A job: write a model; with its optimizer if the path is one of TRAINING."""
+        """A job: writes a model, with its optimizer if the path belongs to TRAINING."""
         target = self.place(path)
         if target.exists() and not overwrite:
-            raise UserError(f"{path} exists; expected another name, or overwrite")
+            raise UserError(f"{path} already exists; expected a different name, or overwrite")
         about = {"fine_tune_type": "lora", "model": str(self.path), **model.about}
         about[adapters.BASE_DIGEST] = self._digest
         with new_folder(target) as folder:
@@ -279,7 +285,8 @@ class Trainer:
         return {"path": path}
 
     def place(self, path: str) -> Path:
-        """The folder of a path, inside of this trainer's. UserError for anything else."""
+        """The folder of a path, inside this trainer's folder. Raises UserError for any other path.
+        """
         found = _PATH.fullmatch(path)
         if found is None:
             wanted = f"tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME"
@@ -287,7 +294,7 @@ class Trainer:
         return self._folder.joinpath(*found.groups())
 
     def _model(self, module: nn.Module, about: Mapping[str, Any]) -> Model:
-        """A model with the adapters that are in the module."""
+        """A model with the module's current adapters."""
         cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
         params = from_names(split_leaves(module)[0])
         policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
@@ -303,7 +310,7 @@ class Trainer:
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
-    """The layers that get adapters, by their names in a block; a head that is tied gets none."""
+    """The layers that receive adapters, by their names in a block; a tied head receives none."""
     names = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
     names = names if "unembed" in parts else set()
     blocks: Any = module.layers

@@ -1,6 +1,7 @@
-"""What Tinker's client sends and gets: JSON by tables of fields, rows of tokens as protobuf.
+"""The requests and responses of Tinker's client: JSON described by tables of fields, and rows of
+tokens as protobuf.
 
-The messages are those of the package `tinker`.
+The messages are defined by the package `tinker`.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ _DTYPES = {
 
 
 def read(call: str, given: Any) -> dict[str, Any]:
-    """The fields of a call, or of an object in it, each with a value. Raises ApiError for others,
-    and for wrong values."""
+    """The fields of a call or of an object in it, each with a value. Raises ApiError for unknown
+    fields and invalid values.
+    """
     if not isinstance(given, dict):
         raise ApiError(f"{call}: expected an object, found {show(given)}", call)
     fields = FIELDS[call]
@@ -127,7 +129,7 @@ def read(call: str, given: Any) -> dict[str, Any]:
 
 
 def read_body(call: str, body: bytes) -> dict[str, Any]:
-    """The fields of a call; of one without a table: none. Raises ApiError."""
+    """The fields of a call; none for a call without a table. Raises ApiError."""
     if call != "forward_backward":
         return read(call, read_json(body)) if call in FIELDS else {}
     try:
@@ -147,7 +149,7 @@ def loss_config(message: Any) -> dict[str, float | str]:
 
 
 def data_of(message: Any) -> list[Datum]:
-    """The rows of a request. Raises UserError for what is not text, or no array."""
+    """The rows of a request. Raises UserError for anything but text and arrays."""
     try:
         return [_datum(each) for each in message.data]
     except (KeyError, ValueError) as error:
@@ -208,7 +210,7 @@ def rates_of(params: Any) -> g.Rates:
 
 
 def prompt_of(given: Any) -> tuple[int, ...]:
-    """The tokens of a ModelInput. Raises ApiError for what is not text."""
+    """The tokens of a ModelInput. Raises ApiError for anything but text."""
     chunks = read("prompt", given)["chunks"]
     ids = (
         [read("encoded_text", each)["tokens"] for each in chunks]
@@ -221,7 +223,9 @@ def prompt_of(given: Any) -> tuple[int, ...]:
 
 
 def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling, int]:
-    """How to sample behind a prompt of so many tokens, and the seed. ApiError without room."""
+    """The sampling settings after a prompt with this number of tokens, and the seed. Raises
+    ApiError if there is no room.
+    """
     asked = read("sampling_params", given)
     wanted = asked["max_tokens"] or max(model.length - prompt, 1)
     if prompt + wanted > model.length:

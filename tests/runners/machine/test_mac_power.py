@@ -98,4 +98,4 @@ def test_a_third_slower_is_said_once_with_its_reason(level, late, lines, tmp_pat
         said += filter(None, [watch.slower(rate)])
         assert watch.metrics()["power/thermal_pressure"] == level
     assert len(said) == lines
-    assert all("60% of their first pace: thermal pressure is moderate" in line for line in said)
+    assert all("60% of their initial pace: thermal pressure is moderate" in line for line in said)

@@ -332,9 +332,11 @@ def test_floods_meet_a_bound(tmp_path):
         kept = [caller.post("forward_backward", request(each, data)).status_code for each in orders[1:]]
         assert kept[0] == 200 and kept[-1] == 429
         names = [f"{caller.model}:{n}" for n, status in enumerate(kept, 2) if status == 200]
-        assert all("did not come" in caller.wait(name)["error"] for name in names)  # the first one is missing
+        assert all(
+            "was not received" in caller.wait(name)["error"] for name in names
+        )  # the first one is missing
         caller.number = len(names) + 1
-        assert "did not come" in caller.step(learning_rate=0.1)["error"]
+        assert "was not received" in caller.step(learning_rate=0.1)["error"]
         assert "metrics" in caller.step(learning_rate=0.1)
         room = caller.server._room
         assert room == limits.room
