@@ -56,6 +56,21 @@ PHRASES = {
     r"(behind|stands behind) the (question|prompt|number|text|last|policy's|assistant's)": "after",
     r"(?-i:Of an?) \w+": "For a …, In a …",
     r"but for the": "except",
+    r"used up what (it|they) may": "reached its limit",
+    r"rows of nobody": "padding rows",
+    r"what (came|comes|has come) of": "the outcome of",
+    r"bit for bit each time": "bit-identical",
+    r"one update an? \w+": "one update per …",
+    r"(is|are|be|not) to be had": "is available",
+    r"as wanted": "as expected",
+    r"the whole's": "the whole batch's",
+    r"names no (folder|file)": "is not a folder",
+    r"or its like": "or a similar …",
+    r"excludes? each other": "cannot be combined",
+    r"(the same|equal) but for": "the same except",
+    r"with its name back": "renamed back",
+    r"got (HTTP|an answer|a score|no answer)": "received",
+    r"(answers?|numbers?|words?) behind": "after",
 }
 """Pattern → what to write instead, for pages and all strings of the packages; a blank is any white space."""
 _NOT_PROSE = re.compile(

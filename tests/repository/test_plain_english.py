@@ -17,6 +17,8 @@ DIALECT = {
     "Completions are drawn in full precision.": "Completions are drawn",
     "The model is asked as in training.": "model is asked as",
     "Put it into a file of yours.": "a file of yours",
+    "Rows of nobody fill a batch up to a size.": "Rows of nobody",
+    "A request, and what has come of it.": "what has come of",
 }
 PLAIN = (
     "The run resumes from the last checkpoint. It goes on until the data is used up.",
