@@ -70,7 +70,9 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
 
 
 class CallReplaced:
-    """Replaces a part of a module: calls are forwarded to the function, and attributes to the part."""
+    """Replaces a part of a module: calls are forwarded to the function, and attributes to the
+    part.
+    """
 
     def __init__(self, part: Any, function: Callable[..., Any]) -> None:
         self._part, self._function = part, function

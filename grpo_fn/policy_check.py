@@ -147,7 +147,9 @@ def completion_logprobs(
 def _check_decoding(
     policy: Policy, params: Tree, prompts: list[list[int]], limit: float
 ) -> tuple[CheckedPolicy, Rollout]:
-    """The policy with the first path on which it decodes correctly, and a rollout with this policy."""
+    """The policy with the first path on which it decodes correctly, and a rollout with this
+    policy.
+    """
 
     def attempt(given_up: Sequence[str]) -> tuple[str, Rollout | None]:
         drawn: list[Rollout] = []
@@ -235,7 +237,9 @@ def _gradient(
 
 
 def _fault_of(compare: Callable[[], object]) -> str:
-    """The fault that a comparison finds, or the error that the model raises; "" if there is none."""
+    """The fault that a comparison finds, or the error that the model raises; "" if there is
+    none.
+    """
     try:
         found = compare()
         return found if isinstance(found, str) else ""

@@ -38,7 +38,9 @@ def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:
 
 
 def fold_in_rows(keys_n2: mx.array, data_n: mx.array) -> mx.array:
-    """Applies `fold_in` to N keys with one number each: [N,2] uint32 from [N,2] and integers [N]."""
+    """Applies `fold_in` to N keys with one number each: [N,2] uint32 from [N,2] and integers
+    [N].
+    """
     return _combined(_hashed(keys_n2), data_n)
 
 

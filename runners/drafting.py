@@ -195,7 +195,9 @@ def _has_tests(value: Any) -> bool:
 
 
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
-    """The column with the earliest of the known names, regardless of case; empty if there is none."""
+    """The column with the earliest of the known names, regardless of case; empty if there is
+    none.
+    """
     spelled = {column.lower(): column for column in columns}
     return next((spelled[name.lower()] for name in known if name.lower() in spelled), "")
 

@@ -82,7 +82,9 @@ class Failure:
 
 
 class NumbersError(UserError):
-    """Too many consecutive updates contained NaN or infinite values; the last good state was saved."""
+    """Too many consecutive updates contained NaN or infinite values; the last good state was
+    saved.
+    """
 
     exit_code = 3
 
@@ -101,7 +103,9 @@ def shortage(text: str) -> str:
 
 
 def system_fault(error: BaseException) -> str | None:
-    """The system's message about a refused file, thread or disk space; None for other exceptions."""
+    """The system's message about a refused file, thread or disk space; None for other
+    exceptions.
+    """
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []

@@ -111,7 +111,9 @@ def take_part(
 
 
 def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
-    """Selects each field's entries by the index of its axis, then cuts and pads them to the sizes."""
+    """Selects each field's entries by the index of its axis, then cuts and pads them to the
+    sizes.
+    """
     found: dict[str, Any] = {}
     for name in attrs.fields_dict(type(value)):
         if name not in AXES:

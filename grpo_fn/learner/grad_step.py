@@ -39,7 +39,9 @@ nats."""
 
 @attrs.frozen(eq=False)
 class GradStep:
-    """`grad_step(state, batch) -> (state, stats)`; created by `make_grad_step` or `make_sft_step`."""
+    """`grad_step(state, batch) -> (state, stats)`; created by `make_grad_step` or
+    `make_sft_step`.
+    """
 
     micro_step: Compiled
     stats_step: Compiled

@@ -295,7 +295,9 @@ def _rows_of(batch: Batch) -> list[Row]:
 
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
-    """The run's rows in its shape; with shared prompts, each of their distinct prompts occurs once."""
+    """The run's rows in its shape; with shared prompts, each of their distinct prompts occurs
+    once.
+    """
     numbers = [row.number for row in run.rows]
     shape = run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}

@@ -140,7 +140,9 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """Inside the `with` block, the module has these weights for decoding this many rows at a time."""
+    """Inside the `with` block, the module has these weights for decoding this many rows at a
+    time.
+    """
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
         stack.enter_context(merged_adapters(module))

@@ -168,7 +168,9 @@ class RowQueue:
         return [*done.tokens], [*done.logp]
 
     def widest(self, most: int) -> int:
-        """The maximum number of rows in a round, given the waiting entries; for `most`, see `due`."""
+        """The maximum number of rows in a round, given the waiting entries; for `most`, see
+        `due`.
+        """
         rounds = [*self._rounds, *_rounds(self._entries, most)]
         return max((sum(len(entry.rows) for entry in each) for each in rounds), default=1)
 
@@ -269,7 +271,9 @@ class RowQueue:
         return cut, 0 if cut is None else shared
 
     def _alike(self, entry: Entry) -> int | None:
-        """The kept row that shares the most tokens with the entry's prompt, if copying it pays off."""
+        """The kept row that shares the most tokens with the entry's prompt, if copying it pays
+        off.
+        """
         head = list(entry.prompt[:LEAST])
         alike = {
             number: shared_length(tokens, entry.prompt[:-1])

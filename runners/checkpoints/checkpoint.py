@@ -238,7 +238,9 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """A checkpoint's trainer_state.json. Raises UserError for content that no run could have saved."""
+    """A checkpoint's trainer_state.json. Raises UserError for content that no run could have
+    saved.
+    """
     file = folder / TRAINER_STATE
     content = read_json(file)
     if content.get("version") != VERSION:

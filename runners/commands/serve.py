@@ -146,6 +146,8 @@ def serve_command(
 
 
 class Drain(Interrupts):
-    """In the block, the first SIGINT or SIGTERM sets `received`; the second one ends the process."""
+    """In the block, the first SIGINT or SIGTERM sets `received`; the second one ends the
+    process.
+    """
 
     signals = (signal.SIGINT, signal.SIGTERM)

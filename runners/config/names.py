@@ -74,7 +74,9 @@ _OTHER_NAMES = {
 
 
 def other_name(text: str) -> str:
-    """Explains a text that is neither a folder nor a name on the Hub; "" if that is not possible."""
+    """Explains a text that is neither a folder nor a name on the Hub; "" if that is not
+    possible.
+    """
     for pattern, meaning in _OTHER_NAMES.items():
         match = re.fullmatch(pattern, text, re.IGNORECASE)
         if match:

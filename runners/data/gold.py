@@ -1,4 +1,6 @@
-"""Reads reference completions for supervised updates from a data set's rows or a run's completions."""
+"""Reads reference completions for supervised updates from a data set's rows or a run's
+completions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Renders a conversation as text and tokens, with the tokenizer's chat template or in plain form."""
+"""Renders a conversation as text and tokens, with the tokenizer's chat template or in plain
+form.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ class CallReader:
     def of(
         cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False
     ) -> CallReader:
-        """The reader for a tokenizer, with mlx-lm's parser or, if `marked`, for nanochat's format."""
+        """The reader for a tokenizer, with mlx-lm's parser or, if `marked`, for nanochat's
+        format.
+        """
         if marked:
             return cls(schemas, _of_expression, start=MARKS[0], end=MARKS[1])
         parser = getattr(tokenizer, "tool_parser", None)

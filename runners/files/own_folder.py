@@ -81,6 +81,8 @@ def remember(kind: str, digest: str) -> None:
 
 
 def remembers(kind: str, digest: str) -> bool:
-    """Whether `remember` has recorded this digest. A cache that others can write to is not trusted."""
+    """Whether `remember` has recorded this digest. A cache that others can write to is not
+    trusted.
+    """
     places = (cache_folder(), cache_folder() / kind)
     return os.path.exists(places[1] / digest) and not any(map(foreign, places))

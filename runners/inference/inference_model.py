@@ -189,7 +189,9 @@ def find_model(
     *,
     custom_loader: bool = False,
 ) -> tuple[Path, Path | None]:
-    """The folder of a model, named as for `load_inference`, and the folder of its adapters, if any."""
+    """The folder of a model, named as for `load_inference`, and the folder of its adapters, if
+    any.
+    """
     named = Path(model_of_run(model, note)).expanduser()
     adapters = Path(adapter).expanduser() if adapter else None
     source = str(named) if named.exists() else model

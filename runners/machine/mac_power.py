@@ -60,8 +60,7 @@ def power_state() -> dict[str, int]:
 
 
 def slow_because(state: dict[str, int]) -> str:
-    """The reason why the machine computes more slowly than it could; empty if macOS reports none.
-    """
+    """The reason why the machine computes more slowly than it could; empty if macOS reports none."""
     pressure = state.get("thermal_pressure", 0)
     reasons = {
         "low-power mode is on (`sudo pmset -a lowpowermode 0`)": state.get("low_power"),

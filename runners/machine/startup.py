@@ -51,7 +51,9 @@ class Platform:
     programs: Compilation | None = None  # of the run that it was prepared for
 
     def arithmetic(self) -> dict[str, Any]:
-        """Facts that are equal on machines on which the same computation has bit-identical results."""
+        """Facts that are equal on machines on which the same computation has bit-identical
+        results.
+        """
         found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}
         if self.backend != "cpu":
             return found

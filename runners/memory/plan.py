@@ -173,7 +173,9 @@ def _over_memory(found: Forecast) -> str | None:
 
 
 def _all_memory(config: Config) -> int:
-    """The memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is less."""
+    """The memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is
+    less.
+    """
     total = total_memory()
     return min(total, int(config.system.memory_limit_gb * 1e9) or total)
 

@@ -168,7 +168,9 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with `part` rounded weights; embeddings and head are often not rounded."""
+        """Bytes of a role with `part` rounded weights; embeddings and head are often not
+        rounded.
+        """
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))

@@ -200,7 +200,9 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Converts errors of the Hub inside the block to a one-line UserError that starts with `where`."""
+    """Converts errors of the Hub inside the block to a one-line UserError that starts with
+    `where`.
+    """
     from huggingface_hub import errors
 
     try:

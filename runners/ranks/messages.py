@@ -1,4 +1,6 @@
-"""Encodes messages between ranks: plain values as JSON, and arrays, in bytes that contain no code."""
+"""Encodes messages between ranks: plain values as JSON, and arrays, in bytes that contain no
+code.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def _place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _listed(path: str) -> list[Any]:
-    """The list in a launcher's file, with one entry per rank; the file is empty for a single rank."""
+    """The list in a launcher's file, with one entry per rank; the file is empty for a single
+    rank.
+    """
     return json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
 
 

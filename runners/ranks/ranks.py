@@ -285,7 +285,9 @@ class Ranks:
         return any(message.value for message in self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" for the slowest rank in exchanges, and "reducing"."""
+        """Seconds since the last call: "waiting" for the slowest rank in exchanges, and
+        "reducing".
+        """
         found = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found

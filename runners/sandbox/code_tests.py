@@ -117,7 +117,9 @@ def judge_program(
 
 
 def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
-    """Which tests the program in a model's text passes; `judge_program` for use in your own code."""
+    """Which tests the program in a model's text passes; `judge_program` for use in your own
+    code.
+    """
     return judge_program(text, tests, limits).passed
 
 

@@ -65,7 +65,9 @@ class Outcome:
 
 
 class _Server:
-    """A process that runs programs, one at a time; `missing` lists the protections that it lacks."""
+    """A process that runs programs, one at a time; `missing` lists the protections that it
+    lacks.
+    """
 
     def __init__(self) -> None:
         ours, theirs = Pipe()

@@ -176,8 +176,7 @@ class HttpServer:
 
 
 class Server(HttpServer):
-    """Serves OpenAI's and vLLM's APIs; decoding takes place in the thread that calls `service.run`.
-    """
+    """Serves OpenAI's and vLLM's APIs; decoding takes place in the thread that calls `service.run`."""
 
     def __init__(
         self,

@@ -89,7 +89,9 @@ class ServedModel:
         return tokens
 
     def marks(self, chat: Chat) -> tuple[int, ...]:
-        """The ids of nanochat's marks, between which a chat's only tool is called; otherwise empty."""
+        """The ids of nanochat's marks, between which a chat's only tool is called; otherwise
+        empty.
+        """
         return mark_ids(self.tokenizer) if len(chat.tools) == 1 else ()
 
     def following(

@@ -172,7 +172,9 @@ class Service:
         self.engine.load(weights)
 
     def _accept(self, wait: float | None) -> None:
-        """Receives the clients' requests, waiting this many seconds for them; None does not wait."""
+        """Receives the clients' requests, waiting this many seconds for them; None does not
+        wait.
+        """
         with suppress(queue.Empty):
             turn = self._inbox.get(block=wait is not None, timeout=wait)
             while True:

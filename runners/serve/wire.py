@@ -351,7 +351,9 @@ class Answer:
         return {"usage": {**counts, "total_tokens": prompt + sampled}}
 
     def _around(self, choices: list[dict[str, Any]], part: str, *, first: bool) -> dict[str, Any]:
-        """An answer or a piece of one; the first contains the prompt's ids if they are requested."""
+        """An answer or a piece of one; the first contains the prompt's ids if they are
+        requested.
+        """
         if self.asked.ids:
             return {"request_id": self.head["id"], "choices": choices}
         kind = f"chat.completion{part}" if self.asked.chat else "text_completion"

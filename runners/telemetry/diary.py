@@ -45,7 +45,9 @@ class Diary(Report):
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Handles an event. An alert, which may come from another thread, affects only the display."""
+        """Handles an event. An alert, which may come from another thread, affects only the
+        display.
+        """
         match event:
             case Started(updates, header, done):
                 self._update = done
@@ -110,7 +112,9 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """Facts for the report: machine, versions, and the keys set by the config or the command line."""
+    """Facts for the report: machine, versions, and the keys set by the config or the command
+    line.
+    """
     facts = {
         "system": f"{platform.system()} {platform.machine()}",
         "backend": machine.backend,

@@ -1,4 +1,6 @@
-"""The display on a terminal: the run's lines, followed by a status line that is updated in place."""
+"""The display on a terminal: the run's lines, followed by a status line that is updated in
+place.
+"""
 
 from __future__ import annotations
 

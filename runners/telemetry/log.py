@@ -1,4 +1,6 @@
-"""The logs of a run: files of JSON lines, described in docs/report.md, and the dashboards of [log]."""
+"""The logs of a run: files of JSON lines, described in docs/report.md, and the dashboards of
+[log].
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,9 @@ def _packed(experience: Experience) -> dict[str, Any]:
 
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
-    """The inverse of `_packed`, after tuples have become lists and arrays have become NumPy arrays."""
+    """The inverse of `_packed`, after tuples have become lists and arrays have become NumPy
+    arrays.
+    """
     rollout, played = value["rollout"], value["played"]
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()

@@ -30,7 +30,9 @@ LogprobStep = Callable[[Tree, g.Batch], mx.array]
 
 @attrs.frozen(eq=False)
 class Computed(Generic[_Result]):
-    """The result of computing micro-batches, with the micro-batches and the budget that were used."""
+    """The result of computing micro-batches, with the micro-batches and the budget that were
+    used.
+    """
 
     value: _Result
     steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step

@@ -236,7 +236,9 @@ def check_backend(loaded: LoadedModel, platform: Platform) -> None:
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
-    """Raises UserError if this model does not support loss.router_aux_coef or loss.router_replay."""
+    """Raises UserError if this model does not support loss.router_aux_coef or
+    loss.router_replay.
+    """
     for key, off, check in (
         ("router_aux_coef", "0", experts_per_token),
         ("router_replay", "false", check_replay),

@@ -217,7 +217,9 @@ class Collector:
         key: mx.array,
         weights: Weights | None,
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """Completions or conversations; None without examples. The engine receives new `weights`."""
+        """Completions or conversations; None without examples. The engine receives new
+        `weights`.
+        """
         if weights is not None:
             engine.load(weights)
         if not examples:

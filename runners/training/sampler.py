@@ -147,7 +147,9 @@ def judged(
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """The evaluated weights for an engine: the learner's `params`, rounded if the sampler rounds."""
+    """The evaluated weights for an engine: the learner's `params`, rounded if the sampler
+    rounds.
+    """
     role = sampler.role
     if role is None or params is None:
         return Weights(policy, params, sampler.version, sampler.rows)

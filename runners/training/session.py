@@ -90,7 +90,9 @@ class Session:
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
-        """A block that replaces the run's state, on all ranks or on none; no signal interrupts it."""
+        """A block that replaces the run's state, on all ranks or on none; no signal interrupts
+        it.
+        """
         fault = self.shown.fault
         with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
             self._lost = messages[0].value
@@ -264,7 +266,9 @@ class Session:
             )
 
     def check_log(self) -> None:
-        """Reports once that a line of the log cannot be written; it is written once there is space."""
+        """Reports once that a line of the log cannot be written; it is written once there is
+        space.
+        """
         fault = self.log.fault()
         if fault and fault != self._log_fault:
             self.failed(UserError(fault))

@@ -88,7 +88,9 @@ def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
 
 
 def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """Runs after a rollout: its micro-batches then wait for their updates. The engine is not used."""
+    """Runs after a rollout: its micro-batches then wait for their updates. The engine is not
+    used.
+    """
     config = plan.config
     gold = state.batch_step < plan.run.length.supervised
     with plan.times.timing("learner"):

@@ -34,7 +34,9 @@ _AS_IT_IS = "matrix products are about 30 times slower now, and round differentl
 
 @attrs.frozen
 class Blas:
-    """The outcome of the search for a BLAS: the loaded library, or the reason why none was loaded."""
+    """The outcome of the search for a BLAS: the loaded library, or the reason why none was
+    loaded.
+    """
 
     library: str | None
     reason: str = ""

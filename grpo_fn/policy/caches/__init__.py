@@ -1,1 +1,3 @@
-"""Keys and values of rows: shared prompts, the rows' own tokens, and tokens that are added later."""
+"""Keys and values of rows: shared prompts, the rows' own tokens, and tokens that are added
+later.
+"""

@@ -1,4 +1,6 @@
-"""Operations on all kinds of mlx-lm's caches for decoding: create them, fork them, keep some rows."""
+"""Operations on all kinds of mlx-lm's caches for decoding: create them, fork them, keep some
+rows.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -135,7 +137,9 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
 
 
 def hold_all_tokens(caches: Caches) -> bool:
-    """Whether caches contain keys and values of every token, so they can be truncated and joined."""
+    """Whether caches contain keys and values of every token, so they can be truncated and
+    joined.
+    """
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
     return all(type(cache) in (KVCache, BatchKVCache) for cache in caches)

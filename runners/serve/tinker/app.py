@@ -228,8 +228,7 @@ class TrainingServer(HttpServer):
     # Futures.
 
     def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
-        """A new future, for which this many bytes wait. Raises ApiError if there is no room for it.
-        """
+        """A new future, for which this many bytes wait. Raises ApiError if there is no room for it."""
         if self._trainer.draining:
             raise ApiError("the server is shutting down", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:

@@ -285,8 +285,7 @@ class Trainer:
         return {"path": path}
 
     def place(self, path: str) -> Path:
-        """The folder of a path, inside this trainer's folder. Raises UserError for any other path.
-        """
+        """The folder of a path, inside this trainer's folder. Raises UserError for any other path."""
         found = _PATH.fullmatch(path)
         if found is None:
             wanted = f"tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME"

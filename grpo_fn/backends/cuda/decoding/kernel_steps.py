@@ -26,7 +26,9 @@ _PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
-    """Compiled steps over one copy of each prompt; each row's keys and values are written in place."""
+    """Compiled steps over one copy of each prompt; each row's keys and values are written in
+    place.
+    """
 
     drops_rows = False  # each number of rows would be a program of its own
 
