@@ -40,7 +40,7 @@ class TaskRun:
         """Ends the task if it still runs."""
         if not self.has_ended:
             self._worker.cancel(self._call)
-            return Outcome("the task was ended")
+            return Outcome("the task was cancelled")
         found = self._call.outcome.result()
         return Outcome(found.fault, found.value)
 

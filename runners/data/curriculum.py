@@ -1,7 +1,7 @@
 """Selects the prompts that a run samples, with a preference for pass rates near a target.
 
     p̂ = (passes + m) / (weight + 1)   a prompt's rate, pooled with one completion of rate m
-    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its sampling weight, with age in batch steps
+    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its sampling weight; age in batch steps
 
 m is the rate of all completions so far, itself pooled with one completion of the target rate; a new
 prompt has the rate m. The first factor decreases as a group of G with this rate becomes unlikely to

@@ -68,7 +68,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     is_file = source is not None and source.is_file()
     if is_file and config.split != "train":
         raise UserError(
-            f'{source} is a file, the split "train", but data.split is {show(config.split)}'
+            f'{source} is a file, so its only split is "train", but data.split is '
+            f"{show(config.split)}"
         )
     train = load_split(config, config.split, folders=folders, key="data.split")
     if is_file or split_name(config.eval_split) == split_name(config.split):

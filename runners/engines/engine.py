@@ -156,7 +156,7 @@ class Engine(Protocol):
         """Yields the tokens of a request's first completion as they are sampled, instead of
         `collect`. It ends early if `should_stop` returns True or the caller closes it.
 
-        A request that is kept and was ended by `should_stop` can be continued from the last token.
+        If `should_stop` ended a request that is kept, it can be continued from the last token.
         """
         ...
 

@@ -141,7 +141,7 @@ class Session:
         episode = self.episodes[row]
         tokens, refused = self._turns.pop(row)
         episode.seconds += outcome.seconds
-        if outcome.ended:  # the call may go on, or its process was ended
+        if outcome.ended:  # the call may go on, or its process ended
             episode.counts["timeouts"] += outcome.timed_out
             episode.hung = True
         limits = self._home.config

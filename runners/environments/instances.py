@@ -173,7 +173,7 @@ def call(
         if isinstance(arguments, str):
             return failure(name or "tool", arguments)
         if name not in functions:
-            return failure(name, "the environment is lost, because its process was ended")
+            return failure(name, "the environment is lost, because its process ended")
         try:
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)

@@ -160,7 +160,7 @@ def score(
         if {*environments} - {None, *known}:
             return nothing(
                 size,
-                "failed: the environments are lost, because their process was ended",
+                "failed: the environments are lost, because their process ended",
                 ended=True,
             )
         arguments["environments"] = [known.get(number) for number in environments]

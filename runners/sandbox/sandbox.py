@@ -103,7 +103,7 @@ class _Server:
             self.missing = json.loads(greeting)
 
     def ask(self, seconds: float, *messages: Any) -> bytes | None:
-        """The answer to messages; None if the process has ended or was ended."""
+        """The answer to messages; None if the process has ended."""
         with suppress(EOFError, OSError):
             for message in messages:
                 self.connection.send_bytes(json.dumps(message).encode())

@@ -197,7 +197,7 @@ class MicroBatches:
         large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
             f"{shortage(reason)}, with {large:,} tokens at a time: the step is repeated "
-            f"with half of that; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
+            f"with half as many; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
         )
         return max(large // 2, 1)
 

@@ -38,7 +38,7 @@ _RELOADING = 600.0  # seconds for importing the user's files once more
 # that, and the shell ends the group, whatever the worker and its children are doing.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
 _SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
-_ENDED = Outcome(fault="its process was ended", ended=True)
+_ENDED = Outcome(fault="its process ended", ended=True)
 _numbers = itertools.count(1)
 
 
@@ -144,7 +144,7 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 
 
 class Worker:
-    """Manages the process: starts it when it is needed, and again after it was ended.
+    """Manages the process: starts it when it is needed, and again after it has ended.
 
     Calls name an operation, a function `package.module:name` of this package that receives the
     process's store and the arguments. `notices` are messages about restarts, for the caller to

@@ -106,7 +106,7 @@ def test_the_process_of_rewards(tmp_path, command):
     more = {"run": [], "check": ["--problems", "2"], "difficulty": ["--samples", "2", "--out", "d.jsonl"]}
     code, text = said_within(2500, tmp_path, "-m", "runners.cli", command, "train.toml", *more[command])
     assert code == (2 if command == "difficulty" else 0), text
-    assert RESTARTED in text or "its process was ended" in text, text
+    assert RESTARTED in text or "its process ended" in text, text
     assert command != "run" or (tmp_path / "r/final").is_dir()
 
 

@@ -30,7 +30,7 @@ def test_three_ranks_are_equal_at_every_update_and_train_as_one(tmp_path):
     digests = [(tmp_path / f"ranks/{rank}.digests").read_text().splitlines() for rank in range(3)]
     assert len(digests[0]) == len(set(digests[0])) == 8
     assert digests == [digests[0]] * 3
-    assert " ".join(said.split()).count("the step is repeated with half of that") == 1, said
+    assert " ".join(said.split()).count("the step is repeated with half as many") == 1, said
     same = ("batch_step", "prompt", "completion", "reward")
     want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]

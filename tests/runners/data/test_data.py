@@ -118,7 +118,7 @@ def test_missing_splits_list_those_found(tmp_path: Path) -> None:
     assert "data.eval_split: expected test.jsonl" in message and "found tests, train; did you mean" in message
     (tmp_path / "tests.jsonl").unlink()
     assert "data.split: expected trian.jsonl" in refused(tmp_path, split="trian", eval_split="train")
-    assert 'is a file, the split "train"' in refused(tmp_path / "train.jsonl", split="test")
+    assert 'is a file, so its only split is "train"' in refused(tmp_path / "train.jsonl", split="test")
     assert 'data.name is "x", a configuration on the Hub, but data.sourc' in refused(tmp_path, name="x")
 
 

@@ -167,7 +167,7 @@ def test_a_resumed_run_remembers_how_often_a_reward_was_too_slow(tmp_path):
     settings = [f'reward.functions=["{tmp_path}/ends.py:ends", "soft_format_reward_func"]', "eval.every=0"]
     config = config_in(tmp_path / "run", *settings, "eval.at_start=false")
     killed(config, "sampling", 3)
-    with pytest.raises(RewardError, match=r'"ends" failed: its process was ended; it failed for every'):
+    with pytest.raises(RewardError, match=r'"ends" failed: its process ended; it failed for every'):
         run_training(config, report=Quiet(), resume=True)
     saved = {path.name for path in (tmp_path / "run/tiny").glob("checkpoint-*")}
     assert saved == {"checkpoint-1", "checkpoint-2"}

@@ -107,7 +107,7 @@ def score(worker, folder, *names, timeout=60.0):
     [
         ("loops", "timed out"),
         ("computes", "timed out"),
-        ("exits", "its process was ended"),
+        ("exits", "its process ended"),
         ("leaves", "SystemExit: 3"),
         ("interrupts", "failed: KeyboardInterrupt"),
         ("floods", "returned more than 67,108,864 bytes"),
@@ -187,7 +187,7 @@ def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
     for name, line in (
         ("none.py:f", "no file at"),
         ("fails.py:f", "line 1: ZeroDivisionError"),
-        ("ends.py:f", "ends.py:f: its process was ended"),
+        ("ends.py:f", "ends.py:f: its process ended"),
         ("rewards_in_a_worker.py:lenght", "did you mean length?"),
     ):
         with pytest.raises(UserError, match=line):
