@@ -84,5 +84,5 @@ def test_a_signal_to_either_rank_saves_and_the_run_goes_on(write, tmp_path, rank
     said = run.end(60)
     assert said.count("interrupted\nto continue: mlx.launch ... ") == 1 and "Traceback" not in said, said
     run = begin(2, tmp_path / "ranks", [str(config), *APART, "--resume"])
-    assert "was under way: it is sampled again" in run.end()
+    assert "was in progress: it is sampled again" in run.end()
     assert outcome(tmp_path / "outputs/run") == want

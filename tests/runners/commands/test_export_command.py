@@ -197,7 +197,7 @@ def test_faults_are_lines(runs, tmp_path):
         ([runs["full"], "--gguf", "m", "--type", "q3"], "--type q3: expected"),
         ([runs["full"], "--out", "out", "--private"], "--private requires --push"),
         ([runs["full"], "--out", "out", "--type", "f16"], "--type requires --gguf"),
-        *(([runs["full"], "--out", place, "--force"], "expected another folder") for place in places),
+        *(([runs["full"], "--out", place, "--force"], "expected a different folder") for place in places),
     ):
         result = export(*arguments, code=2)
         assert not result.stdout and message in result.stderr

@@ -143,7 +143,7 @@ def test_a_killed_sampler_is_named_and_its_prompts_are_sampled_again(tmp_path):
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     said = run.end(60)
-    told = [line for line in said.splitlines() if "is gone: it was killed or crashed" in line]
+    told = [line for line in said.splitlines() if "has disappeared: it was killed or crashed" in line]
     assert len(told) == 1 and "rank 1 (" in told[0] and "Traceback" not in said, said
     check_manifest(max(straight.glob("checkpoint-*")))
     run_training(config, report=Quiet(), resume=True)

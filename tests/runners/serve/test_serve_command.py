@@ -85,7 +85,7 @@ def test_the_options_are_those_of_a_call_that_names_nothing():
 def test_another_host_requires_a_key():
     """One line, before the model is read."""
     result = CliRunner().invoke(main, ["serve", "nowhere/nothing", "--host", "0.0.0.0"])
-    assert result.exit_code == 2 and "expected --api-key KEY" in result.output
+    assert result.exit_code == 2 and "requires --api-key KEY" in result.output
 
 
 def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
