@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import evidence
 from tests.support.tiny_runs import PROBLEMS, ran, small
 
 pytest.importorskip("verifiers.v1")
 pytest.importorskip("uvicorn")
-SUPPORT = Path(__file__).parents[2] / "support"
+TASKS_FILE = Path(evidence.__file__).with_name("verifiers_tasks.py")
 ROLLOUT = {"num_generations": 6, "max_new_tokens": 40, "temperature": 1.0}
 TASKS = 24
 RIGHT = """
@@ -28,7 +29,7 @@ def problems(tmp_path, monkeypatch):
     lines = (PROBLEMS / "train.jsonl").read_text(encoding="utf-8").splitlines()[:TASKS]
     file.write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setenv("PROBLEMS", str(file))
-    shutil.copy(SUPPORT / "clients/verifiers_tasks.py", tmp_path)
+    shutil.copy(TASKS_FILE, tmp_path)
     (tmp_path / "own.py").write_text(RIGHT)
     return file
 
