@@ -48,7 +48,7 @@ class Entry:
         keep: keep the rows' caches when they end, for an entry that continues one of them.
         borrows: copy the caches of any kept row for the tokens that its prompt shares with it.
         continues: a kept row, whose caches contain tokens at the prompt's start that need not be
-        computed again. The first entry that continues a row consumes its caches.
+            computed again. The first entry that continues a row consumes its caches.
     """
 
     rows: tuple[int, ...]

@@ -35,7 +35,7 @@ class Sampling:
         temperature: divides the logits; 0 uses the most likely token.
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
         repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1
-        means none.
+            means none.
         eos_ids: tokens that end a completion; the end token is part of the completion and counts.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the full distribution at each position.

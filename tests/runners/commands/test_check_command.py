@@ -134,7 +134,7 @@ def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table)
     (tmp_path / "t.toml").write_text(small(data=data, answer=form, reward={"functions": functions}))
     shown = grpo("check", "t.toml").stdout
     assert table in shown and "RuntimeError: oh (one sentence)" in shown, shown
-    assert "gold" not in shown and "wrong" not in shown and "returned no reward" not in shown
+    assert "gold" not in shown and "wrong" not in shown and "reward returned" not in shown
     real = grpo("check", "t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
     assert "--sample" not in real and real.count("  reward  0\n  broken  none\n") == 2
     assert "warning: 2 of 2 completions are cut off" in real
