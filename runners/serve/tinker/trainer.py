@@ -106,8 +106,8 @@ class Trainer:
         self._loaded: Sampler | None = None
 
     def put(self, job: Callable[[], Any], listener: Any) -> None:
-        """Queue a job. Unless the listener's `session` is `over`, it hears by `set` what the job returns (if
-        it is not None), or its fault."""
+        """Queue a job. Unless the listener's `session` is `over`, it hears by `set` what the job
+        returns (if it is not None), or its fault."""
         self._jobs.put(partial(self._work, job, listener))
 
     @property
@@ -206,10 +206,13 @@ class Trainer:
         folder = self.place(path)
         module = twin_module(self._module)
         module.freeze()
-        about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+        try:
+            about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+            moments = load_arrays(folder / OPTIMIZER)[0] if optimizer else {}
+        except UserError as error:  # without the name of the folder
+            raise UserError(str(error).replace(str(folder), path)) from error
         model = self._model(module, about)
         if optimizer:
-            moments, _ = load_arrays(folder / OPTIMIZER)
             model.state = attrs.evolve(model.state, opt_state=from_names(moments))
         return model
 

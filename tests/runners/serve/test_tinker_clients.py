@@ -42,7 +42,8 @@ def test_the_cookbook_s_loops(tmp_path):
     """rl_loop and sl_loop with another address, name, sizes and data, on the model in the package."""
     loaded = embedded()
     with training(tmp_path, loaded=loaded, name=COOKBOOK_S) as caller:
-        run("tinker-cookbook", "tinker_cookbook_loops.py", caller.server.url, loaded.path, tmp_path / "logs")
+        logs = tmp_path / "logs"
+        run("tinker-cookbook", "tinker_cookbook_loops.py", caller.server.url, loaded.path, logs, 4)
 
 
 def test_the_program_of_the_page(tmp_path):
