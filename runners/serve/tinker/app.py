@@ -268,8 +268,9 @@ class TrainingServer(HttpServer):
                 slot.next += 1
             if slot.timer is not None:
                 slot.timer.cancel()
-            skip = asyncio.get_running_loop().call_later(self._limits.gap, self._skip, slot)
-            slot.timer = skip
+            loop = asyncio.get_running_loop()
+            gap = self._limits.gap
+            slot.timer = loop.call_later(gap, self._skip, slot) if slot.held else None
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:
