@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import datasets
-from transformers import AutoTokenizer
-
 from tinker_cookbook import tokenizer_utils
 from tinker_cookbook.recipes.rl_numerics_check import env, train
 from tinker_cookbook.rl import train as rl_train
+from transformers import AutoTokenizer
 
 URL, FOLDER, LOGS, RENDERER = sys.argv[1:5]
 NAME = "Qwen/Qwen3-8B-Base"
