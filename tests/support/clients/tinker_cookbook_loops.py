@@ -1,4 +1,4 @@
-"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model's folder, logs, size."""
+"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model, logs, size."""
 
 import itertools
 import json
