@@ -1,5 +1,8 @@
 """Rollouts ahead of the learner: the same each time, none dropped, resumed bit for bit, and never older."""
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 
@@ -115,6 +118,20 @@ def test_ipo_needs_no_correction(tmp_path):
     """It compares with the weights that sampled a completion, and takes none."""
     config = config_in(tmp_path / "a", *AHEAD[1], "loss.correction=none", "loss.surrogate=ipo").check()
     assert config.loss_spec().correction == "none"
+
+
+def test_threads_of_a_run_end_without_streams():
+    """Otherwise MLX aborts every third process that ends at once after such threads."""
+    code = (
+        "import grpo_fn, mlx.core as mx\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from runners.training.ahead import _free_streams_at_end\n"
+        "pools = [ThreadPoolExecutor(1, 'x', _free_streams_at_end) for _ in range(8)]\n"
+        "for pool in pools:\n"
+        "    pool.submit(lambda: mx.eval(mx.random.normal((8, 8)))).result()\n"
+    )
+    ended = [subprocess.run([sys.executable, "-c", code], check=False).returncode for _ in range(6)]
+    assert ended == [0] * 6
 
 
 def test_a_reward_that_fails_ends_the_run_as_ever(tmp_path):
