@@ -18,7 +18,6 @@ from runners.training.plan import Plan
 from runners.training.run_state import Flight, RunState
 from runners.training.steps import experience, propose
 
-
 _of_thread = threading.local()
 
 
