@@ -18,10 +18,12 @@ MECHANISMS = {
     },
     **{name: ("elementwise", name, "") for name in ("weighted_values", "gather_mm", "add_at")},
     "attention": ("attention", "attention", "takes_sequences"),
+    "decode_blocks": ("few_rows", "decode_blocks", "has_small_products"),
 }
 NUMBERS = {
     "unpack_rows": 4,
     "shares_prompts": 1,
+    "block_rows": 16,
     "metal_kernels": 0,
     "logits": 2**22,
     "logit_rows": 96,
