@@ -171,7 +171,7 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
 def test_few_rows_are_decoded_over_a_second_copy_of_the_matrices(config, monkeypatch):
     """In float32 and up to 16 rows: in the phases that decode so few alone."""
 
-    def weights(*overrides, blocks=object()):
+    def weights(*overrides, blocks: object = True):
         checked = config("optim.batch_size=4", *overrides)
         with mechanisms.substituted(decode_blocks=blocks):
             phases = predict(checked).phases
