@@ -51,9 +51,7 @@ class Respond:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        begun = self._begun
-        self._begun = {}
-        return {row: self._function(row, tokens) for row, tokens in begun.items()}
+        return {row: self._function(row, self._begun.pop(row)) for row in [*self._begun]}
 
 
 @attrs.define(eq=False)
