@@ -11,7 +11,7 @@ import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -35,7 +35,7 @@ OPERATIONS = {
     "add_at": "(array): one number added in each row",
     "round_columns": "(): a block's columns are rounded one after another, errors carried on",
     "group_ranges": "(): the range of each group of weights with the least error",
-    "decode_blocks": "(): a context manager (module, rows); blocks of a decoder as one kernel each",
+    "decode_blocks": "(): a context manager (module, rows); a decoder in a form for decoding them",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
@@ -67,8 +67,11 @@ SWITCHES = {
 # The constants of a device for which none was measured.
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
+    "unpacked_bytes": 256_000_000,  # of a model's weights that are unpacked for a rollout, at most
     "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
+    "block_rows": 0,  # decoded over weights in blocks, at most
+    "block_bytes": 2**32,  # of these blocks, a second copy, at most
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
@@ -134,8 +137,7 @@ def find(name: str, *arguments: Any) -> Any:
 
 def number(name: str) -> int:
     """A constant measured on this kind of device; `NUMBERS` lists the names."""
-    folder = _folder(backend())
-    return {**NUMBERS, **({} if folder is None else folder.NUMBERS)}[name]
+    return {**NUMBERS, **getattr(_folder(backend()), "NUMBERS", {})}[name]
 
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
@@ -151,8 +153,7 @@ def enabled(name: str) -> bool:
     Raises:
         ValueError: `SWITCHES` does not contain the name.
     """
-    if name not in SWITCHES:
-        raise ValueError(_unknown(name, SWITCHES))
+    _check(name, SWITCHES)
     return name not in _replaced
 
 
@@ -164,8 +165,7 @@ def disabled_names() -> tuple[str, ...]:
 def check_mechanism(name: str) -> None:
     """Raises ValueError, with the nearest name, if neither `OPERATIONS` nor `SWITCHES` contains the
     name."""
-    if name not in OPERATIONS and name not in SWITCHES:
-        raise ValueError(_unknown(name, {**OPERATIONS, **SWITCHES}))
+    _check(name, OPERATIONS | SWITCHES)
 
 
 def disable(*names: str) -> None:
@@ -175,15 +175,13 @@ def disable(*names: str) -> None:
     _replaced.update(dict.fromkeys(names))
 
 
-@contextmanager
-def disabled(*names: str) -> Iterator[None]:
+def disabled(*names: str) -> AbstractContextManager[None]:
     """Turns mechanisms (names of `OPERATIONS` or `SWITCHES`) off inside the `with` block.
 
     Layers that were already patched and steps that were already compiled do not change, so create
     the policy inside the block.
     """
-    with substituted(**dict.fromkeys(names)):
-        yield
+    return substituted(**dict.fromkeys(names))
 
 
 @contextmanager
@@ -200,9 +198,10 @@ def substituted(**functions: Any) -> Iterator[None]:
         _replaced.update(saved)
 
 
-def _unknown(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1, 0)
-    return f"no mechanism {name!r}; the nearest name is {near[0]!r}"
+def _check(name: str, names: Iterable[str]) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1, 0)
+        raise ValueError(f"no mechanism {name!r}; the nearest name is {near[0]!r}")
 
 
 @functools.cache
@@ -220,8 +219,7 @@ def _folder(device: str) -> Any:
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
     """A device's submodule that computes an operation, its attribute there, and its predicate's or
     ""."""
-    if name not in OPERATIONS:
-        raise ValueError(_unknown(name, OPERATIONS))
+    _check(name, OPERATIONS)
     folder = _folder(device)
     if folder is None or name not in folder.MECHANISMS:
         return None

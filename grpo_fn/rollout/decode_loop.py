@@ -146,10 +146,8 @@ def _collect(batch: RowBatch, queue: RowQueue) -> None:
         row = queue.rows[number]
         tokens = row.done.tokens
         start = len(tokens)
-        tokens += columns["tokens"][place]
-        row.done.logp.extend(columns["logp"][place])
-        if row.done.entropy is not None:
-            row.done.entropy.extend(columns["entropy"][place])
+        for name, column in columns.items():  # also the names of a row's lists
+            getattr(row.done, name).extend(column[place])
         limit = row.entry.sampling.max_new_tokens
         length = row.entry.sampling.end_of(tokens[:limit], start, row.entry.find_stop)
         if length is not None or len(tokens) >= limit:

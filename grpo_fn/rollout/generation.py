@@ -70,19 +70,20 @@ def generate(
             `find_stop` returns more tokens than there are, replies belong to unexpected rows, or
             images do not fit the prompts, the policy's module (`use_multimodal_rope`) or replies.
     """
-    columns = decode(
-        policy,
-        params,
-        prompts,
-        sampling,
-        key=key,
-        prompt_numbers=prompt_numbers,
-        find_stop=find_stop,
-        replies=replies,
-        images=images,
-        decoding=decoding,
+    return result_of(
+        decode(
+            policy,
+            params,
+            prompts,
+            sampling,
+            key=key,
+            prompt_numbers=prompt_numbers,
+            find_stop=find_stop,
+            replies=replies,
+            images=images,
+            decoding=decoding,
+        )
     )
-    return result_of(columns)
 
 
 def decode(

@@ -311,12 +311,17 @@ def check_entry(policy: Policy, entry: Entry) -> None:
 def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> None:
     """Raises ValueError if the model cannot continue one of the prompts by `most` tokens."""
     if not prompts or not all(len(prompt) for prompt in prompts):
-        found = [len(prompt) for prompt in prompts]
-        raise ValueError(f"expected at least one prompt, and no empty one, found lengths {found}")
+        raise ValueError(
+            "expected at least one prompt, and no empty one, found lengths "
+            f"{[len(prompt) for prompt in prompts]}"
+        )
     check_token_ids(prompts, policy.vocabulary)
     longest = max(map(len, prompts))
-    both = f"a prompt of {longest} tokens and max_new_tokens = {most}"
-    check_positions(both, longest + most - 1, policy.positions)
+    check_positions(
+        f"a prompt of {longest} tokens and max_new_tokens = {most}",
+        longest + most - 1,
+        policy.positions,
+    )
 
 
 def check_images(policy: Policy, entry: Entry) -> None:

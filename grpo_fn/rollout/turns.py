@@ -51,15 +51,15 @@ class Respond:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        begun = self._begun
-        self._begun = {}
-        return {row: self._function(row, tokens) for row, tokens in begun.items()}
+        return {row: self._function(row, self._begun.pop(row)) for row in [*self._begun]}
 
 
-@attrs.define(eq=False)
-class Conversation:
+@attrs.define(eq=False, kw_only=True)
+class _Talk:
     """Sampled turns, and given tokens between them, without the prompt."""
 
+    entry: Entry  # of its first turn
+    key: tuple[int, int]
     done: Ended
     sampled: list[bool] = attrs.field(factory=list)
 
@@ -76,12 +76,6 @@ class Conversation:
         """Appends tokens that were not sampled."""
         zeros = [0.0] * len(tokens)
         self.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
-
-
-@attrs.define(eq=False, kw_only=True)
-class _Talk(Conversation):
-    entry: Entry  # of its first turn
-    key: tuple[int, int]
 
 
 class Turns(RowQueue):
@@ -117,8 +111,7 @@ class Turns(RowQueue):
         Raises ValueError if replies belong to unexpected rows, or if token ids are out of range.
         """
         if self._asked and not (self._together and decoding):
-            least = 0 if decoding else 1
-            self._collect(len(self._asked) if self._together else least)
+            self._collect(len(self._asked) if self._together else int(not decoding))
         return super().due(decoding, most)
 
     def completions(self, rows: int) -> list[Ended]:

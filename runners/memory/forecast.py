@@ -142,8 +142,10 @@ class Forecast:
         prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
         # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
         turns = 3 * grown if talks else 0
+        few = sizes.blocks and rows <= number("block_rows")
+        blocks = sizes.blocks + sizes.decoding if few else 0
         return Phase(
-            weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
+            weights=sizes.weights + sizes.rollout + sizes.decoding + blocks + copy,
             optimizer=sizes.moments,
             activations=max(prefill, growing, arrays * logits),
             cache=shape.layers * (copies + own + turns),

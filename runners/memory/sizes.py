@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn import policy
-from grpo_fn.backends import enabled, number
+from grpo_fn.backends import enabled, find, number
 from grpo_fn.learner import can_share
 from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import named_leaves, split_leaves
@@ -67,6 +67,7 @@ class ModelSizes:
     copy: int  # the weights in the compute dtype, 0 if the masters have it
     rollout: int  # a sampler with its own weights (quantized, or older)
     decoding: int  # weights that are made for each rollout: `decode_weights`
+    blocks: int  # copies of weights in blocks, for rollouts of at most `block_rows` rows
     ranks: int  # number of ranks of the run
     written: int  # of `final/` and `best/`
 
@@ -205,6 +206,9 @@ def model_sizes(
     sampler = masters * max(lags, rollout.max_staleness)
     packed = rounds and rollout.storage == "packed"
     parameters = count + base // compute.size
+    floats = [leaf for leaf in leaves.values() if mx.issubdtype(leaf.dtype, mx.floating)]
+    blocks = FLOAT * sum(leaf.size for leaf in floats if leaf.ndim == 2)
+    has_blocks = compute == mx.float32 and blocks <= number("block_bytes")
     if rounds:
         sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
     # Prompts with images are always kept once, those of conversations never.
@@ -224,6 +228,7 @@ def model_sizes(
         copy=0 if copy == masters else copy,
         rollout=sampler,
         decoding=0 if packed else policy.decode_weights_bytes(module, compute),
+        blocks=blocks if has_blocks and find("decode_blocks") else 0,
         ranks=ranks,
         written=models_bytes(config, parameters, count, stored),
     )

@@ -11,11 +11,25 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import attrs
+import mlx.core as mx
 
 from runners.rewards.experience import Experience
 from runners.training.plan import Plan
 from runners.training.run_state import Flight, RunState
 from runners.training.steps import experience, propose
+
+_of_thread = threading.local()
+
+
+class _Streams:
+    """MLX's streams of a thread. MLX may abort a process that ends soon after a thread with streams."""
+
+    def __del__(self) -> None:
+        mx.clear_streams()
+
+
+def _free_streams_at_end() -> None:
+    _of_thread.streams = _Streams()
 
 
 def admitted(plan: Plan, state: RunState) -> RunState:
@@ -41,8 +55,9 @@ class Ahead:
     def __init__(self, plan: Plan) -> None:
         """Starts without flights."""
         self._stop = threading.Event()
-        self._sampler = ThreadPoolExecutor(1, "sampler")
-        self._scorers = ThreadPoolExecutor(2 + plan.config.rollout.max_staleness, "scorer")
+        scorers = 2 + plan.config.rollout.max_staleness
+        self._sampler = ThreadPoolExecutor(1, "sampler", _free_streams_at_end)
+        self._scorers = ThreadPoolExecutor(scorers, "scorer", _free_streams_at_end)
         self._found: dict[int, Future[Experience]] = {}
         # Instances of environments are busy until their conversations are scored.
         self._pool = self._sampler if plan.run.collector.environments else self._scorers

@@ -59,7 +59,7 @@ def test_a_hung_sampler_is_named(write, tmp_path):
     want = outcome(straight)
     straight.rename(tmp_path / "straight")
     options = [str(config), *APART, "--set", "system.collective_timeout=15"]
-    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "26", "600")
+    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "45", "600")
     said = begin(2, tmp_path / "ranks", options, *hooks).end(120)
     told = [line for line in said.splitlines() if "waited for rank 1 (" in line]
     assert len(told) == 1 and "Traceback" not in said, said

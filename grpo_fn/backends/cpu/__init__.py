@@ -18,10 +18,13 @@ MECHANISMS = {
     },
     **{name: ("elementwise", name, "") for name in ("weighted_values", "gather_mm", "add_at")},
     "attention": ("attention", "attention", "takes_sequences"),
+    "decode_blocks": ("few_rows", "decode_blocks", "has_small_products"),
 }
 NUMBERS = {
     "unpack_rows": 4,
+    "unpacked_bytes": 2_600_000_000,  # 0.6B weights: a packed product takes ten times longer
     "shares_prompts": 1,
+    "block_rows": 16,
     "metal_kernels": 0,
     "logits": 2**22,
     "logit_rows": 96,

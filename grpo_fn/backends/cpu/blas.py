@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 
 import attrs
@@ -85,13 +86,7 @@ def _search() -> Blas:
 
 
 def _installed(*distributions: str) -> bool:
-    for name in distributions:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    return False
+    return any(any(importlib.metadata.distributions(name=name)) for name in distributions)
 
 
 def _candidates() -> list[str]:
@@ -100,10 +95,8 @@ def _candidates() -> list[str]:
         Path(sys.base_prefix) / "lib",
         Path.home() / ".local" / "lib",
     )
-    private: list[str] = []
-    for folder in folders:
-        private += sorted(glob.glob(f"{folder}/libmkl_rt.so*"))
-    return [*_LIBRARIES, *dict.fromkeys(private)]
+    private = [sorted(glob.glob(f"{folder}/libmkl_rt.so*")) for folder in folders]
+    return [*_LIBRARIES, *dict.fromkeys(chain.from_iterable(private))]
 
 
 def _load_global(name: str) -> bool:

@@ -174,9 +174,8 @@ def _padded(cache: Any) -> Any:
         return cache
     keys, values = cache.keys_and_values()
     padded: Any = BatchKVCache([0] * keys.shape[0])
-    padded.keys, padded.values = keys, values
-    padded.offset = padded.offset + cache.offset
-    padded._idx = cache.offset
+    offset_b = padded.offset + cache.offset
+    padded.state = keys, values, offset_b, padded.left_padding, cache.offset
     return padded
 
 

@@ -60,8 +60,6 @@ class Layout:
         seen = None
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
-        start = starts[0] if len(set(starts)) == 1 else mx.array(starts, mx.int32)
-        first = mx.array(firsts, mx.int32).reshape(-1, 1, 1, 1) if max(firsts) else None
         return cls(
             prompt_of=tuple(prompt_of),
             lengths=tuple(lengths),
@@ -69,9 +67,9 @@ class Layout:
             place_b=place,
             seen_p11l=seen,
             starts=tuple(starts),
-            start=start,
+            start=starts[0] if len(set(starts)) == 1 else mx.array(starts, mx.int32),
             firsts=tuple(firsts),
-            first_b111=first,
+            first_b111=mx.array(firsts, mx.int32).reshape(-1, 1, 1, 1) if max(firsts) else None,
         )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
@@ -96,21 +94,21 @@ class PrefixCache:
         from mlx_lm.models.cache import KVCache
 
         self.prompt, self.layout = prompt, layout
-        self._own: Any = KVCache()
-        self._own.step = ROOM
+        self.own: Any = KVCache()  # of the rows
+        self.own.step = ROOM
         prompt_of_b = mx.array(layout.prompt_of, mx.int32)
-        self._own.keys, self._own.values = (array[prompt_of_b, :, :0] for array in prompt)
+        self.own.keys, self.own.values = (array[prompt_of_b, :, :0] for array in prompt)
         self.attended = False  # whether it was ever asked to attend
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: one for all rows, or [B]."""
-        return self.layout.start + self._own.offset
+        return self.layout.start + self.own.offset
 
     @property
     def state(self) -> list[mx.array]:
         """All arrays of the cache, for evaluation."""
-        return [*self.prompt, self._own.keys, self._own.values]
+        return [*self.prompt, self.own.keys, self.own.values]
 
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
@@ -123,7 +121,7 @@ class PrefixCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Appends tokens to each row's own part, and returns that part."""
-        return self._own.update_and_fetch(keys, values)
+        return self.own.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] of each row's newest token over its prompt and its own tokens."""
@@ -152,23 +150,17 @@ class PrefixCache:
         out = out + _mixed(weights[..., columns:], values)
         return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
-    @property
-    def columns(self) -> int:
-        """Number of columns of the rows' own part."""
-        return self._own.offset
-
     def join(self, other: "PrefixCache", layout: Layout) -> None:
         """Appends the prompts and rows of another cache; these rows have no own tokens yet."""
         self.prompt = (
             _stacked(self.prompt[0], other.prompt[0]),
             _stacked(self.prompt[1], other.prompt[1]),
         )
-        rows = len(other.layout.prompt_of)
-        keys, values = (
-            mx.concatenate([own, mx.zeros((rows, *own.shape[1:]), own.dtype)])
-            for own in self._own.keys_and_values()
+        more = len(other.layout.prompt_of)
+        self.own.keys, self.own.values = (
+            mx.concatenate([own, mx.zeros((more, *own.shape[1:]), own.dtype)])
+            for own in self.own.keys_and_values()
         )
-        self._own.keys, self._own.values = keys, values
         self.layout = layout
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout, spare: int) -> None:
@@ -181,12 +173,12 @@ class PrefixCache:
             keys, values = self.prompt
             longest = max(layout.lengths)
             self.prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
-        own_keys, own_values = self._own.keys_and_values()
-        self._own.keys, self._own.values = (
+        own_keys, own_values = self.own.keys_and_values()
+        self.own.keys, self.own.values = (
             own_keys[:, :, spare:][rows],
             own_values[:, :, spare:][rows],
         )
-        self._own.offset -= spare
+        self.own.offset -= spare
 
 
 def sharing_pays() -> bool:
@@ -263,7 +255,7 @@ def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> No
     """Appends the prompts and rows of other caches right after `fork`: own tokens start in the next
     column."""
     layout, new = caches[0].layout, others[0].layout
-    column = caches[0].columns
+    column = caches[0].own.offset
     joined = Layout.of(
         [*layout.prompt_of, *(len(layout.lengths) + p for p in new.prompt_of)],
         [*layout.lengths, *new.lengths],

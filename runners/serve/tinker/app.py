@@ -110,25 +110,40 @@ class TrainingServer(HttpServer):
         """`key` is the key that clients must send; if it is empty, any key is accepted. See
         `HttpServer`.
         """
+        about = {
+            "model_name": model.name,
+            "max_context_length": model.length,
+            "trainable": True,
+            "sampleable": True,
+        }
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "healthz": lambda asked: {"status": "ok"},
             "telemetry": lambda asked: {"status": "accepted"},
             "client/config": lambda asked: {"sample_max_concurrent_requests": TOGETHER},
             "client/dynamic_config": lambda asked: {},
-            "get_server_capabilities": self._capabilities,
+            "get_server_capabilities": lambda asked: {"supported_models": [about]},
             "create_session": self._create_session,
             "session_heartbeat": lambda asked: self._touch(self._session(asked["session_id"])),
             "sessions/{id}/finish": lambda asked: self._end(self._session(asked["id"])),
             "create_model": self._create_model,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
+            "optim_step": lambda asked: self._ordered(
+                asked,
+                lambda model: self._trainer.update(wire.rates_of(asked["adam_params"]), model),
+            ),
             "save_weights": partial(self._save, TRAINING),
             "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
+            "load_weights": lambda asked: self._make(
+                asked, partial(self._trainer.restore, asked["path"], optimizer=asked["optimizer"])
+            ),
             "create_sampling_session": self._create_sampling_session,
             "join_sampling_session": lambda asked: {"client_counter": secrets.randbelow(10**9) + 1},
-            "samplers/{id}": self._sampler,
+            "samplers/{id}": lambda asked: {
+                "sampler_id": self._slot(asked["id"]).id,
+                "base_model": model.name,
+                "model_path": self._slot(asked["id"]).path,
+            },
             "asample": self._asample,
             "retrieve_future": self._retrieve,
         }
@@ -196,10 +211,6 @@ class TrainingServer(HttpServer):
             del self._slots[same[0]]
         return self._slots.setdefault(name, Slot(name, session, asked.get("model_path")))
 
-    def _capabilities(self, asked: dict[str, Any]) -> dict[str, Any]:
-        model = {"model_name": self._model.name, "max_context_length": self._model.length}
-        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
-
     def _create_session(self, asked: dict[str, Any]) -> dict[str, Any]:
         if len(self._sessions) >= self._limits.turns:
             raise ApiError(f"there are already {self._limits.turns} sessions", status=429)
@@ -262,8 +273,9 @@ class TrainingServer(HttpServer):
                 slot.next += 1
             if slot.timer is not None:
                 slot.timer.cancel()
-            skip = asyncio.get_running_loop().call_later(self._limits.gap, self._skip, slot)
-            slot.timer = skip
+            loop = asyncio.get_running_loop()
+            gap = self._limits.gap
+            slot.timer = loop.call_later(gap, self._skip, slot) if slot.held else None
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:
@@ -311,17 +323,11 @@ class TrainingServer(HttpServer):
         parts = [part for part in PARTS if lora[f"train_{part}"]]
         return self._make(asked, partial(self._trainer.create, lora["rank"], parts, lora["seed"]))
 
-    def _load_weights(self, asked: dict[str, Any]) -> dict[str, Any]:
-        restore = self._trainer.restore
-        return self._make(asked, partial(restore, asked["path"], optimizer=asked["optimizer"]))
-
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
-        model = self._slot(asked["model_id"]).made()
-        rank = model.about["lora_parameters"]["rank"]
-        name = self._model.name
-        data = {"model_name": name, "tokenizer_id": str(self._trainer.path)}
-        about = {"model_id": asked["model_id"], "model_name": name, "model_data": data}
-        return {**about, "is_lora": True, "lora_rank": rank}
+        rank = self._slot(asked["model_id"]).made().about["lora_parameters"]["rank"]
+        name = {"model_name": self._model.name}
+        data = {"model_data": {**name, "tokenizer_id": str(self._trainer.path)}}
+        return {"model_id": asked["model_id"], **name, **data, "is_lora": True, "lora_rank": rank}
 
     def _forward_backward(self, asked: dict[str, Any]) -> dict[str, Any]:
         message = asked["message"]
@@ -335,12 +341,6 @@ class TrainingServer(HttpServer):
         work = partial(self._trainer.forward, read, backward=not message.forward_only)
         return self._ordered(
             asked, lambda model: wire.forward_output(*work(model=model)), asked["size"]
-        )
-
-    def _optim_step(self, asked: dict[str, Any]) -> dict[str, Any]:
-        params = asked["adam_params"]
-        return self._ordered(
-            asked, lambda model: self._trainer.update(wire.rates_of(params), model)
         )
 
     def _save(self, part: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -372,10 +372,6 @@ class TrainingServer(HttpServer):
 
         self._trainer.put(job, Future(way.session, lambda: None, {}))
         return {"sampling_session_id": way.id}
-
-    def _sampler(self, asked: dict[str, Any]) -> dict[str, Any]:
-        way = self._slot(asked["id"])
-        return {"sampler_id": way.id, "base_model": self._model.name, "model_path": way.path}
 
     def _asample(self, asked: dict[str, Any]) -> dict[str, Any]:
         way = self._slot(asked["sampling_session_id"])

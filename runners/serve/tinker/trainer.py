@@ -211,10 +211,13 @@ class Trainer:
         folder = self.place(path)
         module = twin_module(self._module)
         module.freeze()
-        about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+        try:
+            about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
+            moments = load_arrays(folder / OPTIMIZER)[0] if optimizer else {}
+        except UserError as error:  # without the name of the folder
+            raise UserError(str(error).replace(str(folder), path)) from error
         model = self._model(module, about)
         if optimizer:
-            moments, _ = load_arrays(folder / OPTIMIZER)
             model.state = attrs.evolve(model.state, opt_state=from_names(moments))
         return model
 

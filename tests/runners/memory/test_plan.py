@@ -168,6 +168,29 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
     assert more("cache", f'env.factory="{tmp_path}/shop.py:Shop"')[0] > 0
 
 
+def test_few_rows_are_decoded_over_a_second_copy_of_the_matrices(config, monkeypatch):
+    """In float32 and up to 16 rows: in the phases that decode so few alone."""
+
+    def weights(*overrides, blocks: object = True):
+        checked = config("optim.batch_size=4", *overrides)
+        with mechanisms.substituted(decode_blocks=blocks):
+            phases = predict(checked).phases
+        return phases["rollout"].weights, phases["gradient"].weights
+
+    matrices = [leaf for leaf in named_leaves(_model(config()).parameters()).values() if leaf.ndim == 2]
+    for rows, copies in ((4, 1), (5, 0)):
+        found = weights(f"rollout.num_generations={rows}")
+        without = weights(f"rollout.num_generations={rows}", blocks=None)
+        assert found == (without[0] + copies * nbytes(matrices), without[1])
+    assert weights("model.dtype=bfloat16") == weights("model.dtype=bfloat16", blocks=None)
+    monkeypatch.setitem(mechanisms.NUMBERS, "block_bytes", nbytes(matrices) - 1)
+    assert weights() == weights(blocks=None)
+
+
+def _model(checked):
+    return load_model(checked.model, CPU).module
+
+
 def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
     """On such a GPU: less in the gradient's phase alone, unless it is off or whole blocks are computed
     again; and the learner's model does as the forecast says."""

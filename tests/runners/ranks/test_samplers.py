@@ -136,7 +136,7 @@ def test_a_killed_sampler_is_named_and_its_prompts_are_sampled_again(tmp_path):
     straight = run_training(config, report=Quiet()).folder
     want = outcome(straight)
     straight.rename(tmp_path / "straight")
-    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "26", "600")
+    hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "45", "600")
     run = begin(2, tmp_path / "ranks", [str(tmp_path / "run.toml"), "--set", "ranks.samplers=1"], *hooks)
     assert run.wait_until((tmp_path / "ranks/1.there").exists), run.said()
     pid = run.pid(1)

@@ -42,7 +42,8 @@ def test_the_cookbook_s_loops(tmp_path):
     """rl_loop and sl_loop with another address, name, sizes and data, on the model in the package."""
     loaded = embedded()
     with training(tmp_path, loaded=loaded, name=COOKBOOK_S) as caller:
-        run("tinker-cookbook", "tinker_cookbook_loops.py", caller.server.url, loaded.path, tmp_path / "logs")
+        logs = tmp_path / "logs"
+        run("tinker-cookbook", "tinker_cookbook_loops.py", caller.server.url, loaded.path, logs, 4)
 
 
 def test_the_program_of_the_page(tmp_path):
@@ -110,3 +111,14 @@ def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr("runners.commands.serve.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["serve", "nowhere/nothing", "--tinker"])
     assert result.exit_code == 2 and "pip install 'grpo_fn[tinker]'" in result.output
+
+
+def test_the_cookbook_s_check_of_numerics(tmp_path):
+    """rl_numerics_check: sampler and learner agree, over a document that is read page by page."""
+    folder = os.environ.get("GRPO_FN_REAL_MODEL")  # with <|im_end|>, such as SmolLM2-135M-Instruct
+    if not folder:
+        pytest.skip("GRPO_FN_REAL_MODEL names no model's folder")
+    loaded = load_inference(folder, CPU)
+    with training(tmp_path, loaded=loaded, name=COOKBOOK_S, length=2048) as caller:
+        logs = tmp_path / "logs"
+        run("tinker-cookbook", "tinker_numerics_check.py", caller.server.url, folder, logs, "qwen3")

@@ -271,6 +271,15 @@ def test_requests_run_in_the_order_of_their_numbers(caller):
     assert caller.post("optim_step", **order[0], adam_params={}).status_code == 400
 
 
+def test_a_client_may_take_its_time(tmp_path):
+    """A pause between two requests is no gap in their numbers: the gradient waits for its step."""
+    with training(tmp_path, limits=TrainingLimits(gap=0.2)) as caller:
+        caller.train()
+        caller.forward([ROW])
+        time.sleep(0.8)
+        assert caller.step(learning_rate=0.0)["metrics"]["grad_norm:mean"] > 0
+
+
 def test_two_clients_do_not_touch_each_other(caller, tmp_path):
     """Each has adapters of its own, over the same arrays of the base model."""
     mine = weights(caller)

@@ -1,5 +1,8 @@
 """Rollouts ahead of the learner: the same each time, none dropped, resumed bit for bit, and never older."""
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 
@@ -115,6 +118,30 @@ def test_ipo_needs_no_correction(tmp_path):
     """It compares with the weights that sampled a completion, and takes none."""
     config = config_in(tmp_path / "a", *AHEAD[1], "loss.correction=none", "loss.surrogate=ipo").check()
     assert config.loss_spec().correction == "none"
+
+
+THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpo_fn
+import mlx.core as mx
+from runners.training import ahead
+
+def product():
+    square = mx.random.normal((64, 64))
+    mx.eval(square @ square)
+
+pools = [ThreadPoolExecutor(1, "own", ahead._free_streams_at_end) for _ in range(4)]
+for pool in pools:
+    pool.submit(product).result()
+"""
+
+
+def test_threads_of_a_run_end_without_streams():
+    """Otherwise MLX aborts every third process that ends at once after such threads."""
+    ended = [subprocess.run([sys.executable, "-c", THREADS], check=False).returncode for _ in range(8)]
+    assert ended == [0] * 8
 
 
 def test_a_reward_that_fails_ends_the_run_as_ever(tmp_path):

@@ -1,4 +1,4 @@
-"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model's folder, logs."""
+"""The cookbook's rl_loop and sl_loop with other sizes and data. Arguments: URL, model, logs, size."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from tinker_cookbook import tokenizer_utils
 from tinker_cookbook.recipes import rl_loop, sl_loop
 from transformers import AutoTokenizer
 
-URL, FOLDER, LOGS = sys.argv[1:4]
+URL, FOLDER, LOGS, SIZE = sys.argv[1:5]
 NAME = "Qwen/Qwen3-8B-Base"  # the server's name for its model: the cookbook looks up how to render by it
 STEPS = 3
 problems = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(24)]
@@ -39,14 +39,18 @@ rl_loop.get_reward = lambda response, answer: next(turns)  # small models solve 
 rl_loop.main(
     rl_loop.Config(
         log_path=f"{LOGS}/rl",
-        batch_size=4,
-        group_size=4,
+        batch_size=int(SIZE),
+        group_size=int(SIZE),
         max_tokens=8,
         loss_fn="importance_sampling",
         **sizes,
     )
 )
-sl_loop.main(sl_loop.Config(log_path=f"{LOGS}/sl", batch_size=8, max_length=256, learning_rate=1e-3, **sizes))
+sl_loop.main(
+    sl_loop.Config(
+        log_path=f"{LOGS}/sl", batch_size=2 * int(SIZE), max_length=256, learning_rate=1e-3, **sizes
+    )
+)
 logs = [Path(LOGS, each, "metrics.jsonl").read_text().splitlines() for each in ("rl", "sl")]
 rl, sl = ([json.loads(line) for line in lines] for lines in logs)
 assert len(rl) == len(sl) == STEPS and all(row["grad_norm:mean"] > 0 for row in [*rl, *sl])

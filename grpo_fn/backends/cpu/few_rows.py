@@ -1,0 +1,75 @@
+"""Weights in blocks, for products with few rows while a model samples.
+
+OpenBLAS copies a matrix into an order of its own before it multiplies, which takes longer than a
+product with few rows. Below a million multiplications, on processors with AVX-512, it makes no
+copy. So a weight [out,in] is laid out as blocks [N,in,W], each of them a product of its own.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends.cpu.blas import load_blas, processor_flags
+from grpo_fn.backends.mechanisms import number
+from grpo_fn.layers import replaced_layers
+
+_SMALL = 1_000_000  # multiplications without a copy, at most
+_WIDTHS = (64, 32, 16)  # of blocks
+_LEAST_ROWS = 8  # for which blocks are small enough: others may join
+
+
+def has_small_products() -> bool:
+    """Whether the BLAS multiplies small matrices without a copy."""
+    return "openblas" in str(load_blas().library) and "avx512f" in processor_flags()
+
+
+@contextmanager
+def decode_blocks(module: nn.Module, rows: int) -> Iterator[None]:
+    """The module with weights in blocks for so many rows, inside the `with` block."""
+    old = [
+        (path, layer)
+        for path, layer in module.named_modules()
+        if type(layer) in _BLOCKED and _width(layer.weight, rows)
+    ]
+    if sum(layer.weight.nbytes for _, layer in old) > number("block_bytes"):
+        old = []
+    with replaced_layers(module, [(path, _blocked(layer, rows)) for path, layer in old], old):
+        yield
+
+
+def _width(weight: mx.array, rows: int) -> int:
+    """The width of a weight's blocks; 0: the whole product is small, or no block's would be."""
+    out, inner = weight.shape
+    most = _SMALL // (max(rows, _LEAST_ROWS) * inner)
+    if out <= most or rows > number("block_rows") or weight.dtype != mx.float32:
+        return 0
+    return next((width for width in _WIDTHS if width <= most and not out % width), 0)
+
+
+def _blocked(layer: Any, rows: int) -> nn.Module:
+    new: Any = copy.copy(layer)  # with the same arrays
+    new.__class__ = _BLOCKED[type(layer)]
+    new.block_width = _width(layer.weight, rows)
+    return new
+
+
+def _product(layer: Any, x: mx.array) -> mx.array:
+    """x Wᵀ + b, block by block if that makes small products."""
+    x_nd = x.reshape(-1, x.shape[-1])
+    if x_nd.size * layer.block_width > _SMALL:
+        return layer.whole(x)
+    if "_blocks" not in layer:  # at its first use: an embedding may have none
+        blocks = layer.weight.reshape(-1, layer.block_width, x.shape[-1]).swapaxes(1, 2)
+        layer["_blocks"] = mx.contiguous(blocks)
+    y = (x_nd @ layer["_blocks"]).swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+    return y + layer["bias"] if "bias" in layer else y
+
+
+_BLOCKED: dict[Any, Any] = {  # classes, by those whose product they compute
+    kind: type(kind.__name__, (kind,), {name: _product, "whole": getattr(kind, name)})
+    for kind, name in ((nn.Linear, "__call__"), (nn.Embedding, "as_linear"))
+}
