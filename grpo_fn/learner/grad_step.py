@@ -30,7 +30,7 @@ from grpo_fn.learner.logprobs.token_logprobs import reverse_kl, token_logprobs_a
 from grpo_fn.learner.state import TrainState
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import Tree, arrays_of
+from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 SFT = LossSpec(surrogate="likelihood", aggregation="token_mean")
 """Supervised fine-tuning: with advantages of 1, the mean cross-entropy of the completions' tokens,
@@ -242,7 +242,8 @@ def make_grad_step(
                 total = total + router_aux_coef * balance * stats.denominator
             return total, arrays
 
-        (loss, arrays), grads = mx.value_and_grad(summed_loss)(params)
+        # MLX puts tracers into the containers, and another thread may read those of the state.
+        (loss, arrays), grads = mx.value_and_grad(summed_loss)(map_arrays(lambda a: a, params))
         accum_grads = tree_map(
             lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads
         )

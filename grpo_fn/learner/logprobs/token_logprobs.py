@@ -306,4 +306,4 @@ def autodiff(
 
     if not any(True for _ in arrays_of(params)):
         return mx.grad(inner)(h_cd, params), params
-    return mx.grad(inner, argnums=(0, 1))(h_cd, params)
+    return mx.grad(inner, argnums=(0, 1))(h_cd, map_arrays(lambda a: a, params))

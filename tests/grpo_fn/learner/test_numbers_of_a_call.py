@@ -1,12 +1,15 @@
 """Numbers that the learner takes with each call, rates and weights of tokens; log-probs that it returns."""
 
+import operator
+
 import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import SFT
+from grpo_fn.learner import SFT, grad_step
+from grpo_fn.trees import arrays_of
 from tests.support.naive_learner import grad_step_of, make_batch, make_state
 from tests.support.tiny_policies import tiny_policy
 
@@ -134,3 +137,22 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused(name):
     numbers[name] = [numbers[name][0], numbers[name][1][:3]]
     with pytest.raises(ValueError, match=rf"{name}: expected .*\[2, 4\], found \[2, 3\]"):
         g.batch_of(ROWS, numbers["advantages"], numbers["weights"], logp=numbers["logp"])
+
+
+def test_a_gradient_leaves_the_state_s_containers_alone(monkeypatch):
+    """While it is computed, another thread finds the weights where they were: MLX puts tracers into what it
+    differentiates."""
+    policy = tiny_policy("llama")
+    state = make_state(policy)
+    before = list(arrays_of(state.params))
+    kept = []
+
+    def noted(*arguments):
+        kept.extend(map(operator.is_, arrays_of(state.params), before))
+        return loss_sum(*arguments)
+
+    loss_sum = grad_step.loss_sum
+    monkeypatch.setattr(grad_step, "loss_sum", noted)
+    batch = g.batch_of(ROWS, [[1.0] * len(completion) for _, completion in ROWS])
+    g.make_grad_step(policy, attrs.evolve(SFT, aggregation="sum"), compile=False)(state, batch)
+    assert len(kept) >= len(before) and all(kept)
