@@ -115,66 +115,71 @@ class LossSpec:
     Raises ValueError, with the reason, if a value is out of range or a combination is invalid.
     """
 
-    level: str = _key("token", "one ratio per `token`, or one per completion, `sequence` (GSPO)")
-    surrogate: str = _key("clip", "per-token objective that is minimised")
-    epsilon_low: float = _key(0.2, "the lower clip bound is 1 − this", "0 <= x < 1")
+    level: str = _key(
+        "token", "`token`: one ratio per token; `sequence`: one per completion (GSPO)"
+    )
+    surrogate: str = _key("clip", "the per-token objective to minimise")
+    epsilon_low: float = _key(0.2, "lower clip bound of the ratio: 1 − this value", "0 <= x < 1")
     epsilon_high: float | None = _key(
         None,
-        "the upper clip bound is 1 + this; if the preset does not set it: `epsilon_low`",
+        "upper clip bound of the ratio: 1 + this value (`epsilon_low` if the preset sets none)",
         ">= 0",
     )
     delta: float | None = _key(
         None,
-        "two-sided clip: upper bound on the ratio if A < 0; must exceed 1 + `epsilon_high`",
+        "upper bound on the ratio if A < 0 (two-sided clip); must exceed 1 + `epsilon_high`",
         "> 1",
     )
-    dual_clip: float | None = _key(None, "constant c of the surrogate `dual_clip`", "> 1")
+    dual_clip: float | None = _key(None, "constant c of the `dual_clip` surrogate", "> 1")
     sapo_tau_pos: float = _key(1.0, "SAPO's temperature for tokens with A > 0", "> 0")
     sapo_tau_neg: float = _key(1.05, "SAPO's temperature for all other tokens", "> 0")
     ratio_cap: float = _key(
-        20.0, "upper bound C on the weight of the surrogates `dppo_tv` and `dppo_kl`", "> 1"
+        20.0, "upper bound C on token weights in the `dppo_tv` and `dppo_kl` surrogates", "> 1"
     )
     dro_beta: float = _key(
-        0.05, "coefficient of the squared log-ratio of the surrogate `dro`", "> 0"
+        0.05, "coefficient of the squared log-ratio in the `dro` surrogate", "> 0"
     )
     vespo_k_pos: float = _key(2.0, "VESPO's exponent k for completions with A ≥ 0", "> 0")
     vespo_lambda_pos: float = _key(3.0, "VESPO's rate λ for completions with A ≥ 0", "> 0")
     vespo_k_neg: float = _key(3.0, "VESPO's exponent k for completions with A < 0", "> 0")
     vespo_lambda_neg: float = _key(2.0, "VESPO's rate λ for completions with A < 0", "> 0")
-    correction: str = _key("none", "how to correct for the difference between sampler and learner")
+    correction: str = _key("none", "how to correct for differences between sampler and learner")
     correction_cap: float = _key(
-        2.0, "upper bound C of `token_truncate` and `sequence_truncate`", "> 0"
+        2.0, "upper bound C on weights, with `token_truncate` and `sequence_truncate`", "> 0"
     )
     correction_floor: float = _key(
         0.0,
-        "lower bound of `token_truncate` and `sequence_truncate`, below `correction_cap`",
+        "lower bound on weights, with `token_truncate` and `sequence_truncate`; must be below "
+        "`correction_cap`",
         ">= 0",
     )
     correction_range: tuple[float, float] = _key(
         (0.5, 5.0),
-        "`token_mask` keeps tokens with a ratio in this range",
+        "`token_mask` keeps tokens whose ratio is in this range",
         "0 <= low < high",
         converter=_pair,
     )
     sequence_range: tuple[float, float] | None = _key(
         None,
-        "`sequence_mask` and `sequence_mask_weighted` keep completions with a ratio in this "
-        "range; can be "
-        "combined with the other corrections",
+        "`sequence_mask` and `sequence_mask_weighted` keep completions whose ratio is in this "
+        "range; this can be combined with the other corrections",
         "0 <= low < high",
         converter=_pair,
     )
     sequence_ratio: str = _key(
         "geometric",
-        "ratio of a completion: `geometric` mean of its tokens' ratios, or their `product` as in "
-        "TRL",
+        "ratio of a completion: the `geometric` mean of its tokens' ratios, or their `product`, as "
+        "in TRL",
     )
     beta: float = _key(
-        0.0, "coefficient of the KL to the starting model; 0: no reference model is loaded", ">= 0"
+        0.0,
+        "coefficient of the KL from the policy to the starting model; 0: no reference model is "
+        "loaded",
+        ">= 0",
     )
     kl: str = _key("k3", "KL estimator")
     kl_bias_corrected: bool = _key(False, "multiply the KL estimate by the ratio")
-    aggregation: str = _key("sequence_mean", "how token losses are reduced to one number")
+    aggregation: str = _key("sequence_mean", "how the token losses are reduced to one number")
     entropy_coef: float = _key(
         0.0, "coefficient of the entropy bonus, which is subtracted from the loss", ">= 0"
     )

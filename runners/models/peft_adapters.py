@@ -3,7 +3,7 @@ scale · (A B)ᵀ.
 
 PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), with exceptions by
 layer name; mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both store DoRA's
-magnitudes per row, except that PEFT stores an embedding's per column. A head tied to the embedding
+magnitudes per row of W; only for embeddings, PEFT stores them per column. A head tied to the embedding
 has its own adapters in PEFT and uses the embedding's in mlx-lm.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """

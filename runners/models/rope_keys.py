@@ -202,7 +202,7 @@ def _by_layer(
     whole = full or sliding
     same = sliding == whole or (reader.name == "olmo3" and _type(sliding) == "default")
     if name is not None or not same or sliding.get("rope_theta") != whole.get("rope_theta"):
-        raise reader.refuse(f"other parameters for {_SLIDING} than for {_FULL}")
+        raise reader.refuse(f"different parameters for {_SLIDING} and {_FULL}")
     return {}, whole
 
 

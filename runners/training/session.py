@@ -174,7 +174,7 @@ class Session:
         if self.ranks.any_rank("the final model", fault is not None):
             # The disk may be full. A checkpoint may be smaller, or there may be space again.
             try:
-                self.save_to_stop("the final model could not be saved, but the training state is: ")
+                self.save_to_stop("could not save the final model, only the training state: ")
             finally:
                 if fault is not None:
                     raise fault

@@ -88,8 +88,8 @@ def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
 
 
 def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """Runs after a rollout: its micro-batches then wait for their updates. The engine is not
-    used.
+    """Prepares a rollout's micro-batches and queues them for the coming updates, without using
+    the engine.
     """
     config = plan.config
     gold = state.batch_step < plan.run.length.supervised

@@ -156,7 +156,7 @@ def train(session: Session) -> RunResult:
 
 
 def take_batch_step(session: Session) -> None:
-    """Runs one rollout with its rewards; its micro-batches then wait for their updates."""
+    """Samples and scores one rollout, and queues its micro-batches for the coming updates."""
     plan, state = session.plan, session.state
     session.begin("rollout", "sampling")
     if session.ahead is None or state.batch_step < session.run.length.supervised:

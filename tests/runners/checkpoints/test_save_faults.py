@@ -178,7 +178,7 @@ def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path,
         patch.setattr("runners.training.session.save_model", full)
         with pytest.raises(UserError, match="No space left"):
             run_training(config, report=notes)
-    assert any(line.startswith("the final model could not be saved, but") for line in notes.lines)
+    assert any(line.startswith("could not save the final model, only the") for line in notes.lines)
     resumed = run_training(config, report=Killer("sampling", 1), resume=True)
     assert same_bits(resumed.state, straight.state)
     assert outcome(resumed.folder) == outcome(straight.folder)

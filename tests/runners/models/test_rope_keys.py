@@ -136,8 +136,8 @@ REFUSED = [
     (config("llama", {**YARN, "attention_factor": 2.0}), "attention_factor with rope_type yarn = 2.0"),
     (config("llama", {**YARN, "mscale": 0.7}), "does not support mscale with rope_type yarn = 0.7"),
     (config("llama", {**LONG, "attention_factor": 3.0}), "attention_factor with rope_type longrope = 3.0"),
-    (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
-    (config("gemma3_text", {"sliding_attention": YARN}), "other parameters for sliding_attention"),
+    (config("llama", LAYERS), "different parameters for sliding_attention and full_attention"),
+    (config("gemma3_text", {"sliding_attention": YARN}), "different parameters for sliding_attention"),
     (config("gemma3_text", {"compressed": YARN}), "does not support layers of type compressed"),
     (
         config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
