@@ -21,7 +21,7 @@ from runners.errors import UserError
 from runners.quickstart import DATA_DIR, MODEL_DIR
 
 CASE = "embedded"
-CONFIG = Path(__file__).with_name("taskset.toml")
+CONFIG = Path(__file__).with_name("clients") / "taskset.toml"
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.num_generations=4")
 HEADER, REPLY = "'<|assistant|>' }}{% endif %}", "'<|assistant|><reasoning>' }}{% endif %}"
 

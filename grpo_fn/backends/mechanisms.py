@@ -67,7 +67,6 @@ SWITCHES = {
 # The constants of a device for which none was measured.
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
-    "unpacked_bytes": 256_000_000,  # of a model's weights that are unpacked for a rollout, at most
     "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
     "block_rows": 0,  # decoded over weights in blocks, at most

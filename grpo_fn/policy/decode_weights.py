@@ -30,7 +30,7 @@ from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize
 from grpo_fn.rounding import stochastic_round
 from grpo_fn.trees import named_leaves
 
-MOST_BYTES = 256e6  # of all merged weights of a model in float32
+MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones in float32
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayer
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
     pays = enabled("unpacked_weights") and number("unpack_rows") > 0
-    return found if pays and nbytes <= number("unpacked_bytes") else []
+    return found if pays and nbytes <= MOST_BYTES else []
 
 
 def _size(layer: Any) -> int:

@@ -22,7 +22,6 @@ MECHANISMS = {
 }
 NUMBERS = {
     "unpack_rows": 4,
-    "unpacked_bytes": 2_600_000_000,  # 0.6B weights: a packed product takes ten times longer
     "shares_prompts": 1,
     "block_rows": 16,
     "metal_kernels": 0,

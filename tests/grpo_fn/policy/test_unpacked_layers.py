@@ -180,18 +180,6 @@ def test_what_sampling_holds_is_counted():
     assert kinds(module) >= {"_QuantizedLinear"}
 
 
-@pytest.mark.parametrize("spare", [0, -1])
-def test_all_weights_are_unpacked_or_none(spare, monkeypatch):
-    """Up to the bytes that the machine's backend allows for them."""
-    module = packed_module()
-    with unpacked_weights(module) as found:
-        layers: Any = found
-        most = sum(layer.weight.nbytes for layer in layers) + spare
-    numbers = {"unpack_rows": 4, "unpacked_bytes": most}
-    monkeypatch.setattr(unpacking, "number", numbers.get)
-    assert len(unpackable(module)) == (0 if spare else len(layers))
-
-
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
     """On Metal mlx's own kernels take many rows. A weight of one group a row, wrong on CUDA, is unpacked."""
     monkeypatch.setattr(quantized_layers, "unpack_rows", lambda: 0)

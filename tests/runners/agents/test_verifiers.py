@@ -11,7 +11,7 @@ from tests.support.tiny_runs import PROBLEMS, ran, small
 
 pytest.importorskip("verifiers.v1")
 pytest.importorskip("uvicorn")
-TASKS_FILE = Path(evidence.__file__).with_name("verifiers_tasks.py")
+TASKS_FILE = Path(evidence.__file__).with_name("clients") / "verifiers_tasks.py"
 ROLLOUT = {"num_generations": 6, "max_new_tokens": 40, "temperature": 1.0}
 TASKS = 24
 RIGHT = """
