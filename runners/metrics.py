@@ -112,7 +112,7 @@ time/ahead | seconds | time spent sampling and scoring while training did not wa
 # Ranks
 ranks/number | count | number of ranks, if there is more than one | constant | –
 ranks/rollout_seconds/{name} | seconds | time that the rank with this number spent sampling | similar for all ranks | if one rank always takes longer, its machine is slower or runs other programs
-ranks/slowest | rank | the rank that took longest to sample | varies | if it is always the same rank, its machine is slower or runs other programs
+ranks/slowest | rank | the rank that took longest to sample | varies | if the same rank is always slowest, its machine is slower or is running other programs
 ranks/rollout_skew | seconds | time between the ends of sampling on the fastest and on the slowest rank | small compared with `time/rollout` | if it is large, completions differ greatly in length, or the machines differ
 ranks/waiting_seconds | seconds | time that rank 0 waited for slower ranks | about the same as `ranks/rollout_skew` | see `ranks/rollout_skew`
 ranks/reducing_seconds | seconds | time spent summing gradients over ranks | small compared with `time/learner` | a faster network, or more completions per rank

@@ -165,7 +165,7 @@ def find_pickle(folder: Path) -> Path | None:
 
 
 def read_encoding(file: Path) -> tiktoken.Encoding:
-    """The encoding in a pickle of protocol 4 or 5.
+    """The pickled encoding (protocol 4 or 5).
 
     Raises UserError if the file cannot be read, if it refers to anything other than tiktoken's
     Encoding (which is neither imported nor called), or if its content is not a vocabulary.

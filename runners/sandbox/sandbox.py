@@ -163,7 +163,7 @@ def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limi
 
 @atexit.register
 def end_programs() -> None:
-    """Ends all programs that other threads of this process run; these return immediately."""
+    """Ends all programs started by other threads of this process; their calls return immediately."""
     _idle.clear()
     for server in list(_servers):
         server.end()
