@@ -82,7 +82,6 @@ MECHANISMS = (
     Mechanism("row compaction", ("row_compaction",), shapes=(*TWO, REAL)),
     Mechanism("decode kernel", ("kernel_steps",), shapes=(HALF, REAL)),
     Mechanism("decoder blocks", ("decode_blocks",), shapes=(HALF, D20, REAL)),
-    Mechanism("weights in blocks", ("decode_blocks",), shapes=(LARGE,)),
     Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA, REAL_LORA)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),

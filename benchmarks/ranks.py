@@ -150,7 +150,7 @@ def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, An
 
 
 def run_on(ranks: int, own: Sequence[str], said: Path, *, launcher: bool) -> None:
-    """Runs a command on so many ranks of this host; the file gets what they print."""
+    """Runs a command on several ranks of this host; their output goes into the file."""
     transport = "nccl" if backend() == "cuda" else "ring"
     # fmt: off
     command = [

@@ -30,6 +30,7 @@ from benchmarks.harness.measure import Timing, interleaved, run_once
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
+from grpo_fn.backends import disabled
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Entry, RowQueue, decode_queue
 from grpo_fn.trees import on_host
@@ -156,10 +157,16 @@ def compare(policy: g.Policy, plain: nn.Module, name: str, requests: int, case: 
     at_once = Processor(ours(policy, prompts, case.new, 0.0))
     at_once()  # what it compiles is not in the gap
     gap = run_once(at_once) * WINDOW / requests
+
+    def plainly() -> object:
+        with disabled("decode_blocks"):
+            return at_once.call()
+
     calls = {
         "at once": at_once,
         "one by one": Processor(ours(policy, prompts, case.new, gap)),
         "BatchGenerator, one by one": Processor(theirs(plain, prompts, case.new, gap)),
+        "at once, without decode_blocks": Processor(plainly),
     }
     times = interleaved(calls, repeats=case.repeats)
     seconds = {name: Timing(tuple(call.seconds[-case.repeats :])) for name, call in calls.items()}
@@ -172,6 +179,9 @@ def compare(policy: g.Policy, plain: nn.Module, name: str, requests: int, case: 
         ratio_figure(f"{arriving}, processor time", seconds["at once"] / seconds["one by one"]),
         ratio_figure(
             f"{title}: ours over BatchGenerator", times["BatchGenerator, one by one"] / times["one by one"]
+        ),
+        ratio_figure(
+            f"{title}: gain of decode_blocks", times["at once, without decode_blocks"] / times["at once"]
         ),
     ]
 

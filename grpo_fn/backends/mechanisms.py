@@ -70,7 +70,7 @@ NUMBERS: dict[str, int] = {
     "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
     "block_rows": 0,  # decoded over weights in blocks, at most
-    "block_bytes": 2**32,  # of these blocks, a second copy, at most
+    "block_bytes": 2**31,  # of these blocks, a second copy, at most
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are

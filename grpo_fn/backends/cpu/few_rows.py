@@ -29,7 +29,7 @@ def has_small_products() -> bool:
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int) -> Iterator[None]:
-    """The module with weights in blocks for so many rows, inside the `with` block."""
+    """The module with weights in blocks for this number of rows, inside the `with` block."""
     old = [
         (path, layer)
         for path, layer in module.named_modules()

@@ -169,10 +169,10 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
 
 
 def test_few_rows_are_decoded_over_a_second_copy_of_the_matrices(config, monkeypatch):
-    """In float32 and up to 16 rows: in the phases that decode so few alone."""
+    """In float32 and up to 8 rows: in the phases that decode so few alone."""
 
     def weights(*overrides, blocks: object = True):
-        checked = config("optim.batch_size=4", *overrides)
+        checked = config("optim.batch_size=2", *overrides)
         with mechanisms.substituted(decode_blocks=blocks):
             phases = predict(checked).phases
         return phases["rollout"].weights, phases["gradient"].weights

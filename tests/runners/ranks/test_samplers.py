@@ -37,7 +37,7 @@ AHEAD = {
 
 
 def exchanged(count, act):
-    """What `act(engine, policy)` returns on rank 0 of so many, the others of which sample for it."""
+    """The result of `act(engine, policy)` on rank 0, for which all other ranks sample."""
     policy, blank = policy_and_blank()
 
     def rank(collectives):

@@ -32,7 +32,7 @@ def run(client, script, *arguments, seconds=600):
 
 
 def test_tinker_s_client(tmp_path):
-    """It trains, samples, saves, goes on from what was saved, and sees errors as its own."""
+    """It trains, samples, saves, continues from saved weights, and receives errors in its own form."""
     loaded = embedded()
     with training(tmp_path, loaded=loaded) as caller:
         run("tinker", "tinker_train.py", caller.server.url, loaded.path)

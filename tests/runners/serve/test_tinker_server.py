@@ -292,7 +292,7 @@ def test_two_clients_do_not_touch_each_other(caller, tmp_path):
 
 
 def test_a_session_that_vanishes_is_freed(tmp_path):
-    """Without a heartbeat: model, samplers, results and rows; what waits is told so, and others go on."""
+    """Without a heartbeat: model, samplers, results and rows. Its waiting calls fail; others continue."""
     limits = TrainingLimits(vanish=1.0, hold=0.2)
     with training(tmp_path, limits=limits) as caller:
         caller.train()

@@ -86,6 +86,7 @@ def test_a_rollout_is_the_same(name, monkeypatch):
     with disabled("decode_blocks"):
         want = roll(policy, eos_ids=EOS)
     monkeypatch.setattr(few_rows, "has_small_products", lambda: True)
+    monkeypatch.setattr(few_rows, "number", {"block_rows": 16, "block_bytes": 2**31}.get)
     monkeypatch.setattr(few_rows, "_SMALL", 8 * 16 * max(policy.module.args.hidden_size, 64))
     made = []
     real = few_rows.mx.contiguous
