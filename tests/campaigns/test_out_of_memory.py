@@ -121,8 +121,11 @@ def test_the_process_that_tries_a_template(tmp_path, words):
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": GROWING}))
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 8)
-    # Room for a command of 280 MB: the process of the template has to be the largest one.
-    code, text = said_within(600, tmp_path, "-m", "runners.cli", *words.split())
+    # The kernel takes the largest process. Libraries that are installed decide how large the command is.
+    for megabytes in range(400, 800, 50):
+        code, text = said_within(megabytes, tmp_path, "-m", "runners.cli", *words.split())
+        if code != -signal.SIGKILL:
+            break
     assert code == 2 and TEMPLATE in text, text
 
 
