@@ -2,8 +2,6 @@
 or file for other programs, and uploads it on request.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +135,7 @@ def export_command(
     )
     from runners.conversion.gguf.writing import check_gguf
 
+    target = targets[0]
     force = values["force"]
     note = partial(echo, err=True)
     kind = values["kind"] or "f16"
@@ -146,25 +145,23 @@ def export_command(
         export_peft(source, peft, force=force, note=note)
         echo_weights(peft)
         return
-    trust = values["trust_remote_code"]
-    opened = open_source(source, targets[0], force=force, trust_remote_code=trust, note=note)
+    opened = open_source(
+        source, target, force=force, trust_remote_code=values["trust_remote_code"], note=note
+    )
     if gguf is not None:
         modelfile = export_gguf(opened, gguf, kind, force=force)
-        echo(
-            f"{gguf}: {gigabytes(gguf.stat().st_size)}; import it with "
-            f"`ollama create NAME -f {modelfile}`"
-        )
+        size = gigabytes(gguf.stat().st_size)
+        echo(f"{gguf}: {size}; import it with `ollama create NAME -f {modelfile}`")
         return
-    dtype = values["dtype"] or ""
     export_folder(
         opened,
-        targets[0],
+        target,
         quantization=quantization,
-        dtype=dtype,
+        dtype=values["dtype"] or "",
         force=force,
         title=push,
         online=bool(push),
     )
-    echo_weights(targets[0])
+    echo_weights(target)
     if push:
-        echo(f"uploaded: {upload(targets[0], push, private=values['private'])}")
+        echo(f"uploaded: {upload(target, push, private=values['private'])}")

@@ -28,6 +28,7 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
+from runners.files.json_files import json_line
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo, echo_output, echo_text
 
@@ -137,7 +138,6 @@ def generate_command(
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)
-    from runners.files.json_files import json_line
     from runners.images.image_files import ImageFile
     from runners.inference.text_generation import Speed
 
@@ -148,18 +148,18 @@ def generate_command(
             return interrupts.stopped
 
         if prompts or num > 1 or out or environments:
+            rows = _rows(
+                loaded,
+                conversations,
+                num,
+                values,
+                environments,
+                should_stop=should_stop,
+                speed=speed,
+            )
             with open(out or os.devnull, "w", encoding="utf-8") as file:
                 write = (
                     partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
-                )
-                rows = _rows(
-                    loaded,
-                    conversations,
-                    num,
-                    values,
-                    environments,
-                    should_stop=should_stop,
-                    speed=speed,
                 )
                 for row in rows:
                     write(json_line(row))
@@ -188,7 +188,6 @@ def _rows(
     from runners.data.messages import conversation
     from runners.inference.text_generation import generation_key, sample_batches
 
-    tools = environments.chat.schemas if environments else ()
     system = values["system"]
     examples = [
         model.example(
@@ -196,7 +195,7 @@ def _rows(
             nudge=values["nudge"],
             template_kwargs=values["template_kwargs"],
             raw=values["raw"],
-            tools=tools,
+            tools=environments.chat.schemas if environments else (),
             columns=values["row"],
             most=values["max_tokens"],
         )
@@ -221,9 +220,9 @@ def _rows(
         for row, text in enumerate(done.texts):
             messages = done.examples[row // num].messages
             # Without the system message that all prompts share.
-            plain = messages == conversation(messages[-1:], system)
+            is_text = messages == conversation(messages[-1:], system)
             cells: dict[str, Any] = {
-                "prompt": messages[-1]["content"] if plain else list(messages),
+                "prompt": messages[-1]["content"] if is_text else list(messages),
                 "completion": text,
                 "finish": done.finish[row],
                 "tokens": done.lengths[row],

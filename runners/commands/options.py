@@ -161,10 +161,11 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """Returns the options of QUANTIZE as one value."""
     from runners.conversion.packing import QuantizationOptions
 
-    mode = values["mode"] or ""
-    recipe = values["recipe"] or ""
     return QuantizationOptions(
-        mode=mode, bits=values["bits"], group_size=values["group_size"], recipe=recipe
+        mode=values["mode"] or "",
+        bits=values["bits"],
+        group_size=values["group_size"],
+        recipe=values["recipe"] or "",
     )
 
 

@@ -1,7 +1,5 @@
 """`grpo serve`: serves a model over HTTP with the APIs of OpenAI and vLLM."""
 
-from __future__ import annotations
-
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +23,7 @@ from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LENGTH = 4096  # of a model that does not say how long its texts may be
+LENGTH = 4096  # the limit for a model that states none, in tokens
 
 
 @command(
@@ -135,8 +133,7 @@ def serve_command(
         server = TrainingServer(work, served, host, port, api_key or "")
     else:
         work = Service(engine, served)
-        seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
-        session = work.open(api_key or "", seed=seed, records=False)
+        session = work.open(api_key or "", seed=divmod(values["seed"], 1 << 32), records=False)
         server = Server(work, host, port, None if api_key else session)
     with server, Drain() as drain:
         echo(f"{server.url}  (Ctrl-C finishes the running completions, then stops)")

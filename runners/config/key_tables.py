@@ -1,7 +1,5 @@
 """The description of a key, for docs/config.md and `grpo-run --explain KEY`."""
 
-from __future__ import annotations
-
 import attrs
 
 from runners.config import rules

@@ -25,15 +25,8 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 # Arguments of transformers' apply_chat_template itself, which do not reach the template.
 _NOT_THE_TEMPLATE_S = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *(
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-    ),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 _WORDS = {
     int: "an integer",

@@ -1,7 +1,5 @@
 """Writes a self-contained HTML file for one or several runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
@@ -20,7 +18,7 @@ from runners.files.durable import save_text
 from runners.metrics import METRICS
 from runners.report.run_data import packed, run_data
 
-MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
+MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, without --all
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "texts.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -97,9 +95,9 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
 @cache
 def _assets() -> tuple[str, str]:
     """The page's script and style."""
-    ours = "\n".join(_asset(name) for name in _SCRIPTS)
+    ours = "\n".join(map(_asset, _SCRIPTS))
     script = f'{_asset("uplot/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}\n}})();\n'
-    return script, "\n".join(_asset(name) for name in ("uplot/uPlot.min.css", *_STYLES))
+    return script, "\n".join(map(_asset, ("uplot/uPlot.min.css", *_STYLES)))
 
 
 def _asset(name: str) -> str:

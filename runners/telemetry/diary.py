@@ -1,7 +1,5 @@
 """Sends a run's events to its log and its display, and writes the file events.jsonl."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
@@ -123,10 +121,9 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
         "blas": machine.blas,
         "memory_gb": round(total_memory() / 1e9, 1),
     }
-    origins = config.settings.origins if config.settings else ()
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {
         "machine": {name: value for name, value in facts.items() if value},
         "versions": {"python": platform.python_version(), **versions},
-        "given": sorted(map(".".join, origins)),
+        "given": sorted(map(".".join, config.settings.origins if config.settings else ())),
     }

@@ -123,10 +123,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
         (["model", "model", "--force"], "is inside this folder; expected a different folder"),
         (["model", "out", "--group-size", "32"], "--group-size requires --bits"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
-        (
-            ["model", "out", "--recipe", "mixed_2_6", "--bits", "4"],
-            "--recipe sets the bits",
-        ),
+        (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe sets the bits"),
         (["model", "out", "--step", "3"], "model: no step 3; found none"),
         (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "p.txt: cannot be read as text"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),

@@ -227,10 +227,7 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
             "expected one of question, answer; did you mean answer?",
         ),
         (["llama", "rows.jsonl", "--question", "q"], "--question q: expected one of question, answer"),
-        (
-            ["llama", "rows.jsonl", "--question", "answer"],
-            "expected a column of questions, found answer",
-        ),
+        (["llama", "rows.jsonl", "--question", "answer"], "expected a column of questions, found answer"),
     ],
 )
 def test_faults_are_lines_and_nothing_is_replaced(tmp_path, arguments, line):

@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from runners.cli import run_command
-from runners.config import names, sections
+from runners.config import names
 from runners.config.loading import KEYS, ConfigError
-from runners.config.rules import is_text, is_within
+from runners.config.rules import choices_of, is_text, is_within
 from tests.support.processes.new_process import in_new_process
 
 
@@ -20,12 +20,15 @@ def test_the_schema_names_what_the_core_has():
     from runners.rewards import builtin as rewards
 
     assert set(names.REWARD_NAMES) == set(rewards.REWARDS)
-    assert get_args(sections.Aggregate) == AGGREGATES
-    assert get_args(sections.Baseline) == tuple(BASELINES)
-    assert get_args(sections.Scale) == tuple(SCALES)
-    assert get_args(sections.ScheduleName) == SCHEDULES
-    assert get_args(sections.QuantizationMode) == ("none", *MODES)
-    assert get_args(sections.Storage) == STORAGES
+    for section, name, choices in (
+        ("reward", "aggregate", AGGREGATES),
+        ("loss", "baseline", tuple(BASELINES)),
+        ("loss", "scale", tuple(SCALES)),
+        ("optim", "schedule", SCHEDULES),
+        ("rollout", "quantization", ("none", *MODES)),
+        ("loss", "ref_storage", STORAGES),
+    ):
+        assert choices_of(KEYS[section, name]) == choices, name
 
 
 def test_loading_imports_nothing_heavy():

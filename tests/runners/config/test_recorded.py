@@ -52,12 +52,7 @@ def near_misses(file):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "generate run hi --max-tokens 1",
-        "export run --out exported --force",
-        "runs .",
-    ],
+    "command", ["generate run hi --max-tokens 1", "export run --out exported --force", "runs ."]
 )
 def test_nearly_right_keys_run_nothing(run, tmp_path, command):
     """No code runs, and there is no traceback."""

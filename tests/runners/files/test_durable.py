@@ -90,12 +90,7 @@ def made(target):
 
 @pytest.mark.parametrize(
     ("action", "before", "after"),
-    [
-        ("folder", "old", "new"),
-        ("folder", None, "new"),
-        ("text", "old", "new"),
-        ("removal", "old", None),
-    ],
+    [("folder", "old", "new"), ("folder", None, "new"), ("text", "old", "new"), ("removal", "old", None)],
 )
 def test_a_kill_at_any_call_leaves_what_was_or_what_will_be(tmp_path, action, before, after):
     """Whole, at once or after the next start, which clears away the rest; decoys around it are untouched."""

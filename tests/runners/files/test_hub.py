@@ -57,10 +57,7 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "key"),
-    [
-        (("run", "train.toml"), "model.path"),
-        (("generate", "someone/tiny-lama", "hi"), "MODEL"),
-    ],
+    [(("run", "train.toml"), "model.path"), (("generate", "someone/tiny-lama", "hi"), "MODEL")],
 )
 def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
     """The key, the name, and that it is neither here nor there; code 2."""
