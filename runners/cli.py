@@ -63,7 +63,7 @@ VERSION = click.version_option(
 
 def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
     if key and not context.resilient_parsing:
-        from runners.config.key_tables import explain
+        from runners.config.loading import explain
 
         echo_text(ends_with_a_line(explain)(key))
         context.exit()

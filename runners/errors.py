@@ -205,10 +205,9 @@ def error_line(error: BaseException, path: object = None) -> str:
     """An exception in one line of limited length. It starts with the line number in the file at
     `path`, if the traceback contains that file."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    where = f"line {lines[-1]}: " if lines else ""
+    lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
     text = one_line(" ".join(text_of(error).split()), os.environ)
-    return f"{where}{type(error).__name__}: {text[:_QUOTED]}"
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {text[:_QUOTED]}"
 
 
 @contextmanager

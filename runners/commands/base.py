@@ -91,6 +91,13 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def refuse(*faults: tuple[object, str]) -> None:
+    """Raises UserError with the message of the first fault whose condition holds."""
+    for wrong, message in faults:
+        if wrong:
+            raise UserError(message)
+
+
 Part = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A decorator that adds an argument or option to a command."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from runners.commands.base import command, flag, option
+from runners.commands.base import command, flag, option, refuse
 from runners.commands.options import FORCE, QUANTIZE, TARGET, TRUST, echo_weights, quantization_of
-from runners.errors import UserError, gigabytes
+from runners.errors import gigabytes
 from runners.machine.terminal import echo
 
 
@@ -118,14 +118,16 @@ def export_command(
     startup.prepare()
     quantization = quantization_of(values)
     targets = [path for path in (out, gguf, peft) if path is not None]
-    if len(targets) != 1:
-        raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
-    if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
-        raise UserError(
-            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR"
-        )
-    if (values["private"] and not push) or (values["kind"] and gguf is None):
-        raise UserError("--private requires --push; --type requires --gguf")
+    packing = quantization.wanted or quantization.group_size or values["dtype"]
+    refuse(
+        (len(targets) != 1, "expected one of --out DIR, --gguf FILE and --peft DIR"),
+        (
+            out is None and (push or packing),
+            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR",
+        ),
+        (values["private"] and not push, "--private requires --push"),
+        (values["kind"] and gguf is None, "--type requires --gguf"),
+    )
     from runners.conversion.export import (
         export_folder,
         export_gguf,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import command, option
+from runners.commands.base import command, option, refuse
 from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
 from runners.files.json_files import json_line, write_json
@@ -69,17 +69,23 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     """
     models = [model, other] if other else [model]
     ks = _ks(values["ks"])
-    num = max(ks, default=0) if values["num"] is None else values["num"]
-    if ks and max(ks) > num:
-        raise UserError(
-            f"--k {max(ks)}: expected at least {max(ks)} samples per problem, found --num {num}"
+    most = max(ks, default=0)
+    num = most if values["num"] is None else values["num"]
+    refuse(
+        (
+            most > num,
+            f"--k {most}: expected at least {most} samples per problem, found --num {num}",
         )
-    for name in (out, json_file):
-        folder = Path(name).expanduser().resolve().parent
-        if name and not folder.is_dir():
-            raise UserError(f"{name}: no such folder: {Path(name).parent}")
-        if name and not os.access(folder, os.W_OK):
-            raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
+    )
+    for name in filter(None, (out, json_file)):
+        folder = Path(name).expanduser().parent
+        refuse(
+            (not folder.is_dir(), f"{name}: no such folder: {Path(name).parent}"),
+            (
+                not os.access(folder, os.W_OK),
+                f"{name}: cannot be written: {Path(name).parent} is read-only",
+            ),
+        )
     from runners.machine import startup
 
     echo_all(startup.prepare().notices)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import INTERRUPTED, command, flag, option
+from runners.commands.base import INTERRUPTED, command, flag, option, refuse
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -27,7 +27,6 @@ from runners.commands.options import (
     resolve_prompt,
     sampling_of,
 )
-from runners.errors import UserError
 from runners.files.json_files import json_line
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo, echo_output, echo_text
@@ -113,14 +112,19 @@ def generate_command(
     text, or - for all of standard input. A model that was trained with grpo_fn uses the prompt format of its
     training, unless options override it.
     """
-    if (prompt is None) == (not prompts):
-        raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (
-        prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
-    ):
-        raise UserError(
-            "--image requires a single PROMPT, without --prompts, --num, --out or tools"
-        )
+    tools = values["tools"] or values["factory"]
+    refuse(
+        ((prompt is None) == (not prompts), "expected either PROMPT or --prompts FILE"),
+        (
+            images and (prompts or num > 1 or out or tools or values["config"]),
+            "--image requires a single PROMPT, without --prompts, --num, --out or tools",
+        ),
+        (
+            values["raw"] and (values["system"] or images or tools),
+            "--raw continues a text and cannot be combined with --system, --image, --tools or "
+            "--env",
+        ),
+    )
     from runners.data.messages import conversation, read_prompts
 
     text = ""
@@ -128,13 +132,8 @@ def generate_command(
         conversations = read_prompts(prompts, values["column"], values["system"] or "")
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
-        if not text.strip():
-            raise UserError("the prompt is empty")
+        refuse((not text.strip(), "the prompt is empty"))
         conversations = [conversation(text)]
-    if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
-        raise UserError(
-            "--raw continues a text and cannot be combined with --system, --image, --tools or --env"
-        )
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)

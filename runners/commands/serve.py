@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from runners.commands.base import command, flag, option
+from runners.commands.base import command, flag, option, refuse
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -17,7 +17,6 @@ from runners.commands.options import (
     resolve_prompt,
     sampling_of,
 )
-from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo
@@ -85,17 +84,21 @@ def serve_command(
     /v1/chat/completions, /v1/completions, /v1/models, /health, and /inference/v1/generate, with token ids and
     log-probs on request.
     """
-    if host not in LOCAL and not api_key:
-        raise UserError(
-            f"--host {host} requires --api-key KEY, because other machines can reach it"
-        )
-    if tinker and api_key and not api_key.startswith("tml-"):
-        raise UserError(
-            "--api-key: expected a key that starts with tml-, as Tinker's clients require"
-        )
     extra = "tinker" if tinker else "serve"
-    if not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])):
-        raise UserError(f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'")
+    refuse(
+        (
+            host not in LOCAL and not api_key,
+            f"--host {host} requires --api-key KEY, because other machines can reach it",
+        ),
+        (
+            tinker and api_key and not api_key.startswith("tml-"),
+            "--api-key: expected a key that starts with tml-, as Tinker's clients require",
+        ),
+        (
+            not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])),
+            f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'",
+        ),
+    )
     loaded = open_model(model, values)
     stated = read_json(loaded.path / "config.json")
     lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]

@@ -102,8 +102,11 @@ class Config:
         """
         from grpo_fn import LossSpec, preset
 
-        fields = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
-        changes = {name: value for name, value in fields.items() if value is not None}
+        changes = {
+            name: getattr(self.loss, name)
+            for name in attrs.fields_dict(LossSpec)
+            if getattr(self.loss, name) is not None
+        }
         try:
             return preset(self.loss.preset, **changes)
         except ValueError as error:
@@ -271,7 +274,7 @@ def run_of(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    files = (place / RESOLVED for place in (folder, folder.resolve().parent))
+    files = (folder / RESOLVED, folder.resolve().parent / RESOLVED)
     return next(filter(Path.is_file, files), None)
 
 
@@ -283,10 +286,9 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
     JSON object, and for anything but a regular file.
     """
     found = Settings(label=str(file), folder=Path())
-    tables = parse(file, str(file), open_file)
     return {
         name: known_values((name,), table, found)
-        for name, table in tables.items()
+        for name, table in parse(file, str(file), open_file).items()
         if name in SECTIONS
     }
 
@@ -297,3 +299,21 @@ def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
         return read_recorded(folder / RESOLVED)
     except UserError:  # damaged, being replaced, or from before such files
         return {}
+
+
+def explain(name: str) -> str:
+    """The description of a key such as "optim.eps", or of all keys of a section or table, for
+    `grpo-run --explain`.
+
+    Raises ConfigError, with the nearest spelling, for an unknown key.
+    """
+    asked = tuple(name.split("."))
+    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
+    if not found:
+        raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
+    parts = []
+    for path, field in found.items():
+        kind, default, within, meaning = (cell.replace("`", "") for cell in rules.cells(field))
+        limits = f"; {within}" if within not in ("any", "–") else ""
+        parts.append(f"{'.'.join(path)}: {kind}, default {default}{limits}\n  {meaning}")
+    return "\n".join(parts)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from runners.errors import did_you_mean, show
+from runners.errors import did_you_mean, show, spell
 
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
 LONG = "0 <= x <= 1e9"  # seconds or GB: the system's calls take no more
@@ -61,8 +61,12 @@ def key(
     `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices`
     are the valid texts, if the field's type does not list them.
     """
-    metadata = {"meaning": meaning, "range": within, "choices": choices}
-    return attrs.field(default=default, validator=_validate, metadata=metadata, **more)
+    return attrs.field(
+        default=default,
+        validator=_validate,
+        metadata={"meaning": meaning, "range": within, "choices": choices},
+        **more,
+    )
 
 
 def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
@@ -145,6 +149,22 @@ def words(kind: Any) -> str:
         many = _WORDS[arguments[0]].split(" ", 1)[1] + "s"
         return f"a list of {many}" if arguments[-1] is ... else f"a list of {len(arguments)} {many}"
     return words(arguments[0])  # T | None: absent or a T
+
+
+def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
+    """Type, default, range and meaning of a key, in Markdown, for docs/config.md."""
+    choices = choices_of(field)
+    within = field.metadata["range"]
+    kind = "choice" if choices else words(field.type).removeprefix("an ").removeprefix("a ")
+    limits = ", ".join(f"`{choice}`" for choice in choices) or within
+    if within and (within[0] in "<>-0123456789" or within[-1].isdigit()):
+        limits = f"`{within}`"
+    limits = limits or ("–" if kind == "true or false" else "any")
+    default = field.default
+    shown = "below" if isinstance(default, str) and "\n" in default else f"`{spell(default)}`"
+    if default is attrs.NOTHING or default is None:
+        shown = "required" if default is attrs.NOTHING else "preset's"
+    return kind, shown, limits, field.metadata["meaning"]
 
 
 def is_text(kind: Any) -> bool:

@@ -87,8 +87,8 @@ class LivePage:
         self.folder = find_run(folder)
         self._most_bytes = most_bytes
         self._rest = rest
-        text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
-        self._page = text.encode("utf-8", "backslashreplace")
+        start = {"mode": "live", "at": "data"}
+        self._page = page(self.folder.name, {}, start).encode("utf-8", "backslashreplace")
         self._guard = threading.Lock()
         self._seen = ""
         self._data = b""

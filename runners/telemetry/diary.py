@@ -92,13 +92,13 @@ class Diary(Report):
         return self._report.fault
 
     def _end(self, error: BaseException) -> None:
-        is_stop = isinstance(error, Stopped | KeyboardInterrupt | OutputLost)
         text = str(error) if isinstance(error, UserError) else error_line(error)
         if isinstance(error, Stopped):
             text = f"signal {error.exit_code - 128}"
         elif isinstance(error, KeyboardInterrupt):
             text = "interrupted immediately, without saving"
-        state = "stopped" if is_stop else "failed"
+        stops = (Stopped, KeyboardInterrupt, OutputLost)
+        state = "stopped" if isinstance(error, stops) else "failed"
         self._record("end", {"state": state, "text": one_line(text, os.environ)})
 
     def _record(self, kind: str, facts: dict[str, Any]) -> None:

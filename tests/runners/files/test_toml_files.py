@@ -1,4 +1,4 @@
-"""TOML that is written from values: it reads back to the same values, whatever texts they hold."""
+"""TOML written from values reads back to the same values, whatever texts they contain."""
 
 import tomllib
 
@@ -18,7 +18,7 @@ TABLES = st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), max_
 
 @given(TABLES, st.text())
 def test_values_read_back_and_notes_add_nothing(tables, note):
-    """Keys, texts and comments with quotes, brackets, line ends and controls stay what they are."""
+    """Keys, texts and comments may contain quotes, brackets, line ends and control characters."""
     notes = {(name, key): note for name, table in tables.items() for key in table}
     text = toml_text(tables, notes, note)
     assert tomllib.loads(text) == tables
