@@ -110,10 +110,10 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     run_steps = math.ceil(length.batch_steps / together)
     evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
     problems = len(run.data.evaluation)
-    rollout = whole.rollout
-    # If a completion takes as long as in a rollout, or longer where it may be.
-    longer = (whole.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
-    rows_a_step = whole.optim.batch_size * together * rollout.num_generations
+    # A completion of an evaluation takes as long as one of a rollout, in proportion to the limits.
+    limit = whole.rollout.max_new_tokens
+    longer = (whole.eval.max_new_tokens or limit) / limit
+    rows_a_step = whole.optim.batch_size * together * whole.rollout.num_generations
     evaluating = evaluations * problems * longer * seconds["rollout"] / rows_a_step
     training = first + (run_steps - 1) * step
     formats = stepping.state.sampler.formats

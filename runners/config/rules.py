@@ -4,8 +4,8 @@ Types are strict: an integer is accepted where a number is expected; nothing els
     and 1.0 are not integers, and true is not a number.
 """
 
-import math
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -209,21 +209,13 @@ def structure(value: Any, kind: Any) -> Any:
             for k, item in value.items()
         }
     if kind is float:
-        return _float(value)
+        if type(value) not in (int, float):
+            raise Mismatch(value, "a number")
+        if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN is not
+            raise Mismatch(value, "a finite number")
+        return float(value)
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer
         raise Mismatch(value, words(kind))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise Mismatch(value, "text that UTF-8 can represent")
     return value
-
-
-def _float(value: object) -> float:
-    if type(value) not in (int, float):
-        raise Mismatch(value, "a number")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        raise Mismatch(value, "a number that float64 can represent") from None
-    if not math.isfinite(number):
-        raise Mismatch(value, "a finite number")
-    return number

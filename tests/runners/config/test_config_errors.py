@@ -69,7 +69,7 @@ def faults(load):
         ('data.image = "p"\ndata.image_folder = "pisc"', 'no such folder: "pisc"'),
         ('run.name = "../up"', "expected a string: a relative folder name, no `..`, found"),
         (f"run.seed = {10**400}", "found an integer of 1329 bits"),
-        (f"optim.eps = {10**400}", "a number that float64 can represent, found an integer of 1329 bits"),
+        (f"optim.eps = {10**400}", "expected a finite number, found an integer of 1329 bits"),
         ('stop.when = ["kl"]', 'expected "METRIC < NUMBER" or "METRIC < NUMBER for READINGS"'),
         ('stop.when = ["klx > 1"]', 'found "klx > 1"; did you mean kl?'),
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
