@@ -3,8 +3,6 @@
 Only click is imported before a command runs, so that --help is fast.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -12,25 +10,27 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from runners.commands.base import HELP, LazyGroup, command, ends_with_a_line, flag, option
 from runners.commands.options import SET, echo_all, open_config
-from runners.errors import UserError
+from runners.errors import UserError, show
 from runners.machine.signals import Stopped, StopSignals, to_stderr
 from runners.machine.terminal import echo, echo_output, echo_text
-
-if TYPE_CHECKING:
-    from runners.config.loading import Config
-    from runners.ranks.rank_place import RankPlace
+from runners.ranks.rank_place import (
+    RankPlace,
+    let_launcher_sleep,
+    read_rank_place,
+    share_cores,
+)
 
 COMMANDS = {
     "run": "runners.cli:run_command",
     "sft": "runners.cli:sft_command",
-    "plan": "runners.commands.plan:plan_command",
-    "bench": "runners.commands.plan:bench_command",
+    "plan": "runners.commands.check:plan_command",
+    "bench": "runners.commands.check:bench_command",
     "init": "runners.commands.init:init_command",
     "check": "runners.commands.check:check_command",
     "difficulty": "runners.commands.check:difficulty_command",
@@ -51,6 +51,11 @@ A module imports only click until its command runs.
 """
 
 _LAST = "the last one"  # --resume without a value
+_COMPLETION_FILES = {  # where each shell looks for completions; ~/.zshrc has to name zsh's file
+    "bash": ".local/share/bash-completion/completions/grpo",
+    "fish": ".config/fish/completions/grpo.fish",
+    "zsh": ".local/share/zsh/grpo-completion.zsh",
+}
 VERSION = click.version_option(
     package_name="grpo_fn", prog_name="grpo_fn", help="Show the version."
 )
@@ -58,7 +63,7 @@ VERSION = click.version_option(
 
 def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
     if key and not context.resilient_parsing:
-        from runners.config.key_tables import explain
+        from runners.config.loading import explain
 
         echo_text(ends_with_a_line(explain)(key))
         context.exit()
@@ -127,8 +132,6 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
         )
     if resume is None and allowed:
         raise click.UsageError("--allow-config-change requires --resume.")
-    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
-
     named = [resume] if resume and resume != _LAST else []
     origin = Path(named[0]).expanduser() if named else resume is not None
     let_launcher_sleep()
@@ -161,12 +164,10 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
             )
     except Stopped as stopped:
         same = ["--overwrite"] if overwrite else []
-        if resume is not None:
-            same += ["--resume", *named]
-        if allowed:
-            same.append("--allow-config-change")
-        words = [command, *map(shlex.quote, ["--resume"] if stopped.begun else same)]
-        stopped.advice = stopped.advice or f"to continue: {' '.join(words)}"
+        same += [] if resume is None else ["--resume", *named]
+        same += ["--allow-config-change"] if allowed else []
+        again = f"{command} {shlex.join(['--resume'] if stopped.begun else same)}".strip()
+        stopped.advice = stopped.advice or f"to continue: {again}"
         raise
 
 
@@ -188,11 +189,29 @@ sft_command = click.Command(
 )
 
 
+@ends_with_a_line
+def install_completion(command: click.Command) -> None:
+    """Writes click's completion script for the shell in $SHELL, and prints its path.
+
+    Raises UserError for any other shell, or if the file cannot be written.
+    """
+    from click.shell_completion import get_completion_class
+
+    from runners.files.durable import save_text
+
+    shell = Path(os.environ.get("SHELL", "")).name
+    kind = get_completion_class(shell) if shell in _COMPLETION_FILES else None
+    if kind is None:
+        raise UserError(f"SHELL: expected bash, fish or zsh, found {show(shell)}")
+    file = Path.home() / _COMPLETION_FILES[shell]
+    save_text(file, kind(command, {}, "grpo", "_GRPO_COMPLETE").source())
+    then = f"; add to ~/.zshrc: source {file}" if shell == "zsh" else "; open a new shell to use it"
+    echo(f"{file}: written{then}")
+
+
 def _install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        from runners.commands.completion import install_completion
-
-        ends_with_a_line(install_completion)(context.command)
+        install_completion(context.command)
         context.exit()
 
 
@@ -213,10 +232,10 @@ def main() -> None:
 def _command() -> str:
     """Returns this run's command as it was called, without its other options."""
     context = click.get_current_context()
-    called = sys.argv[0]
     program = context.command_path
-    if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
-        program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
+    name = program.split()[0]
+    if Path(sys.argv[0]).name == name and shutil.which(name) is None:
+        program = sys.argv[0] + program.removeprefix(name)  # as in .venv/bin/grpo-run
     if "MLX_RANK" in os.environ:
         program = f"mlx.launch ... {program}"
     words = [context.params["config"]]
@@ -237,12 +256,10 @@ def _run(
 ) -> None:
     from runners.config.loading import load_config
     from runners.machine import startup
-    from runners.ranks.rank_place import share_cores
 
     if place:
         share_cores(place, os.environ)
         startup.separate_programs(place.rank, os.environ)
-    found: Config | UserError
     try:
         found = load_config(name, overrides)
     except UserError as error:

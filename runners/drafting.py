@@ -1,7 +1,5 @@
 """`grpo init`: inspects a model and a data set, and writes a suitable config for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -30,8 +28,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
 from runners.sandbox.code_tests import read_tests
 
-LOOKED = 500
-"""Number of rows that are inspected, from the first."""
+_LOOKED = 500  # rows, from the first
 REWARD = (
     '''\
 """An example reward from `grpo init`; higher is better. Replace it with your own."""
@@ -42,29 +39,27 @@ REWARD = (
 )
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "input", "text", "sentence")
 _ANSWERS = (
-    *(
-        "tests",
-        "test_list",
-        "answer",
-        "final_answer",
-        "solution",
-        "label",
-        "target",
-        "gold",
-        "ground_truth",
-    ),
-    *("reference_answer", "output", "response", "completion", "chosen", "expected"),
+    *("tests", "test_list", "answer", "final_answer", "solution", "label", "target", "gold"),
+    *("ground_truth", "reference_answer", "output", "response", "completion", "chosen"),
+    "expected",
 )
-_ENOUGH = 0.95  # of the answers have to have a form
+_ENOUGH = 0.95  # share of the answers that must match a form
 _MOST_LABELS = 20
-_SHORT = 40  # characters of an answer that can be compared as a whole
+_SHORT = 40  # longest answer that is compared as a whole, in characters
 _LABELS = "a few labels"
 _HEADING = (
     "Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."
 )
-_BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
-_TOKENS = {"letter": 256, "exact": 64, "none": 256}  # of a completion; else 512
-_ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else an empty line
+_BYTES = 16  # per trained parameter: master weight, two moments, gradient
+_TOKENS = {
+    "letter": 256,
+    "exact": 64,
+    "none": 256,
+}  # length limit of completions by form; otherwise 512
+_ENDS = {
+    "exact": "\n",
+    "code": "\n```",
+}  # stop string of a base model by form; otherwise an empty line
 
 
 @attrs.frozen
@@ -116,7 +111,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     or answers.
     """
     eval_split, train = _rows(source)
-    rows = [row for row in train[:LOOKED] if not row.fault]
+    rows = [row for row in train[:_LOOKED] if not row.fault]
     if not rows:
         raise UserError(f"{source}: expected rows with a question, found no readable ones")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
@@ -124,8 +119,10 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
 
     for option, name in (("--question", question), ("--answer", answer)):
         if name and name not in columns:
-            hint = did_you_mean(name, columns)
-            raise UserError(f"{option} {name}: expected one of {listed(list(columns))}{hint}")
+            raise UserError(
+                f"{option} {name}: expected one of {listed([*columns])}"
+                f"{did_you_mean(name, columns)}"
+            )
 
     def having(has: Callable[[Any], Any], names: Iterable[str] = columns) -> list[str]:
         return [name for name in names if all(map(has, columns[name]))]
@@ -134,7 +131,7 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     known = [answer] if answer else _ANSWERS
     talks = having(_is_talk, asked)[:1]
     texts = having(lambda value: isinstance(value, str), asked)
-    # Of other names the one with the longest texts: answers are shorter than questions.
+    # Without a known name, the column with the longest texts: answers are shorter than questions.
     longest = max(texts, key=lambda name: sum(map(len, columns[name])), default="")
     question = "" if talks else _named(texts, _QUESTIONS) or longest
     if not talks and not question:
@@ -154,10 +151,16 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
         str(gold_answer(value)) if isinstance(value, bool) else value_text(value) for value in found
     ]
     form, why = ("code", "tests of a program") if coded else _form(values)
-    labels = ", ".join(sorted(set(values))) if why == _LABELS else ""
-    talk = talks[0] if talks else ""
     return DataSurvey(
-        eval_split, question, talk, completion, answer, form, why, labels, tuple(columns)
+        eval_split=eval_split,
+        question=question,
+        prompt=talks[0] if talks else "",
+        completion=completion,
+        answer=answer,
+        form=form,
+        why=why,
+        labels=", ".join(sorted(set(values))) if why == _LABELS else "",
+        columns=tuple(columns),
     )
 
 
@@ -205,24 +208,28 @@ def _named(columns: Sequence[str], known: Sequence[str]) -> str:
 def _form(answers: Sequence[str]) -> tuple[str, str]:
     """The `answer.form` that matches nearly all answers, and a description of them."""
     texts = [answer.strip() for answer in answers]
-
-    def most(has: Callable[[str], Any]) -> bool:
-        return sum(bool(has(text)) for text in texts) >= _ENOUGH * len(texts)
-
     if not texts:
         return "none", "no answer column"
-    # Also those behind ####, which a model that does not write #### has, too.
-    if most(lambda text: parse_number(text.rpartition("####")[2].strip()) is not None):
-        return "last_number", "numbers"
-    if most(lambda text: "####" in text):
-        return "gsm8k", "answers after ####"
-    if most(lambda text: "\\boxed{" in text):
-        return "boxed", "answers in \\boxed{}"
-    if most(re.compile(r"\(?[A-Ja-j]\)?[.:]?").fullmatch):
-        return "letter", "letters"
-    if most(lambda text: len(text) <= _SHORT and "\n" not in text):
-        few = len({text.lower() for text in texts}) <= min(_MOST_LABELS, len(texts) // 2)
-        return "exact", _LABELS if few else "short texts"
+    few = len({text.lower() for text in texts}) <= min(_MOST_LABELS, len(texts) // 2)
+    kinds: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
+        # Also numbers after ####, because a model that does not write #### ends with one, too.
+        (
+            "last_number",
+            "numbers",
+            lambda text: parse_number(text.rpartition("####")[2].strip()) is not None,
+        ),
+        ("gsm8k", "answers after ####", lambda text: "####" in text),
+        ("boxed", "answers in \\boxed{}", lambda text: "\\boxed{" in text),
+        ("letter", "letters", re.compile(r"\(?[A-Ja-j]\)?[.:]?").fullmatch),
+        (
+            "exact",
+            _LABELS if few else "short texts",
+            lambda text: len(text) <= _SHORT and "\n" not in text,
+        ),
+    )
+    for form, why, has in kinds:
+        if sum(bool(has(text)) for text in texts) >= _ENOUGH * len(texts):
+            return form, why
     return "none", "long texts, which cannot be compared"
 
 
@@ -242,84 +249,75 @@ def draft(
     words, needed, templated = about
     form = found.form
     why = found.why
-    adapters = ""
     shipped = model in MODELS
+    in_tags = shipped and form not in ("none", "code")
+    if in_tags:
+        form = "xml"
+        why = "the shipped model answers in tags"
+    adapters = ""
     if not needed:
         adapters = "quantized weights stay unchanged, and adapters are trained"
     elif 2 * needed > memory:
         adapters = f"training all weights would need {gigabytes(needed)} of {gigabytes(memory)}"
-    rate = 1e-6
-    rated = ""
+    rate = (1e-6, "")
     if adapters:
-        rate = 1e-5
-        rated = "adapters need ten times the learning rate of full weights"
-    if shipped and form not in ("none", "code"):
-        form = "xml"
-        why = "the shipped model answers in tags"
-        rate = 3e-4
-        rated = "it is small"
+        rate = (1e-5, "adapters need ten times the learning rate of full weights")
+    if in_tags:
+        rate = (3e-4, "it is small")
     tokens = 16 if found.labels else _TOKENS.get(form, 512)
-    if shipped:
-        tokens = 40
-    base = not templated
-    continued = not (templated or found.prompt)
-    system = nudge = None
-    if shipped:
-        system = ""
-    elif found.labels and not (base or found.prompt):
+    system = None
+    if found.labels and templated and not found.prompt:
         system = f"Reply with one of these alone, without any other word: {found.labels}"
-    if continued:
-        asks = f"\nOne of {found.labels}.\nAnswer:" if found.labels else "\nAnswer:"
-        nudge = "\n```python\n" if found.form == "code" else asks
-    # Section, key, value, why; None and what is the default are left out.
-    rows: list[tuple[str, str, Any, str]] = [
-        ("run", "name", _name(model, data), "its files are in outputs/NAME"),
-        ("model", "path", model, words),
-        ("model", "tune", "lora" if adapters else None, adapters),
-        ("data", "source", data, ""),
-        (
-            "data",
-            "eval_split",
+    choices = f"One of {found.labels}.\n" if found.labels else ""
+    nudge = "\n```python\n" if found.form == "code" else f"\n{choices}Answer:"
+    continued = not (templated or found.prompt)
+    scored = form != "none"
+    # Key: value, why. None and a default of [data] are left out.
+    rows: dict[str, tuple[Any, str]] = {
+        "run.name": (_name(model, data), "its files are in outputs/NAME"),
+        "model.path": (model, words),
+        "model.tune": ("lora" if adapters else None, adapters),
+        "data.source": (data, ""),
+        "data.eval_split": (
             found.eval_split,
             "the last tenth" if found.eval_split == "train" else "",
         ),
-        ("data", "prompt", found.prompt, "messages"),
-        ("data", "completion", found.completion, "the last turn, for grpo sft"),
-        ("data", "question", found.question or None, ""),
-        (
-            "data",
-            "system_prompt",
-            system,
+        "data.prompt": (found.prompt, "messages"),
+        "data.completion": (found.completion, "the last turn, for grpo sft"),
+        "data.question": (found.question or None, ""),
+        "data.system_prompt": (
+            "" if shipped else system,
             "the small model already knows the format" if shipped else "",
         ),
-        ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
-        ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
-        ("data", "nudge", nudge, "the end of the prompt"),
-        ("answer", "form", None if form == "none" else form, why),
-        ("answer", "ignore_case", True if found.labels else None, ""),
-        (
-            "reward",
-            "functions",
-            [f"{reward}:reward"] if form == "none" else None,
+        "data.answer": (found.answer if scored else "", "" if scored else why),
+        "data.prompt_form": ("raw" if continued else None, "a base model continues the text"),
+        "data.nudge": (nudge if continued else None, "the end of the prompt"),
+        "answer.form": (form if scored else None, why),
+        "answer.ignore_case": (True if found.labels else None, ""),
+        "reward.functions": (
+            None if scored else [f"{reward}:reward"],
             "an example: replace it with your own, or set data.answer",
         ),
-        ("rollout", "num_generations", 8, "completions per prompt"),
-        ("rollout", "max_new_tokens", tokens, "more if completions are cut off"),
-        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "the end of the answer"),
-        ("optim", "learning_rate", rate, rated),
-        ("optim", "batch_size", 4, "prompts per step"),
-        ("optim", "max_steps", 200, "0: all of the data"),
-        ("eval", "every", 25, "updates"),
-        ("eval", "samples", 100, "held-out problems"),
-    ]
-    usual = attrs.asdict(DataConfig())
+        "rollout.num_generations": (8, "completions per prompt"),
+        "rollout.max_new_tokens": (40 if shipped else tokens, "more if completions are cut off"),
+        "rollout.stop": (
+            None if templated else [_ENDS.get(form, "\n\n")],
+            "the end of the answer",
+        ),
+        "optim.learning_rate": rate,
+        "optim.batch_size": (4, "prompts per step"),
+        "optim.max_steps": (200, "0: all of the data"),
+        "eval.every": (25, "updates"),
+        "eval.samples": (100, "held-out problems"),
+    }
+    usual = {f"data.{name}": value for name, value in attrs.asdict(DataConfig()).items()}
     tables: dict[str, dict[str, Any]] = {}
     notes: dict[tuple[str, str], str] = {}
-    for section, key, value, note in rows:
-        if value is None or (section == "data" and value == usual[key]):
-            continue
-        tables.setdefault(section, {})[key] = value
-        notes[section, key] = note
+    for key, (value, note) in rows.items():
+        section, name = key.split(".")
+        if value not in (None, usual.get(key)):
+            tables.setdefault(section, {})[name] = value
+            notes[section, name] = note
     checked = Settings(label="grpo init", folder=Path())
     for section, table in tables.items():
         known_values((section,), table, checked)
@@ -330,7 +328,5 @@ def draft(
 
 def _name(model: str, data: str) -> str:
     parts = [Path(text).stem if Path(text).is_file() else Path(text).name for text in (model, data)]
-    return (
-        re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower())[:100].strip(".-")
-        or "grpo"
-    )
+    name = re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower())
+    return name[:100].strip(".-") or "grpo"

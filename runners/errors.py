@@ -1,7 +1,5 @@
 """Errors that a user can act on. The command line prints them to stderr, one line each."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -19,7 +17,7 @@ _OUT_OF_MEMORY = re.compile(
     r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]"
     r"|(insufficient|out of) memory|bad_alloc"
 )
-# What MLX, its compiler and Python's threads quote of the system.
+# The system's messages that errors of MLX, its compiler and Python's threads contain.
 _OF_THE_SYSTEM = (
     *map(
         os.strerror,
@@ -28,17 +26,17 @@ _OF_THE_SYSTEM = (
     "can't start new thread",
     "filesystem error",
 )
-# in a variable's name
+# Environment variables with such names contain secrets.
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)
-# Characters that JSON and TOML allow in a text, and that a terminal or an editor obeys: delete, C1,
-# ends of lines, and what turns the direction of writing.
+# Characters that JSON and TOML allow in a text, although terminals or editors act on them: delete,
+# C1 control characters, line ends, and changes of the writing direction.
 OBEYED = (
     *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
 )  # fmt: skip
 ESCAPED = {code: f"\\u{code:04x}" for code in OBEYED}
 """Their escapes in JSON and TOML, which parse to the same text."""
-_LINE = 2000  # characters
-_LISTED = 40  # names of what was found
+_LINE = 2000  # characters in a message
+_LISTED = 40  # names in a list of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with
 _QUOTED = 300  # characters of an exception's message that fit into a one-line message
 _SHOWN = 80  # characters of a found value that fit into a one-line message
@@ -207,10 +205,9 @@ def error_line(error: BaseException, path: object = None) -> str:
     """An exception in one line of limited length. It starts with the line number in the file at
     `path`, if the traceback contains that file."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    where = f"line {lines[-1]}: " if lines else ""
+    lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
     text = one_line(" ".join(text_of(error).split()), os.environ)
-    return f"{where}{type(error).__name__}: {text[:_QUOTED]}"
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {text[:_QUOTED]}"
 
 
 @contextmanager

@@ -5,8 +5,6 @@ training_log.jsonl, the unit, the meaning, normal values, and what to do about o
 with "#".
 """
 
-from __future__ import annotations
-
 import attrs
 
 _TABLE = """
@@ -29,7 +27,7 @@ eval/loss | nats per token | with [supervised updates](cold-start.md#supervised-
 eval/perplexity | – | exp(`eval/loss`) | falls | see `eval/loss`
 
 # Rewards
-reward | your rewards' | mean over completions of the value that advantages are computed from: the weighted sum of rewards, including the length penalty | rises, with noise from update to update | if it is flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, or easier prompts. If it falls: a lower learning rate
+reward | your rewards' | mean over completions of the weighted sum of rewards, including the length penalty; advantages are computed from this sum | rises, with noise from update to update | if it is flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, or easier prompts. If it falls: a lower learning rate
 reward_std | your rewards' | standard deviation of `reward` within a group, averaged over groups | above 0; falls slowly as the model improves | 0: there is no gradient; see the next row
 frac_reward_zero_std | share | share of groups without a gradient, because all completions have the same reward | below 0.5 at the start; near 1 at the end of the quickstart, when its problems have become easy | if it is near 1 early: easier or harder prompts, a higher `rollout.temperature`, more `rollout.num_generations`, or `loss.dynamic_sampling = true`
 rewards/{name}/mean | your reward's | mean of one reward function, before its weight is applied | rises for the rewards you care about | if it rises while the others fall: change `reward.weights`, or look for reward hacking in `completions.jsonl`
@@ -107,7 +105,7 @@ rollout/fallback | text | why the sampler returned to full precision | absent | 
 staleness/mean | updates | with `rollout.max_staleness`: number of updates between sampling a completion and learning from it, averaged over completions | `rollout.max_staleness`, but less at the start | –
 staleness/max | updates | the same number for the oldest completion | at most `rollout.max_staleness` | –
 staleness/tokens | updates | the same number, averaged over tokens | about the same as `staleness/mean` | if it is very different, long completions are older or younger than short ones
-time/ahead | seconds | time spent sampling and scoring while training did not wait for it, including waits for the previous batch | close to the total time for sampling and scoring | if it is small and `time/rollout` is large, the learner is faster than the sampler: a larger `rollout.max_staleness`
+time/ahead | seconds | time that sampling and scoring took in parallel with training, including their waits for the previous batch | close to the total time for sampling and scoring | if it is small and `time/rollout` is large, the learner is faster than the sampler: a larger `rollout.max_staleness`
 
 # Ranks
 ranks/number | count | number of ranks, if there is more than one | constant | –

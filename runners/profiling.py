@@ -1,7 +1,5 @@
 """`grpo bench`: runs some steps of a config and measures the time of each part."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -85,11 +83,10 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine = startup.prepare(config.system.memory_limit_gb, config)
     start = time.monotonic()
-    config = config.having("ranks", samplers=0)
-    config = config.having("rollout", max_staleness=0)  # parts are measured one after another
-    whole = config
-    together = config.optim.gradient_accumulation_steps
-    config = config.having("optim", max_steps=(steps + 1) * together)
+    # the parts are measured one after another
+    whole = config.having("ranks", samplers=0).having("rollout", max_staleness=0)
+    together = whole.optim.gradient_accumulation_steps
+    config = whole.having("optim", max_steps=(steps + 1) * together)
     shown = Diary(report or Report())
     built = SetUp(config, machine, shown.note, advance=shown.advanced, note=shown.note).build()
     stepping = Stepping(built, shown)
@@ -113,19 +110,17 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     run_steps = math.ceil(length.batch_steps / together)
     evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
     problems = len(run.data.evaluation)
-    rollout = whole.rollout
-    # If a completion takes as long as in a rollout, or longer where it may be.
-    longer = (whole.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
-    rows_a_step = whole.optim.batch_size * together * rollout.num_generations
+    # A completion of an evaluation takes as long as one of a rollout, in proportion to the limits.
+    limit = whole.rollout.max_new_tokens
+    longer = (whole.eval.max_new_tokens or limit) / limit
+    rows_a_step = whole.optim.batch_size * together * whole.rollout.num_generations
     evaluating = evaluations * problems * longer * seconds["rollout"] / rows_a_step
     training = first + (run_steps - 1) * step
-    state = stepping.state
-    formats = state.sampler.formats
+    formats = stepping.state.sampler.formats
+    params = stepping.state.train.old_params
     return {
         "steps": steps,
-        "formats": formats_line(config, formats, run.learner.policy, state.train.old_params)
-        if formats
-        else "",
+        "formats": formats_line(config, formats, run.learner.policy, params) if formats else "",
         "first_step_seconds": first,
         "step_seconds": step,
         "part_seconds": seconds,

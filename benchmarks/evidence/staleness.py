@@ -117,10 +117,10 @@ def read(lines: Sequence[dict[str, Any]]) -> list[Figure]:
 def uncorrected() -> None:
     """`grpo-run` without its demand for a correction, to study what happens then."""
     from runners.cli import run_command
-    from runners.config import loading
+    from runners.config import checks
 
-    check = loading._check_complete
-    loading._check_complete = lambda config: check(config.having("loss", correction="token_truncate"))
+    check = checks.check_complete
+    checks.check_complete = lambda config: check(config.having("loss", correction="token_truncate"))
     sys.argv = ["grpo-run", *sys.argv[2:]]
     run_command()
 

@@ -49,8 +49,8 @@ def metric_tables() -> dict[str, list[str]]:
 
 def key_tables() -> dict[str, list[str]]:
     """The lines of the Markdown table of each section of the config."""
-    from runners.config.key_tables import cells
     from runners.config.loading import KEYS
+    from runners.config.rules import cells
 
     found: dict[str, list[str]] = {}
     for (section, *path), field in KEYS.items():
@@ -79,8 +79,8 @@ def option_tables() -> dict[str, list[str]]:
 
     Its columns: trainer, option, key here, the option's default, what differs.
     """
-    from runners.config.key_tables import cells
     from runners.config.loading import KEYS
+    from runners.config.rules import cells
 
     defaults = {".".join(path): cells(field)[1] for path, field in KEYS.items()}
     found: dict[str, list[str]] = {}

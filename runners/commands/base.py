@@ -1,7 +1,5 @@
 """Shared by all commands: lazy imports, and errors shown as one line with an exit code."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -76,20 +74,28 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
         except (OSError, RuntimeError, MemoryError) as error:
             fault = UserError()
             if is_out_of_memory(error):
-                more = "`grpo plan CONFIG` shows how a run uses memory"
-                lines = [f"{shortage(first_line(error))}; {more}"]
+                lines = [
+                    f"{shortage(first_line(error))}; `grpo plan CONFIG` shows how a run uses memory"
+                ]
             elif is_watchdog(error):
                 lines = [f"{first_line(error)}: {ADVICE}"]
             elif refused := system_fault(error):
                 lines = [f"refused by the system: {refused}"]
             else:
                 raise
-        reported = getattr(fault, "reported", False)  # by another rank, for all
-        for line in filter(None, () if reported else lines):
-            echo(one_line(line, os.environ), err=True)
+        if not getattr(fault, "reported", False):  # by another rank, for all
+            for line in filter(None, lines):
+                echo(one_line(line, os.environ), err=True)
         sys.exit(getattr(fault, "exit_code", INTERRUPTED))
 
     return run
+
+
+def refuse(*faults: tuple[object, str]) -> None:
+    """Raises UserError with the message of the first fault whose condition holds."""
+    for wrong, message in faults:
+        if wrong:
+            raise UserError(message)
 
 
 Part = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -99,9 +105,8 @@ Part = Callable[[Callable[..., Any]], Callable[..., Any]]
 def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> Part:
     """An option with its help text; a name that ends in =WORD takes a value, shown as WORD."""
     name, _, word = name.partition("=")
-    more |= {"metavar": word} if word else {}
     more |= {} if default is None else {"default": default}
-    return click.option(*name.split(" as "), type=kind, help=meaning, **more)
+    return click.option(*name.split(" as "), type=kind, help=meaning, metavar=word or None, **more)
 
 
 def flag(name: str, meaning: str) -> Part:

@@ -1,10 +1,12 @@
-"""`grpo check`: shows what a run would train on; `grpo difficulty`: measures each prompt's pass
-rate.
+"""Commands that examine a config before its run: `grpo check` shows prompts and rewards, `grpo
+difficulty` measures pass rates, `grpo plan` predicts memory, `grpo bench` measures time.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
@@ -68,30 +70,28 @@ def check_command(config: str, overrides: Sequence[str], problems: int, sample: 
 
 
 def _show(checked: RewardCheck, sample: int) -> None:
-    low = checked.lengths[0]
-    high = checked.lengths[-1]
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
-    measured = f"{checked.evaluation:,}{part} held out"
-    echo(f"data           {checked.train:,} problems to train on, {measured}")
-    echo(f"prompt tokens  {low} to {high}, median {round(statistics.median(checked.lengths))}")
+    echo(
+        f"data           {checked.train:,} problems to train on, "
+        f"{checked.evaluation:,}{part} held out"
+    )
+    lengths = checked.lengths
+    median = round(statistics.median(lengths))
+    echo(f"prompt tokens  {lengths[0]} to {lengths[-1]}, median {median}")
     echo("first prompt")
     echo_text(indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
         echo("mean rewards")
-        named = zip(checked.rewards, checked.values_kan, strict=True)
-        rows = [
-            ("", *checked.kinds),
-            *((name, *map(_mean, values_an)) for name, values_an in named),
-        ]
+        rows = [("", *checked.kinds)]
+        for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
+            rows.append((name, *map(_mean, values_an)))
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
-        echo(
-            f"no correct completion is "
-            f"known{'' if sample else '; --sample 4 shows real completions'}"
-        )
+        more = "" if sample else "; --sample 4 shows real completions"
+        echo(f"no correct completion is known{more}")
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 
@@ -148,8 +148,8 @@ def difficulty_command(
     from runners.evaluation.training_prompts import measure_difficulty
     from runners.telemetry.report import duration_text
 
-    run = loaded.run
-    path = Path(out or f"{run.output_dir}/{run.name}.difficulty.jsonl").expanduser()
+    usual = f"{loaded.run.output_dir}/{loaded.run.name}.difficulty.jsonl"
+    path = Path(out or usual).expanduser()
 
     def progress(done: int, total: int, seconds: float) -> None:
         rest = f", {duration_text(seconds)} left" if done < total else ""
@@ -159,8 +159,7 @@ def difficulty_command(
         loaded, machine, samples, path, overwrite=overwrite, progress=progress
     )
     echo_all(notices)
-    lines = [line for line in measured if line["samples"]]
-    rates = [line["passes"] / line["samples"] for line in lines]
+    rates = [line["passes"] / line["samples"] for line in measured if line["samples"]]
     if not rates:
         raise UserError(f"{path}: no completion has a reward")
     kinds = {"never passed": sum(rate == 0 for rate in rates)}
@@ -176,3 +175,64 @@ def difficulty_command(
     for line in aligned(rows, right=(2, 3)):
         echo(line)
     echo(f"data.difficulty = {path}")
+
+
+@command(
+    "plan",
+    click.argument("config"),
+    SET,
+    flag("--json as as_json", "Print the figures as JSON, in bytes."),
+    option(
+        "--ranks",
+        "Number of mlx.launch processes; memory is shown per process.",
+        click.IntRange(1),
+        1,
+    ),
+    notes="""\
+\b
+Exit codes: 0 the run fits; 2 it does not fit, or the config, the data or the model must be changed.
+""",
+)
+def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
+    """Predict how much memory a run needs.
+
+    For each phase of a step, shows the memory for weights, optimizer, activations and caches. Compares
+    the peak with this machine's memory, and shows the largest batch that fits. Reads only config.json and
+    the headers of the weights, and the data's longest prompt if data and tokenizer are on this machine.
+    """
+    loaded, machine = open_config(config, overrides)
+    from runners.memory.plan import make_plan
+
+    text, problem = make_plan(loaded, machine, as_json=as_json, ranks=ranks)
+    echo_text(text)
+    if problem:
+        raise UserError(problem)
+
+
+@command(
+    "bench",
+    click.argument("config"),
+    SET,
+    option("--steps", "Number of steps to measure.", click.IntRange(1), 3, show_default=True),
+    flag("--json as as_json", "Print the figures as JSON."),
+    notes="""\
+\b
+Examples:
+  grpo bench train.toml
+  grpo bench train.toml --set optim.batch_size=32 --steps 5
+  grpo bench quickstart --json
+
+\b
+The first step includes compilation and is shown separately. A step consists of the rollouts for an
+update and all updates that use them. Evaluations, checkpoints and logs are not measured.
+""",
+)
+def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
+    """Measure the time of each part of a step."""
+    checked, machine = open_config(config, overrides)
+    echo_all(machine.notices)
+    from runners.profiling import bench_steps, bench_table
+    from runners.telemetry.report import PlainReport
+
+    found = bench_steps(checked, steps=steps, report=PlainReport(sys.stderr))
+    echo_text(json.dumps(found, indent=1) if as_json else bench_table(found))

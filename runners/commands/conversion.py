@@ -2,17 +2,15 @@
 or file for other programs, and uploads it on request.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from runners.commands.base import command, flag, option
+from runners.commands.base import command, flag, option, refuse
 from runners.commands.options import FORCE, QUANTIZE, TARGET, TRUST, echo_weights, quantization_of
-from runners.errors import UserError, gigabytes
+from runners.errors import gigabytes
 from runners.machine.terminal import echo
 
 
@@ -120,14 +118,16 @@ def export_command(
     startup.prepare()
     quantization = quantization_of(values)
     targets = [path for path in (out, gguf, peft) if path is not None]
-    if len(targets) != 1:
-        raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
-    if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
-        raise UserError(
-            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR"
-        )
-    if (values["private"] and not push) or (values["kind"] and gguf is None):
-        raise UserError("--private requires --push; --type requires --gguf")
+    packing = quantization.wanted or quantization.group_size or values["dtype"]
+    refuse(
+        (len(targets) != 1, "expected one of --out DIR, --gguf FILE and --peft DIR"),
+        (
+            out is None and (push or packing),
+            "--push, --bits, --mode, --recipe, --group-size and --dtype require --out DIR",
+        ),
+        (values["private"] and not push, "--private requires --push"),
+        (values["kind"] and gguf is None, "--type requires --gguf"),
+    )
     from runners.conversion.export import (
         export_folder,
         export_gguf,
@@ -137,6 +137,7 @@ def export_command(
     )
     from runners.conversion.gguf.writing import check_gguf
 
+    target = targets[0]
     force = values["force"]
     note = partial(echo, err=True)
     kind = values["kind"] or "f16"
@@ -146,25 +147,23 @@ def export_command(
         export_peft(source, peft, force=force, note=note)
         echo_weights(peft)
         return
-    trust = values["trust_remote_code"]
-    opened = open_source(source, targets[0], force=force, trust_remote_code=trust, note=note)
+    opened = open_source(
+        source, target, force=force, trust_remote_code=values["trust_remote_code"], note=note
+    )
     if gguf is not None:
         modelfile = export_gguf(opened, gguf, kind, force=force)
-        echo(
-            f"{gguf}: {gigabytes(gguf.stat().st_size)}; import it with "
-            f"`ollama create NAME -f {modelfile}`"
-        )
+        size = gigabytes(gguf.stat().st_size)
+        echo(f"{gguf}: {size}; import it with `ollama create NAME -f {modelfile}`")
         return
-    dtype = values["dtype"] or ""
     export_folder(
         opened,
-        targets[0],
+        target,
         quantization=quantization,
-        dtype=dtype,
+        dtype=values["dtype"] or "",
         force=force,
         title=push,
         online=bool(push),
     )
-    echo_weights(targets[0])
+    echo_weights(target)
     if push:
-        echo(f"uploaded: {upload(targets[0], push, private=values['private'])}")
+        echo(f"uploaded: {upload(target, push, private=values['private'])}")

@@ -1,7 +1,5 @@
 """`grpo doctor`: shows what this machine can run, what is slow, and commands that fix it."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil
@@ -94,18 +92,18 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         echo_text(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:
-        names = (
-            name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_")
-            for name in found
-        )
-        for line in [*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]:
-            echo(line)
-        for line in slow:
-            echo(f"slow: {line}")
+        rows = [(_name(name), _text(value)) for name, value in found.items()]
+        lines = [*aligned(rows), "", *(f"slow: {line}" for line in slow)]
         if not slow and not problem:
-            echo("runs can start, and no cause of slow training was found")
+            lines.append("runs can start, and no cause of slow training was found")
+        for line in lines:
+            echo(line)
     if problem:
         raise UserError(problem)
+
+
+def _name(key: str) -> str:
+    return key.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_")
 
 
 def _text(value: Any) -> str:

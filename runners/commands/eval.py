@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import command, option
+from runners.commands.base import command, option, refuse
 from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
+from runners.files.json_files import json_line, write_json
 from runners.machine.terminal import echo, echo_text
 
 if TYPE_CHECKING:
@@ -68,16 +69,23 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     """
     models = [model, other] if other else [model]
     ks = _ks(values["ks"])
-    num = max(ks, default=0) if values["num"] is None else values["num"]
-    if ks and max(ks) > num:
-        raise UserError(
-            f"--k {max(ks)}: expected at least {max(ks)} samples per problem, found --num {num}"
+    most = max(ks, default=0)
+    num = most if values["num"] is None else values["num"]
+    refuse(
+        (
+            most > num,
+            f"--k {most}: expected at least {most} samples per problem, found --num {num}",
         )
-    for name in (out, json_file):
-        if name and not Path(name).expanduser().resolve().parent.is_dir():
-            raise UserError(f"{name}: no such folder: {Path(name).parent}")
-        if name and not os.access(Path(name).expanduser().resolve().parent, os.W_OK):
-            raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
+    )
+    for name in filter(None, (out, json_file)):
+        folder = Path(name).expanduser().parent
+        refuse(
+            (not folder.is_dir(), f"{name}: no such folder: {Path(name).parent}"),
+            (
+                not os.access(folder, os.W_OK),
+                f"{name}: cannot be written: {Path(name).parent} is read-only",
+            ),
+        )
     from runners.machine import startup
 
     echo_all(startup.prepare().notices)
@@ -85,21 +93,18 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     machine = startup.prepare(config.system.memory_limit_gb)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.evaluation.comparison import comparison_summary, comparison_table
-    from runners.files.json_files import json_line
 
     if out:
         rows = chain.from_iterable(each.completions for each in measured)
-        Path(out).expanduser().write_text(
-            "".join(json_line(row) + "\n" for row in rows), encoding="utf-8"
-        )
+        lines = [f"{json_line(row)}\n" for row in rows]
+        Path(out).expanduser().write_text("".join(lines), encoding="utf-8")
     if json_file:
-        text = json.dumps(comparison_summary(measured), indent=2, allow_nan=False)
-        Path(json_file).expanduser().write_text(f"{text}\n", encoding="utf-8")
+        write_json(Path(json_file).expanduser(), comparison_summary(measured), allow_nan=False)
     echo_text(comparison_table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:
-    if text and not re.fullmatch(r"[1-9]\d{0,8}(, *[1-9]\d{0,8})*", text):
+    if not re.fullmatch(r"([1-9]\d{0,8}(, *[1-9]\d{0,8})*)?", text):
         raise UserError(f"--k {text}: expected positive integers, such as 1,8")
     return tuple(sorted({int(part) for part in text.split(",") if part}))
 
@@ -131,13 +136,11 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
             "replace them"
         )
     config = load_config(preset, overrides)
-    own = bool(config.model.loader)
     asked = {}
     for name in models:
-        path, adapters = find_model(name, custom_loader=own)
-        prompt = prompt_settings_of(path, adapters)
-        if prompt:
-            asked[name] = prompt
+        path, adapters = find_model(name, custom_loader=bool(config.model.loader))
+        asked[name] = prompt_settings_of(path, adapters)
+    asked = {name: prompt for name, prompt in asked.items() if prompt}
     if len(set(asked.values())) > 1:
         raise UserError(
             f"{' and '.join(asked)} were trained with different prompt formats "
@@ -180,21 +183,22 @@ def _measure_all(
 
     worker = start_worker(config)
     rewards = load_code(config, worker)
-    if values["data"]:
-        rows = load_split(config.data, config.data.eval_split, folders=config.folders)
-    else:
-        rows = load_rows(config.data, config.folders)[1]  # those that training holds out
+    rows = (
+        load_split(config.data, config.data.eval_split, folders=config.folders)
+        if values["data"]
+        else load_rows(config.data, config.folders)[1]  # those that training holds out
+    )
     config = with_answers_of(config, rows)
     columns = reward_columns(rows, config.data.answer)
     check_columns(rewards, columns, environments=config.env.answers)
     measured: list[ModelResult] = []
     for name in models:
-        trust = values["trust_remote_code"]
-        loaded, environments = open_model(config, name, machine, worker, trust_remote_code=trust)
+        loaded, environments = open_model(
+            config, name, machine, worker, trust_remote_code=values["trust_remote_code"]
+        )
         echo_all(loaded.notices)
         if environments is not None:
             environments.check_columns(columns)
-        every = all_rewards(rewards, environments) if rewards or environments else ()
         tools = environments.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
@@ -203,7 +207,7 @@ def _measure_all(
             name,
             chosen,
             config,
-            every,
+            all_rewards(rewards, environments) if rewards or environments else (),
             num=num,
             ks=ks,
             rows=values["batch"] or 0,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import INTERRUPTED, command, flag, option
+from runners.commands.base import INTERRUPTED, command, flag, option, refuse
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -27,7 +27,7 @@ from runners.commands.options import (
     resolve_prompt,
     sampling_of,
 )
-from runners.errors import UserError
+from runners.files.json_files import json_line
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo, echo_output, echo_text
 
@@ -112,14 +112,19 @@ def generate_command(
     text, or - for all of standard input. A model that was trained with grpo_fn uses the prompt format of its
     training, unless options override it.
     """
-    if (prompt is None) == (not prompts):
-        raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (
-        prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
-    ):
-        raise UserError(
-            "--image requires a single PROMPT, without --prompts, --num, --out or tools"
-        )
+    tools = values["tools"] or values["factory"]
+    refuse(
+        ((prompt is None) == (not prompts), "expected either PROMPT or --prompts FILE"),
+        (
+            images and (prompts or num > 1 or out or tools or values["config"]),
+            "--image requires a single PROMPT, without --prompts, --num, --out or tools",
+        ),
+        (
+            values["raw"] and (values["system"] or images or tools),
+            "--raw continues a text and cannot be combined with --system, --image, --tools or "
+            "--env",
+        ),
+    )
     from runners.data.messages import conversation, read_prompts
 
     text = ""
@@ -127,17 +132,11 @@ def generate_command(
         conversations = read_prompts(prompts, values["column"], values["system"] or "")
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
-        if not text.strip():
-            raise UserError("the prompt is empty")
+        refuse((not text.strip(), "the prompt is empty"))
         conversations = [conversation(text)]
-    if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
-        raise UserError(
-            "--raw continues a text and cannot be combined with --system, --image, --tools or --env"
-        )
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)
-    from runners.files.json_files import json_line
     from runners.images.image_files import ImageFile
     from runners.inference.text_generation import Speed
 
@@ -148,18 +147,18 @@ def generate_command(
             return interrupts.stopped
 
         if prompts or num > 1 or out or environments:
+            rows = _rows(
+                loaded,
+                conversations,
+                num,
+                values,
+                environments,
+                should_stop=should_stop,
+                speed=speed,
+            )
             with open(out or os.devnull, "w", encoding="utf-8") as file:
                 write = (
                     partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
-                )
-                rows = _rows(
-                    loaded,
-                    conversations,
-                    num,
-                    values,
-                    environments,
-                    should_stop=should_stop,
-                    speed=speed,
                 )
                 for row in rows:
                     write(json_line(row))
@@ -188,7 +187,6 @@ def _rows(
     from runners.data.messages import conversation
     from runners.inference.text_generation import generation_key, sample_batches
 
-    tools = environments.chat.schemas if environments else ()
     system = values["system"]
     examples = [
         model.example(
@@ -196,7 +194,7 @@ def _rows(
             nudge=values["nudge"],
             template_kwargs=values["template_kwargs"],
             raw=values["raw"],
-            tools=tools,
+            tools=environments.chat.schemas if environments else (),
             columns=values["row"],
             most=values["max_tokens"],
         )
@@ -221,9 +219,9 @@ def _rows(
         for row, text in enumerate(done.texts):
             messages = done.examples[row // num].messages
             # Without the system message that all prompts share.
-            plain = messages == conversation(messages[-1:], system)
+            is_text = messages == conversation(messages[-1:], system)
             cells: dict[str, Any] = {
-                "prompt": messages[-1]["content"] if plain else list(messages),
+                "prompt": messages[-1]["content"] if is_text else list(messages),
                 "completion": text,
                 "finish": done.finish[row],
                 "tokens": done.lengths[row],

@@ -1,7 +1,5 @@
 """`grpo init`: inspects a model and a data set, and writes a config for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

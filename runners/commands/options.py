@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
     from runners.tokenization.prompt_settings import PromptSettings
 
-_COUNT = click.IntRange(1)
 _NUMBER = click.IntRange(0)
-_SHARE = click.FloatRange(0, 1)
-_TOP = click.FloatRange(0, 1, min_open=True)
-_FACTOR = click.FloatRange(0, min_open=True)
 
 
 def _row(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
@@ -50,18 +46,21 @@ SAMPLING = (
     option(
         "--top-p",
         "Keep the most likely tokens that together hold this share of the probability.",
-        _TOP,
+        click.FloatRange(0, 1, min_open=True),
         1.0,
     ),
     option("--top-k", "Keep this many of the most likely tokens; 0: all.", _NUMBER, 0),
     option(
         "--min-p",
         "Keep tokens whose probability is at least this share of the highest one.",
-        _SHARE,
+        click.FloatRange(0, 1),
         0.0,
     ),
     option(
-        "--repetition-penalty", "Values above 1 make repeated tokens less likely.", _FACTOR, 1.0
+        "--repetition-penalty",
+        "Values above 1 make repeated tokens less likely.",
+        click.FloatRange(0, min_open=True),
+        1.0,
     ),
     option(
         "--seed",
@@ -71,7 +70,9 @@ SAMPLING = (
         show_default=True,
     ),
     option(
-        "--max-tokens", "Maximum length of a reply, in tokens [as in training, or 512].", _COUNT
+        "--max-tokens",
+        "Maximum length of a reply, in tokens [as in training, or 512].",
+        click.IntRange(1),
     ),
 )
 TRUST = flag("--trust-remote-code", "Run Python code shipped with a model.")
@@ -161,10 +162,11 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """Returns the options of QUANTIZE as one value."""
     from runners.conversion.packing import QuantizationOptions
 
-    mode = values["mode"] or ""
-    recipe = values["recipe"] or ""
     return QuantizationOptions(
-        mode=mode, bits=values["bits"], group_size=values["group_size"], recipe=recipe
+        mode=values["mode"] or "",
+        bits=values["bits"],
+        group_size=values["group_size"],
+        recipe=values["recipe"] or "",
     )
 
 

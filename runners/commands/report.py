@@ -2,8 +2,6 @@
 watch`: serves the page live; `grpo runs`: lists the runs in a folder, and how to resume each.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

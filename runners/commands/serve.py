@@ -1,7 +1,5 @@
 """`grpo serve`: serves a model over HTTP with the APIs of OpenAI and vLLM."""
 
-from __future__ import annotations
-
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import click
 
-from runners.commands.base import command, flag, option
+from runners.commands.base import command, flag, option, refuse
 from runners.commands.options import (
     MODEL,
     PROMPT,
@@ -19,13 +17,12 @@ from runners.commands.options import (
     resolve_prompt,
     sampling_of,
 )
-from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LENGTH = 4096  # of a model that does not say how long its texts may be
+LENGTH = 4096  # the limit for a model that states none, in tokens
 
 
 @command(
@@ -87,17 +84,21 @@ def serve_command(
     /v1/chat/completions, /v1/completions, /v1/models, /health, and /inference/v1/generate, with token ids and
     log-probs on request.
     """
-    if host not in LOCAL and not api_key:
-        raise UserError(
-            f"--host {host} requires --api-key KEY, because other machines can reach it"
-        )
-    if tinker and api_key and not api_key.startswith("tml-"):
-        raise UserError(
-            "--api-key: expected a key that starts with tml-, as Tinker's clients require"
-        )
     extra = "tinker" if tinker else "serve"
-    if not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])):
-        raise UserError(f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'")
+    refuse(
+        (
+            host not in LOCAL and not api_key,
+            f"--host {host} requires --api-key KEY, because other machines can reach it",
+        ),
+        (
+            tinker and api_key and not api_key.startswith("tml-"),
+            "--api-key: expected a key that starts with tml-, as Tinker's clients require",
+        ),
+        (
+            not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])),
+            f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'",
+        ),
+    )
     loaded = open_model(model, values)
     stated = read_json(loaded.path / "config.json")
     lengths = [stated.get("text_config", stated).get("max_position_embeddings"), max_length]
@@ -135,8 +136,7 @@ def serve_command(
         server = TrainingServer(work, served, host, port, api_key or "")
     else:
         work = Service(engine, served)
-        seed = (values["seed"] >> 32, values["seed"] & 0xFFFFFFFF)
-        session = work.open(api_key or "", seed=seed, records=False)
+        session = work.open(api_key or "", seed=divmod(values["seed"], 1 << 32), records=False)
         server = Server(work, host, port, None if api_key else session)
     with server, Drain() as drain:
         echo(f"{server.url}  (Ctrl-C finishes the running completions, then stops)")

@@ -1,7 +1,5 @@
 """Checks beyond a single key: files must exist, and keys must be consistent. Nothing is loaded."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -26,7 +24,7 @@ from runners.config.names import (
 )
 from runners.config.reading import Settings
 from runners.config.user_functions import FUNCTION_FORMS
-from runners.errors import did_you_mean, show
+from runners.errors import ConfigError, did_you_mean, show
 from runners.files.run_files import COMPLETIONS
 
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
@@ -63,7 +61,7 @@ _ONLY_IF = {
 }
 
 
-def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
+def resolved_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     """The sections with their paths resolved. A section that is None had errors and is skipped.
 
     Errors are added to `found.problems`, one line each.
@@ -75,11 +73,8 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
         if built[section] is not None:
             value = resolved(paths, getattr(built[section], name), key)
             result[section] = attrs.evolve(result[section], **{name: value})
-    if all(built[name] is not None for name in ("answer", "data", "reward")):
-        result |= paths.task(result["answer"], result["data"], result["reward"])
-    if None not in built.values():
-        _relations(result, found)
-    return result
+    task = [result[name] for name in ("answer", "data", "reward", "env")]
+    return result | (paths.task(*task) if None not in task else {})
 
 
 @attrs.frozen
@@ -88,35 +83,28 @@ class _Paths:
 
     found: Settings
 
-    def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
-        """The three sections, completed with the values of the answer's form where the config does
-        not set them.
+    def task(self, answer: Any, data: Any, reward: Any, env: Any) -> dict[str, Any]:
+        """The first three sections, with the values of the answer's form for the keys that the
+        config does not set.
 
         The form's prompt is added only to questions in a chat: other texts and messages are
         complete prompts.
         """
-
-        def given(key: str) -> bool:
-            section, _, name = key.partition(".")
-            return name in self.found.values.get(section, {})
-
+        is_set = self.found.is_set
         functions = reward.functions
-        chosen = given("reward.functions")
-        taskset = self.found.values.get("env", {}).get("taskset")
-        program = given("env.program") or taskset  # it asks and scores as it likes
-        if taskset and isinstance(taskset, str) and not given("data.source"):
-            data = attrs.evolve(data, source=taskset, eval_split=data.split)
-        if given("data.answer") and data.answer and self.is_example(functions):
+        chosen = is_set("reward.functions")
+        if env.taskset and not is_set("data.source"):
+            data = attrs.evolve(data, source=env.taskset, eval_split=data.split)
+        if is_set("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
             self.found.notices.append(
                 f"{self.found.label}: data.answer replaces the example reward"
             )
-        if not given("answer.form"):
-            own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
-            answer = attrs.evolve(
-                answer, form=NONE if own or program or not data.answer else answer.form
-            )
+        if not is_set("answer.form"):
+            own = functions and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
+            if own or env.agents or not data.answer:
+                answer = attrs.evolve(answer, form=NONE)
         elif ":" in answer.form and answer.form.partition(":")[0] not in FORMS:
             answer = attrs.evolve(answer, form=self.function(answer.form, "answer.form"))
         try:
@@ -130,15 +118,15 @@ class _Paths:
             )
         if not chosen and data.source.startswith(TASKS):
             functions = (TASK_SCORE,)
-        elif not chosen and (program or answer.form != "xml"):
-            functions = () if program or form is None else REWARD_NAMES[:1]
-        # The Hub has two configurations of GSM8K and no default.
-        usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
-        asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
-        data = attrs.evolve(data, name=data.name or usual)
-        if not given("data.system_prompt"):
+        elif not chosen and (env.agents or answer.form != "xml"):
+            functions = () if env.agents or form is None else REWARD_NAMES[:1]
+        if not data.name and data.source == _GSM8K and not os.path.exists(_GSM8K):
+            # The Hub has two configurations of GSM8K and no default.
+            data = attrs.evolve(data, name="main")
+        asks = None if data.prompt or data.prompt_form == "raw" else form
+        if not is_set("data.system_prompt"):
             data = attrs.evolve(data, system_prompt=asks.instruction if asks else "")
-        if not given("data.nudge"):
+        if not is_set("data.nudge"):
             data = attrs.evolve(data, nudge=asks.nudge if asks else "")
         return {
             "answer": answer,
@@ -150,18 +138,14 @@ class _Paths:
         return name if name == SELF else self.source(name, key, EXPECTED_MODEL, (".safetensors",))
 
     def data(self, name: str, key: str) -> str:
-        return (
-            name
-            if name.startswith((TASKS, TASKSETS))
-            else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
-        )
+        if name.startswith((TASKS, TASKSETS)):
+            return name
+        return self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
 
     def completions(self, name: str, key: str) -> str:
         """A file, or the file in a run's folder."""
-        place = self.existing(name) if name else None
-        return self.file(
-            os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key
-        )
+        place = self.existing(name) or ""
+        return self.file(os.path.join(place, COMPLETIONS) if os.path.isdir(place) else name, key)
 
     def tools(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
@@ -172,8 +156,8 @@ class _Paths:
 
     def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
         """A command, with the paths of its files resolved."""
-        found = {word: self.existing(word) for word in command[1:] if "." in word}
-        return tuple(found.get(word) or word for word in command)
+        files = {word: self.existing(word) for word in command[1:] if "." in word}
+        return tuple(files.get(word) or word for word in command)
 
     def rewards(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         def one(name: str) -> str:
@@ -208,10 +192,9 @@ class _Paths:
 
     def file(self, name: str, key: str, kind: str = "file") -> str:
         """The path of a file or folder that must exist; empty if there is none."""
-        path = self.existing(name) if name else ""
-        if path is None or (
-            path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)
-        ):
+        path = self.existing(name)
+        exists = os.path.isdir if kind == "folder" else os.path.isfile
+        if name and not (path and exists(path)):
             self.found.fault(key, f"no such {kind}: {show(name)}")
         return path or name
 
@@ -239,12 +222,12 @@ class _Paths:
         return name
 
     def existing(self, path: str) -> str | None:
-        """The first one that exists: `path` itself, with ~ expanded, or next to the config file."""
+        """The path with ~ expanded, if it exists in the working directory or else next to the
+        config file; None otherwise.
+        """
         expanded = os.path.expanduser(path)
         beside = os.path.normpath(os.path.join(self.found.folder, expanded))
-        return next(
-            (candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None
-        )
+        return next(filter(os.path.exists, (expanded, beside) if path else ()), None)
 
 
 _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
@@ -266,57 +249,44 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
 }
 
 
-def _relations(built: Mapping[str, Any], found: Settings) -> None:
-    """Rejects incompatible keys, with one line per key."""
-    named: set[str] = set()
-
-    def value(key: str) -> Any:
-        section, *names = key.split(".")
-        return functools.reduce(getattr, names, built[section])
+def inconsistencies(config: Any) -> list[str]:
+    """A message for each key that is incompatible with another one."""
+    faults: dict[str, str] = {}
 
     def expect(key: str, expected: str) -> None:
-        if key not in named:
-            named.add(key)
-            found.fault(key, f"expected {expected}, found {show(value(key))}")
+        faults.setdefault(key, _fault(config, key, expected))
 
     def holds(cause: str, only: str) -> bool:
-        return value(cause) == only if only else bool(value(cause))
+        return config.value(cause) == only if only else bool(config.value(cause))
 
     for (cause, only), keys in _ONLY_IF.items():
+        defaults = type(config.value(cause.partition(".")[0]))()  # the keys are in its section
         for key in () if holds(cause, only) else keys:
-            section, name = key.split(".")
-            default = getattr(attrs.fields(type(built[section])), name).default
-            if value(key) != default:
+            default = getattr(defaults, key.partition(".")[2])
+            if config.value(key) != default:
                 expect(key, f"{show(default)}, or {cause}{f' = {show(only)}' if only else ''}")
     for (cause, only), keys in _EXCLUDED_BY.items():
-        for key in keys if holds(cause, only) and cause not in named else ():
-            if value(key):
-                expect(key, f"{show(type(value(key))())} with {cause} = {show(value(cause))}")
+        for key in keys if holds(cause, only) and cause not in faults else ():
+            value = config.value(key)
+            if value:
+                expect(key, f"{show(type(value)())} with {cause} = {show(config.value(cause))}")
 
-    model, data, rollout, loss, optim = (
-        built[name] for name in ("model", "data", "rollout", "loss", "optim")
-    )
-    rewards = built["reward"].functions
-    weights = built["reward"].weights
-    teacher = built["teacher"].path
-    hint = built["teacher"].hint
-    rows = optim.batch_size * rollout.num_generations
-    calibrated = rollout.calibration != "none" and not data.image
-    mixes = loss.ref_sync_every and loss.ref_mixup < 1
+    model = config.model
+    data = config.data
+    rollout = config.rollout
+    loss = config.loss
+    env = config.env
+    rewards = config.reward.functions
+    weights = config.reward.weights
+    hint = config.teacher.hint
+    rows = config.optim.batch_size * rollout.num_generations
     modes = {rollout.quantization, loss.ref_quantization} - {"none"}
-    env = built["env"]
-    measures = rewards or built["sft"].only or env.factory or env.agents
+    measures = rewards or config.sft.only or env.factory or env.agents
     or_measured = "or an env.factory whose class has get_reward"
-    unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
-    tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
-    packed = (
-        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps no weights that "
-        f"could be mixed"
-    )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
             f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"),
-        ("optim.minibatches", optim.minibatches > rows,
+        ("optim.minibatches", config.optim.minibatches > rows,
             f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
@@ -331,30 +301,94 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
             f"0 with {' and '.join(sorted(modes))}, whose group size is fixed"),
         ("rollout.bits_budget",
-            rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
+            rollout.bits_budget and (rollout.quantization not in _BUDGETED
+                or rollout.calibration == "none" or data.image),
             '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
             '"activations", without images'),
         ("loss.ref_quantization", loss.ref_quantization != "none" and model.tune != "full",
-            f'"none" with {tuned}'),
-        ("loss.ref_mixup", mixes and loss.ref_quantization != "none",
-            f"1.0, or loss.ref_sync_every = 0, with {packed}"),
+            f'"none" with model.tune = {show(model.tune)}, where the reference is the unchanged '
+            "base"),
+        ("loss.ref_mixup",
+            loss.ref_sync_every and loss.ref_mixup < 1 and loss.ref_quantization != "none",
+            "1.0, or loss.ref_sync_every = 0, with loss.ref_quantization = "
+            f"{show(loss.ref_quantization)}, which keeps no weights that could be mixed"),
         ("model.tune", model.adapters and model.tune == "full",
             '"lora" or "dora" with model.adapters'),
         ("data.answer", not measures and not data.answer,
             f"a column, your own reward in reward.functions, {or_measured}"),
         ("reward.functions", not measures and data.answer,
-            f"at least one entry{unread}, {or_measured}"),
+            "at least one entry"
+            f"{f' with answer.form = {show(NONE)}' if config.answer.form == NONE else ''}"
+            f", {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
             f"a list of {len(rewards)}, one for each of reward.functions"),
         ("reward.weights", weights and not any(weights), "a value other than 0"),
-        ("teacher.hint", teacher == SELF and not hint,
+        ("teacher.hint", config.teacher.path == SELF and not hint,
             f'a text with {{answer}} for the teacher, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),
             "a text with {answer}, and the column of reference answers in data.answer"),
     ):  # fmt: skip
         if wrong:
             expect(key, expected)
-    for text in built["stop"].when:
-        fault = condition_fault(text, rewards)
-        if fault:
-            found.fault("stop.when", fault)
+    unread = (condition_fault(text, rewards) for text in config.stop.when)
+    where = config.where("stop.when")
+    return [*faults.values(), *(f"{where}: {fault}" for fault in unread if fault)]
+
+
+def check_complete(config: Any) -> None:
+    """Raises ConfigError for faults that only the core detects: keys that require a reference model
+    or turns, groups without variance divided by their own deviation, and unknown mechanisms.
+    """
+    from grpo_fn.backends import check_mechanism
+
+    loss = config.loss
+    optim = config.optim
+    of_batch = loss.baseline == "batch_mean"
+    of_turn = loss.baseline == "turn"
+    turns = config.env.answers
+    about_turns = "[env], because it applies to turns"
+    stale = config.rollout.max_staleness
+    apart = config.ranks.samplers
+    rows = (
+        ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
+            "0, or loss.beta > 0 (without a reference there is nothing to sync)"),
+        ("loss.ref_quantization", loss.ref_quantization != "none" and not loss.beta,
+            '"none", or loss.beta > 0 (without a reference there is nothing to quantize)'),
+        ("loss.scale", of_batch and loss.scale == "group",
+            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all '
+            "equal has a deviation of 0)"),
+        ("loss.scale", of_turn and loss.scale == "batch",
+            '"group" or "none" with loss.baseline = "turn"'),
+        ("rollout.max_staleness", stale and loss.correction == "none" and loss.surrogate != "ipo",
+            '0, or a loss.correction such as "token_truncate", because older weights sample'),
+        ("loss.dynamic_sampling", stale and loss.dynamic_sampling,
+            "false with rollout.max_staleness, which fixes the next prompts in advance"),
+        ("loss.sync_every", stale and loss.sync_every > optim.gradient_accumulation_steps,
+            "at most optim.gradient_accumulation_steps with rollout.max_staleness"),
+        ("loss.router_replay", stale and loss.router_replay, "false with rollout.max_staleness"),
+        ("rollout.max_staleness", stale and optim.num_iterations * optim.minibatches > 1,
+            "0, or 1 for optim.num_iterations and optim.minibatches"),
+        ("ranks.samplers", apart and not stale,
+            "0, or rollout.max_staleness >= 1, without which sampling and learning take turns"),
+        ("rollout.quantization", apart and config.rollout.quantization != "none",
+            '"none" with ranks.samplers'),
+        ("env.program", apart and config.env.program, "[] with ranks.samplers"),
+        ("env.taskset", apart and config.env.taskset, '"" with ranks.samplers'),
+        ("loss.baseline", of_turn and not turns, about_turns),
+        ("loss.discount", loss.discount < 1 and not turns, about_turns),
+        ("rollout.first_stage", of_batch and config.rollout.first_stage,
+            '0 with loss.baseline = "batch_mean", where groups without variance have a gradient '
+            "too"),
+    )  # fmt: skip
+    faults = [_fault(config, key, expected) for key, wrong, expected in rows if wrong]
+    for name in config.system.disable:
+        try:
+            check_mechanism(name)
+        except ValueError as error:
+            faults.append(f"{config.where('system.disable')}: {error}")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _fault(config: Any, key: str, expected: str) -> str:
+    return f"{config.where(key)}: expected {expected}, found {show(config.value(key))}"

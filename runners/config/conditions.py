@@ -1,10 +1,9 @@
 """The conditions of `stop.when`, such as "kl > 0.5 for 20"."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
+from typing import Self
 
 import attrs
 
@@ -13,7 +12,10 @@ from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 
 _FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
-_CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+(\d{1,9}))?\s*")
+_CONDITION = re.compile(
+    r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    r"(?:\s+for\s+(\d{1,9}))?\s*"
+)
 
 
 @attrs.frozen
@@ -26,16 +28,13 @@ class Condition:
     readings: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Condition | None:
+    def parse(cls, text: str) -> Self | None:
         """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
         found = _CONDITION.fullmatch(text)
         if not found:
             return None
         metric, sign, limit, readings = found.groups(default="1")
-        try:
-            condition = cls(metric, sign, float(limit), int(readings))
-        except ValueError:
-            return None
+        condition = cls(metric, sign, float(limit), int(readings))
         return condition if condition.readings and math.isfinite(condition.limit) else None
 
     def holds(self, value: float) -> bool:
@@ -56,13 +55,12 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
         return f"expected {_FORM}, found {show(text)}"
     known = [*COMPARABLE]
     for name in rewards:
-        names = dict.fromkeys((name, name.rpartition(":")[2]))
-        for spelling in names:
+        for spelling in (name, name.rpartition(":")[2]):
             known += [f"rewards/{spelling}/mean", f"rewards/{spelling}/std"]
-        known += [f"eval/rewards/{spelling}" for spelling in names]
+            known += [f"eval/rewards/{spelling}"]
     if condition.metric in known:
         return ""
-    hint = did_you_mean(condition.metric, known)
     return (
-        f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"
+        f"expected a metric such as em, reward, kl or entropy, found {show(text)}"
+        f"{did_you_mean(condition.metric, known)}"
     )

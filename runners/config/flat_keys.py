@@ -4,8 +4,6 @@ MLX-GRPO defines a default for every key, and its script fixes some values. Both
 file, so its meaning does not change. docs/migrating.md is generated from the tables below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -28,8 +26,8 @@ def _updates(value: Any, table: Mapping[str, Any]) -> Any:
     A value of another type is returned unchanged, and its section rejects it later.
     """
     steps = table["gradient_accumulation_steps"]
-    countable = type(value) is int and value > 0 and type(steps) is int and steps > 0
-    return max(1, round(value / steps)) if countable else value
+    are_counts = all(type(each) is int and each > 0 for each in (value, steps))
+    return max(1, round(value / steps)) if are_counts else value
 
 
 def _quantization(value: Any, table: Mapping[str, Any]) -> Any:
@@ -42,11 +40,10 @@ def _quantization(value: Any, table: Mapping[str, Any]) -> Any:
 class FlatKey:
     """A key of MLX-GRPO."""
 
-    target: str  # the key here
-    default: Any = None  # MLX-GRPO's; None: the key is optional
-    # from its value and all flat values to ours
-    convert: Callable[[Any, Mapping[str, Any]], Any] = _same
-    unless: str = ""  # a key that MLX-GRPO reads in its place
+    target: str  # the key of this package that it sets
+    default: Any = None  # its default in MLX-GRPO; None: the key is optional
+    convert: Callable[[Any, Mapping[str, Any]], Any] = _same  # (its value, all flat values) -> ours
+    unless: str = ""  # another flat key, which MLX-GRPO reads instead if both are set
     note: str = ""  # for docs/migrating.md
 
 
@@ -114,8 +111,7 @@ def flat_table(table: Mapping[str, Any], sections: Collection[str]) -> Mapping[s
     """The flat keys of a file; None if it has sections."""
     if set(table) == {TABLE} and isinstance(table[TABLE], Mapping):
         return table[TABLE]
-    is_flat = FLAT_KEYS.keys() & table.keys() and not set(sections) & table.keys()
-    return table if is_flat else None
+    return table if FLAT_KEYS.keys() & table.keys() and not {*sections} & table.keys() else None
 
 
 def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:

@@ -3,14 +3,13 @@
 Precedence: defaults, then the loss preset's values, then the file's, then --set.
 """
 
-from __future__ import annotations
-
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import attrs
 
@@ -74,7 +73,11 @@ class Config:
         """The origin of `section.key` for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
 
-    def having(self, section: str, **values: Any) -> Config:
+    def value(self, key: str) -> Any:
+        """The value of `section.key`."""
+        return functools.reduce(getattr, key.split("."), self)
+
+    def having(self, section: str, **values: Any) -> Self:
         """This config with other values in a section."""
         return attrs.evolve(self, **{section: attrs.evolve(getattr(self, section), **values)})
 
@@ -92,15 +95,18 @@ class Config:
             partial_sandbox=answer.partial_sandbox,
         )
 
-    def loss_spec(self) -> LossSpec:
+    def loss_spec(self) -> "LossSpec":
         """The LossSpec of [loss]: the preset's, with the given fields replaced.
 
         Raises ConfigError if the combination is invalid. Imports grpo_fn, and therefore MLX.
         """
         from grpo_fn import LossSpec, preset
 
-        fields = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
-        changes = {name: value for name, value in fields.items() if value is not None}
+        changes = {
+            name: getattr(self.loss, name)
+            for name in attrs.fields_dict(LossSpec)
+            if getattr(self.loss, name) is not None
+        }
         try:
             return preset(self.loss.preset, **changes)
         except ValueError as error:
@@ -108,7 +114,7 @@ class Config:
             key = f"loss.{named[0]}" if named else "loss.preset"
             raise ConfigError([f"{self.where(key)}: {error}"]) from error
 
-    def check(self) -> Config:
+    def check(self) -> Self:
         """This config with a complete [loss]: fields that were not set have the preset's values.
 
         Raises the errors of `loss_spec`. Imports grpo_fn, and therefore MLX.
@@ -134,7 +140,7 @@ class Config:
             name: value for name, value in preset_values.items() if getattr(self.loss, name) is None
         }
         complete = self.having("loss", **absent)
-        _check_complete(complete)
+        checks.check_complete(complete)
         return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -188,14 +194,19 @@ def load_config(
         found.put((section,), table, label)
     for override in overrides:
         apply_override(found, override, KEYS)
-    built: dict[str, Any] = {}
-    if not found.problems or found.values:
-        for name in dict.fromkeys([*found.values, *SECTIONS]):  # faults in the order of the file
-            built[name] = _build(name, found.values.get(name, {}), found)
-        built = checks.check_sections(built, found)
-    if found.problems:
+    if found.problems and not found.values:
         raise ConfigError(found.problems)
-    return Config(**built, settings=found)
+    built: dict[str, Any] = {}
+    for name in dict.fromkeys([*found.values, *SECTIONS]):  # faults in the order of the file
+        built[name] = _build(name, found.values.get(name, {}), found)
+    built = checks.resolved_sections(built, found)
+    if None in built.values():
+        raise ConfigError(found.problems)
+    loaded = Config(**built, settings=found)
+    faults = [*found.problems, *checks.inconsistencies(loaded)]
+    if faults:
+        raise ConfigError(faults)
+    return loaded
 
 
 def write_resolved(config: Config) -> Path:
@@ -208,66 +219,6 @@ def write_resolved(config: Config) -> Path:
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     save_text(path, content)
     return path
-
-
-def _check_complete(config: Config) -> None:
-    """Raises ConfigError for faults that only the core detects: keys that require a reference model
-    or turns, groups without variance divided by their own deviation, and unknown mechanisms.
-    """
-    from grpo_fn.backends import check_mechanism
-
-    loss = config.loss
-    turns = config.env.answers
-    faults = []
-    of_batch = loss.baseline == "batch_mean"
-    of_turn = loss.baseline == "turn"
-    about_turns = "[env], because it applies to turns"
-    stale = config.rollout.max_staleness
-    apart = config.ranks.samplers
-    uses = config.optim.num_iterations * config.optim.minibatches
-    late = loss.sync_every > config.optim.gradient_accumulation_steps
-    for key, wrong, expected in (
-        ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
-            "0, or loss.beta > 0 (without a reference there is nothing to sync)"),
-        ("loss.ref_quantization", loss.ref_quantization != "none" and not loss.beta,
-            '"none", or loss.beta > 0 (without a reference there is nothing to quantize)'),
-        ("loss.scale", of_batch and loss.scale == "group",
-            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all '
-            "equal has a deviation of 0)"),
-        ("loss.scale", of_turn and loss.scale == "batch",
-            '"group" or "none" with loss.baseline = "turn"'),
-        ("rollout.max_staleness", stale and loss.correction == "none" and loss.surrogate != "ipo",
-            '0, or a loss.correction such as "token_truncate", because older weights sample'),
-        ("loss.dynamic_sampling", stale and loss.dynamic_sampling,
-            "false with rollout.max_staleness, which fixes the next prompts in advance"),
-        ("loss.sync_every", stale and late,
-            "at most optim.gradient_accumulation_steps with rollout.max_staleness"),
-        ("loss.router_replay", stale and loss.router_replay, "false with rollout.max_staleness"),
-        ("rollout.max_staleness", stale and uses > 1,
-            "0, or 1 for optim.num_iterations and optim.minibatches"),
-        ("ranks.samplers", apart and not stale,
-            "0, or rollout.max_staleness >= 1, without which sampling and learning take turns"),
-        ("rollout.quantization", apart and config.rollout.quantization != "none",
-            '"none" with ranks.samplers'),
-        ("env.program", apart and config.env.program, "[] with ranks.samplers"),
-        ("env.taskset", apart and config.env.taskset, '"" with ranks.samplers'),
-        ("loss.baseline", of_turn and not turns, about_turns),
-        ("loss.discount", loss.discount < 1 and not turns, about_turns),
-        ("rollout.first_stage", of_batch and config.rollout.first_stage,
-            '0 with loss.baseline = "batch_mean", where groups without variance have a gradient '
-            'too'),
-    ):  # fmt: skip
-        if wrong:
-            section, name = key.split(".")
-            found = getattr(getattr(config, section), name)
-            faults.append(f"{config.where(key)}: expected {expected}, found {show(found)}")
-    for name in config.system.disable:
-        try:
-            check_mechanism(name)
-        except ValueError as error:
-            faults.append(f"{config.where('system.disable')}: {error}")
-    if faults:
-        raise ConfigError(faults)
 
 
 def known_values(path: KeyPath, raw: Any, found: Settings) -> dict[str, Any]:
@@ -323,7 +274,7 @@ def run_of(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    files = (place / RESOLVED for place in (folder, folder.resolve().parent))
+    files = (folder / RESOLVED, folder.resolve().parent / RESOLVED)
     return next(filter(Path.is_file, files), None)
 
 
@@ -335,10 +286,9 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
     JSON object, and for anything but a regular file.
     """
     found = Settings(label=str(file), folder=Path())
-    tables = parse(file, str(file), open_file)
     return {
         name: known_values((name,), table, found)
-        for name, table in tables.items()
+        for name, table in parse(file, str(file), open_file).items()
         if name in SECTIONS
     }
 
@@ -349,3 +299,21 @@ def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
         return read_recorded(folder / RESOLVED)
     except UserError:  # damaged, being replaced, or from before such files
         return {}
+
+
+def explain(name: str) -> str:
+    """The description of a key such as "optim.eps", or of all keys of a section or table, for
+    `grpo-run --explain`.
+
+    Raises ConfigError, with the nearest spelling, for an unknown key.
+    """
+    asked = tuple(name.split("."))
+    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
+    if not found:
+        raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
+    parts = []
+    for path, field in found.items():
+        kind, default, within, meaning = (cell.replace("`", "") for cell in rules.cells(field))
+        limits = f"; {within}" if within not in ("any", "–") else ""
+        parts.append(f"{'.'.join(path)}: {kind}, default {default}{limits}\n  {meaning}")
+    return "\n".join(parts)

@@ -4,9 +4,7 @@ import re
 
 EMBEDDED = "embedded"
 
-EMBEDDED_TOOLS = "embedded-tools"
-
-SHIPPED_PRESETS = {EMBEDDED: "quickstart", EMBEDDED_TOOLS: "quickstart_tools"}
+SHIPPED_PRESETS = {EMBEDDED: "quickstart", "embedded-tools": "quickstart_tools"}
 """The preset that trains each shipped model."""
 
 SHIPPED = tuple(SHIPPED_PRESETS)
@@ -16,12 +14,13 @@ SELF = "self"
 """The name of the student itself, for `teacher.path`."""
 
 TASKS = "reasoning-gym:"
+"""The prefix of reasoning-gym's tasks in `data.source`."""
 
 TASK_SCORE = "runners.rewards.task_score:task_score"
-"""The prefix for reasoning-gym's tasks in `data.source`; the reward that calls their scoring."""
+"""The reward that calls the scoring function of a reasoning-gym task."""
 
 TASKSETS = "verifiers:"
-"""The prefix of the tasksets of verifiers in `env.taskset`, and thus in `data.source`."""
+"""The prefix of the verifiers library's tasksets in `env.taskset` and `data.source`."""
 
 REWARD_NAMES = (
     "correctness_reward_func",

@@ -4,8 +4,6 @@ Types are not checked here; `runners.config.loading` converts the merged values 
 config.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib
@@ -54,6 +52,10 @@ class Settings:
                 self.put((*path, key), item, origin)
         else:
             table[path[-1]] = value
+
+    def is_set(self, key: str) -> bool:
+        """Whether the file or --set contains a value for `section.key`."""
+        return tuple(key.split(".")) in self.origins
 
     def where(self, path: KeyPath) -> str:
         """The source and the key as it is written there, such as `train.toml: rollout.top_p`."""
@@ -146,16 +148,16 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     inside = [known for known in keys if known[0] == path[0]]
     names = {}
     for known in [*reversed(list(keys)), *reversed(inside)]:
-        parts = known[-1:] if path[1:] else known[1:]
-        names |= dict.fromkeys(parts, ".".join(known))
+        names |= dict.fromkeys(known[-1:] if path[1:] else known[1:], ".".join(known))
     if not inside:
         names |= {key: flat.target for key, flat in flat_keys.FLAT_KEYS.items()}
         names |= {section: section for section in sections}
     near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
     if near:
         return f"; did you mean {names[near]}?"
-    takes = f"{path[0]} contains {', '.join('.'.join(known[1:]) for known in inside)}"
-    return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"
+    if not inside:
+        return f"; the sections are {', '.join(sections)}"
+    return f"; {path[0]} contains {', '.join('.'.join(known[1:]) for known in inside)}"
 
 
 def _locate(config: str) -> tuple[Path, str]:

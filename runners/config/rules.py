@@ -4,14 +4,14 @@ Types are strict: an integer is accepted where a number is expected; nothing els
     and 1.0 are not integers, and true is not a number.
 """
 
-import math
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from runners.errors import did_you_mean, show
+from runners.errors import did_you_mean, show, spell
 
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
 LONG = "0 <= x <= 1e9"  # seconds or GB: the system's calls take no more
@@ -25,15 +25,8 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 # Arguments of transformers' apply_chat_template itself, which do not reach the template.
 _NOT_THE_TEMPLATE_S = {
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *(
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-    ),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 _WORDS = {
     int: "an integer",
@@ -68,8 +61,12 @@ def key(
     `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices`
     are the valid texts, if the field's type does not list them.
     """
-    metadata = {"meaning": meaning, "range": within, "choices": choices}
-    return attrs.field(default=default, validator=_validate, metadata=metadata, **more)
+    return attrs.field(
+        default=default,
+        validator=_validate,
+        metadata={"meaning": meaning, "range": within, "choices": choices},
+        **more,
+    )
 
 
 def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
@@ -154,6 +151,22 @@ def words(kind: Any) -> str:
     return words(arguments[0])  # T | None: absent or a T
 
 
+def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
+    """Type, default, range and meaning of a key, in Markdown, for docs/config.md."""
+    choices = choices_of(field)
+    within = field.metadata["range"]
+    kind = "choice" if choices else words(field.type).removeprefix("an ").removeprefix("a ")
+    limits = ", ".join(f"`{choice}`" for choice in choices) or within
+    if within and (within[0] in "<>-0123456789" or within[-1].isdigit()):
+        limits = f"`{within}`"
+    limits = limits or ("–" if kind == "true or false" else "any")
+    default = field.default
+    shown = "below" if isinstance(default, str) and "\n" in default else f"`{spell(default)}`"
+    if default is attrs.NOTHING or default is None:
+        shown = "required" if default is attrs.NOTHING else "preset's"
+    return kind, shown, limits, field.metadata["meaning"]
+
+
 def is_text(kind: Any) -> bool:
     """Whether a field of this type is a string (on the command line, it needs no quotes)."""
     return any(one is str or get_origin(one) is Literal for one in (kind, *get_args(kind))) and (
@@ -196,21 +209,13 @@ def structure(value: Any, kind: Any) -> Any:
             for k, item in value.items()
         }
     if kind is float:
-        return _float(value)
+        if type(value) not in (int, float):
+            raise Mismatch(value, "a number")
+        if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN is not
+            raise Mismatch(value, "a finite number")
+        return float(value)
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer
         raise Mismatch(value, words(kind))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise Mismatch(value, "text that UTF-8 can represent")
     return value
-
-
-def _float(value: object) -> float:
-    if type(value) not in (int, float):
-        raise Mismatch(value, "a number")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        raise Mismatch(value, "a number that float64 can represent") from None
-    if not math.isfinite(number):
-        raise Mismatch(value, "a finite number")
-    return number

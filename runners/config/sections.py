@@ -18,10 +18,6 @@ QuantizationMode = Literal[
     "none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"
 ]
 Storage = Literal["dequantized", "packed"]
-Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
-Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "turn"]
-Scale = Literal["group", "batch", "none"]
-ScheduleName = Literal["cosine", "linear", "constant"]
 
 _KINDS = {
     "string": str,
@@ -78,7 +74,7 @@ class ModelConfig:
     tune: Literal["full", "lora", "dora"] = key("full", "what is trained: all weights (`full`), or only adapters (`lora`, `dora`)")
     lora: LoraConfig = attrs.field(factory=LoraConfig)
     adapters: str = key("", 'folder with the adapters to resume from, in mlx-lm\'s or PEFT\'s format, such as another run\'s `final`. Their rank, scale, layers and keys replace those in `lora`, and the KL term (`loss.beta`) is measured against them. `tune` must be `"lora"` or `"dora"`, whichever the adapters are; empty: new adapters')
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the computation; `auto`: float32 on a CPU, otherwise the model's own dtype. On a CPU, experts are always multiplied in float32")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the computation; `auto`: float32 on a CPU, otherwise the model's own dtype. On a CPU, the experts' layers always compute in float32")
     master: Stored = key("float32", "dtype of the weights that the optimizer updates; bfloat16 uses stochastic rounding: [when to choose it](memory.md#weights-in-bfloat16)")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     loader: str = key("", "custom function that loads the model folder, `package.module:function` or `path/to/file.py:function`; empty: mlx-lm's loader. See [own model](own-model.md)")
@@ -136,7 +132,7 @@ class RolloutConfig:
     num_generations: int = key(8, "completions per prompt (the group size G)", ">= 2")
     first_stage: int = key(0, "sample this many completions per prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](cold-start.md#two-stages)", "0 or >= 2")
     max_new_tokens: int = key(512, "maximum length of a completion, in tokens; also L_max of the `constant` aggregation", ">= 1")
-    temperature: float = key(1.0, "the logits are divided by this value, in the sampler and in the learner", "> 0")
+    temperature: float = key(1.0, "sampling temperature; the learner divides its logits by the same value", "> 0")
     top_p: float = key(1.0, "applied second: keep the smallest set of tokens that holds at least this share of the probability left after `top_k`; 1: keep all", "0 < x <= 1")
     top_k: int = key(0, "applied first: keep only this many tokens, the most likely ones; 0: keep all. The learner's log-probabilities always use the whole distribution: see [algorithms](algorithms.md#around-the-loss)", ">= 0")
     min_p: float = key(0.0, "applied third: keep tokens whose probability is at least this fraction of the highest one; 0: keep all", "0 <= x < 1")
@@ -144,12 +140,12 @@ class RolloutConfig:
     quantization: QuantizationMode = key("none", "format in which the sampler's weights are quantized; the learner's weights are not quantized: see [quantization.md](quantization.md)")
     storage: Storage = key("dequantized", "how quantized weights are stored: `dequantized` (faster) or `packed` (less memory); used with `quantization`")
     group_size: int = key(0, "number of weights that share a scale in affine formats, in the sampler and the reference model; 0: 64", "0 or 32 or 64 or 128")
-    quantize_head: bool = key(False, "also quantize the embeddings and the output head, in the sampler and the reference model")
-    calibration: Literal["none", "activations"] = key("activations", "`activations`: weights in affine formats of at most 6 bits (in the sampler and the reference model) are rounded using the moments of each layer's inputs in the first rollout, which runs in full precision; `none`: round to nearest")
+    quantize_head: bool = key(False, "also quantize the embeddings and the output head of the sampler and the reference model")
+    calibration: Literal["none", "activations"] = key("activations", "how weights are rounded to affine formats of at most 6 bits, in the sampler and the reference model. `activations`: so that the outputs of each layer change little, measured on its inputs in the first rollout, which runs in full precision; `none`: each weight to the nearest value")
     bits_budget: float = key(0.0, "with `calibration`: average bits per weight of the sampler, including scales. Each layer uses an affine format of 3 to 8 bits; the more its rounding changes the log-probabilities of the first rollout, the more bits it uses. 0: all layers use `quantization`", "0 or 3.5 <= x <= 9")
     mismatch_limit: float = key(0.2, "a quantized sampler switches to a finer format, and finally to full precision, if its KL divergence from the learner exceeds this limit (in nats per token) or the effective sample size falls below one half; 0: never", ">= 0")
-    launch: Literal["auto", "eval", "async"] = key("auto", "`eval`: wait until each decoding step is finished; `async`: prepare the next step in the meantime, which copies the KV cache; `auto`: `eval` on a CPU, `async` on a GPU")
-    check_every: int = key(8, "number of decoding steps between checks for finished completions", ">= 1")
+    launch: Literal["auto", "eval", "async"] = key("auto", "how decoding steps are sent to the device. `eval`: wait for a step before sending the next one; `async`: send the next step while the current one runs, which copies the KV cache; `auto`: `eval` on a CPU, `async` on a GPU")
+    check_every: int = key(8, "number of decoding steps between two checks for finished completions", ">= 1")
     max_staleness: int = key(0, "sample and score rollouts up to this many updates in advance, while the learner works, with weights that are up to this many updates old; requires a `loss.correction`. 0: sampling and learning alternate. See [rollouts ahead](ahead.md)", "0 <= x <= 4")
     max_batch: int = key(0, "maximum number of completions decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
@@ -165,7 +161,7 @@ class RewardConfig:
 
     functions: tuple[str, ...] = key(REWARD_NAMES, "reward functions: built-in names, `package.module:function` or `path/to/file.py:function`; see [rewards.md](rewards.md). If not set, the default depends on `answer.form`: all five built-in functions with `xml`, otherwise only the first. `[]` requires an `env.factory` that has `get_reward`", "none twice")
     weights: tuple[float, ...] = key((), "weight of each function; at least one must be nonzero; empty: 1.0 each")
-    aggregate: Aggregate = key("sum_then_normalize", "`sum_then_normalize`: add the rewards, then compute advantages; `normalize_then_sum`: first normalise each reward within its group (GDPO)")
+    aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = key("sum_then_normalize", "`sum_then_normalize`: add the rewards, then compute advantages; `normalize_then_sum`: first normalise each reward within its group (GDPO)")
     timeout: float = key(60.0, "time limit for one call of a reward function, in seconds; 0: no limit, and reward functions run in the run's own process", LONG)
     on_error: Literal["skip", "raise"] = key("skip", "if a reward fails: skip and report it (`skip`), or stop the run (`raise`)")
     stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: stop the run if a reward fails for every completion of a batch step; see [faults.md](troubleshooting.md#rewards)')
@@ -175,8 +171,8 @@ class RewardConfig:
 class OverlongConfig:
     """[loss] overlong: DAPO's penalty on completions close to the length limit."""
 
-    buffer: int = key(0, "the length penalty starts this many tokens before the limit; 0: no penalty. Without the `overlong` table, the preset's value is used", ">= 0")
-    penalty: float = key(1.0, "the length penalty at the limit", ">= 0")
+    buffer: int = key(0, "the length penalty starts this many tokens before the length limit; 0: no penalty. Without the `overlong` table, the preset's value is used", ">= 0")
+    penalty: float = key(1.0, "the length penalty of a completion at the length limit; before it, the penalty grows linearly", ">= 0")
 
 
 @attrs.frozen(kw_only=True)
@@ -185,16 +181,16 @@ class LossConfig(_LossKeys):
 
     router_aux_coef: float = key(0.0, "for models with experts: coefficient of the load-balancing loss; see [models](models.md#experts)", ">= 0")
     router_replay: bool = key(False, "for models with experts: the learner uses the experts that the sampler chose; see [models](models.md#router-replay)")
-    baseline: Baseline | None = key(None, "value that is subtracted from each reward; `turn` (GiGPO, with [env]) also subtracts a baseline from each turn's return: see [credit for turns](algorithms.md#credit-for-turns)")
-    discount: float = key(1.0, "with [env]: discount factor γ of the turns' returns; a reward is multiplied by γ for each turn between it and the turn that is credited", "0 <= x <= 1")
-    scale: Scale | None = key(None, "what the difference between reward and baseline is divided by: the standard deviation of the `group` or of the `batch`, or nothing (`none`)")
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "turn"] | None = key(None, "value that is subtracted from each reward: the mean reward of its group (`group_mean`), of the group's other completions (`leave_one_out`) or of the batch step (`batch_mean`). `turn` (GiGPO, with [env]): as `group_mean`, and each turn's return is also reduced by a baseline: see [credit for turns](algorithms.md#credit-for-turns)")
+    discount: float = key(1.0, "with [env]: discount factor γ of the turns' returns: in the return of a turn, a reward k turns later is multiplied by γᵏ", "0 <= x <= 1")
+    scale: Literal["group", "batch", "none"] | None = key(None, "what the difference between reward and baseline is divided by: the standard deviation of the `group` or of the `batch`, or nothing (`none`)")
     mask_truncated_completions: bool = key(False, "exclude from the loss all completions that reach the length limit")
     dynamic_sampling: bool | None = key(None, "replace prompts for which all completions receive the same reward")
-    max_resample: int = key(3, "maximum number of replacement rounds per batch step", ">= 0")
+    max_resample: int = key(3, "with `dynamic_sampling`: maximum number of rounds in which prompts are replaced, per batch step", ">= 0")
     overlong: OverlongConfig | None = None
-    top_entropy_quantile: float = key(1.0, "share of the tokens to use in the policy term: those with the highest entropy", "0 < x <= 1")
-    sync_every: int = key(1, "batch steps between refreshes of the sampler's weights; refreshes only happen at updates", ">= 1")
-    ref_sync_every: int = key(0, "batch steps between updates of the reference model towards the policy; 0: no updates; requires `beta` > 0", ">= 0")
+    top_entropy_quantile: float = key(1.0, "share of the tokens that the policy term uses: those with the highest entropy; 1: all", "0 < x <= 1")
+    sync_every: int = key(1, "number of batch steps after which the sampler receives the learner's weights; this happens only at updates", ">= 1")
+    ref_sync_every: int = key(0, "number of batch steps after which the reference model is moved towards the policy (see `ref_mixup`); requires `beta` > 0. 0: never", ">= 0")
     ref_mixup: float = key(0.6, "α in the reference model's update: reference ← α·policy + (1 − α)·reference", "0 < x <= 1")
     ref_quantization: QuantizationMode = key("none", 'format in which the reference model is quantized; used with `beta` > 0 and `tune = "full"`')
     ref_storage: Storage = key("packed", "how the quantized reference model is stored, as in `rollout.storage`; the default is `packed` because the only reason to quantize a reference model is to save memory")
@@ -205,8 +201,8 @@ class TeacherConfig:
     """[teacher]: a model that scores each token of the student's completions: see [a teacher](cold-start.md#a-teacher)."""
 
     path: str = key("", 'folder or Hub name of the teacher, quantized or not; it must have the student\'s vocabulary. `"self"`: the student as it is at the start of the run (requires a `hint`); empty: no teacher')
-    form: Literal["reward", "loss"] = key("reward", "`reward`: the reverse KL is an advantage of each sampled token; `loss`: the reverse KL is a term of each token's loss, exact over the whole vocabulary")
-    weight: float = key(1.0, "coefficient of the KL", "> 0")
+    form: Literal["reward", "loss"] = key("reward", "how the student learns from the reverse KL (from student to teacher). `reward`: it is estimated at each sampled token and added to the token's advantage; `loss`: it is computed exactly, over the whole vocabulary, and added to each token's loss")
+    weight: float = key(1.0, "coefficient of the reverse KL", "> 0")
     task_weight: float = key(1.0, "coefficient of the advantages from rewards; 0: learn only from the teacher", ">= 0")
     hint: str = key("", 'text containing `{answer}` that is appended to the question in the teacher\'s prompt, but not in the student\'s; required with `path = "self"`')
 
@@ -216,19 +212,19 @@ class OptimConfig:
     """[optim]: AdamW and the amount of training."""
 
     learning_rate: float = key(1e-06, "AdamW's learning rate at the peak of the schedule", ">= 0")
-    schedule: ScheduleName = key("cosine", "learning rate after the warm-up: it decays to 0 over the updates (`cosine`, `linear`) or stays constant")
-    warmup_ratio: float = key(0.1, "share of all updates that make up the warm-up; the first update's learning rate is already above 0", "0 <= x <= 1")
+    schedule: Literal["cosine", "linear", "constant"] = key("cosine", "learning rate after the warm-up: it decays to 0 over the updates (`cosine`, `linear`) or stays constant")
+    warmup_ratio: float = key(0.1, "share of all updates in which the learning rate rises to its peak; it is above 0 from the first update on", "0 <= x <= 1")
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW's betas", "each: 0 <= x < 1")
     eps: float = key(1e-08, "AdamW's epsilon", "> 0")
     weight_decay: float = key(0.0, "decoupled weight decay, applied to every trained weight", ">= 0")
     moments: Stored = key("float32", "dtype of AdamW's two moments; bfloat16 uses stochastic rounding: [memory](memory.md#weights-in-bfloat16)")
     max_grad_norm: float = key(1.0, "clip the gradient to this global norm; 0: no clipping", ">= 0")
-    batch_size: int = key(1, "prompts per batch step (not completions)", ">= 1")
+    batch_size: int = key(1, "prompts (not completions) per batch step", ">= 1")
     gradient_accumulation_steps: int = key(1, "batch steps per update", ">= 1")
     num_epochs: int = key(1, "passes over the training data", ">= 1")
     max_steps: int = key(0, "total number of batch steps; 0: `num_epochs` determines it", ">= 0")
-    num_iterations: int = key(1, "passes over each rollout", ">= 1")
-    minibatches: int = key(1, "updates per pass: each rollout is split into this many parts, at most `batch_size` × `num_generations`", ">= 1")
+    num_iterations: int = key(1, "number of times that each rollout is used for updates (μ in the GRPO paper)", ">= 1")
+    minibatches: int = key(1, "number of updates per pass over a rollout, which is split into this many parts; at most `batch_size` × `rollout.num_generations`", ">= 1")
     max_bad_updates: int = key(10, "stop the run after this many consecutive updates with NaN or infinite values; 0: never; see [faults.md](troubleshooting.md)", ">= 0")
 
 
@@ -301,7 +297,7 @@ class CheckpointConfig:
 class LogConfig:
     """[log]: which logs are written, and to which dashboards."""
 
-    every: int = key(1, "updates between log entries; the last update is always logged", ">= 1")
+    every: int = key(1, "number of updates between log entries; the last update is always logged", ">= 1")
     jsonl: bool = key(True, "write [`training_log.jsonl`](report.md#the-files)")
     completions: bool = key(True, "write [`completions.jsonl`](rewards.md#completionsjsonl), with the prompt, text, rewards, advantage and length of every completion, and [`evaluations.jsonl`](report.md#evaluationsjsonl)")
     report: bool = key(True, "write [`report.html`](report.md) to the run's folder when the run ends")
@@ -345,7 +341,7 @@ class SystemConfig:
     memory_limit_gb: float = key(0.0, "MLX's memory limit, in 10⁹ bytes; 0: MLX's default", LONG)
     swap_limit_gb: float = key(0.0, "save and stop the run once the system has swapped out this much more than at the start, in 10⁹ bytes. 0: on a Mac, half of its memory, but at most half of the free disk space; elsewhere, no limit. See [Mac](memory.md#on-a-mac)", LONG)
     micro_batch_tokens: int = key(0, "tokens per micro-batch of the learner; affects memory and speed, but not the update. 0: chosen automatically. On a CPU: as many tokens as need 75 MB of activations, but at least 256, and at least one prompt with three completions. On Metal: 8,192, or fewer if a micro-batch takes over 2 s. On CUDA: 16,384 to 65,536 (more for smaller models), as long as the gradient then needs less than half of the memory. On Metal and CUDA, the number is halved until the gradient needs at most 85 % of the memory", ">= 0")
-    share_prompts: Literal["auto", "always", "never"] = key("auto", "compute a group's prompt once in the learner, instead of once per completion; `auto`: on a CPU, if the model supports it (plain key-value caches, no `grad_checkpoint`); `always` is an error if the model does not support it")
+    share_prompts: Literal["auto", "always", "never"] = key("auto", "whether the learner computes a group's prompt once instead of once per completion. `auto`: on a CPU, if the model supports it (plain key-value caches, no `grad_checkpoint`); `always` is an error if the model does not support it")
     collective_timeout: float = key(600.0, "how long ranks wait for each other, in seconds, before the run stops with a message that names the missing ranks; see [many devices](many-devices.md)", "0 < x <= 1e9")
     check_model: bool = key(True, "before the first rollout, check on a few tokens of the run's prompts that the sampler and the learner compute the same log-probabilities: see [models](models.md#what-a-run-checks)")
     disable: tuple[str, ...] = key((), 'speed or memory mechanisms to turn off, such as `["shared_prefix", "merged_adapters"]`, to measure a mechanism\'s gain or rule it out as a cause; results are the same up to rounding. [architecture](architecture.md#speed-and-memory) lists the names', "none twice")

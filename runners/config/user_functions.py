@@ -47,8 +47,7 @@ def resolve_function(
     what = f"{key} {show(name)}"
     module = (_load_file if _is_file(place) else _load_module)(what, place, _folders(base_dirs))
     if not hasattr(module, attribute):
-        public = [key for key in vars(module) if not key.startswith("_")]
-        known = [key for key in public if callable(getattr(module, key))]
+        known = [name for name, value in vars(module).items() if callable(value)]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if not callable(function) or (inspect.isclass(function) and not classes):

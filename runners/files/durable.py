@@ -6,8 +6,6 @@ target's name; its owner keeps it locked. Only folders with such a name and cont
 ended are ever removed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -5,8 +5,6 @@ Files with one object per line are written so that no line is lost, and can be r
 process writes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

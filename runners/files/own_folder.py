@@ -2,8 +2,6 @@
 One is in the user's cache, for facts about a machine or a model that are determined once.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import sys
@@ -38,11 +36,10 @@ def foreign(path: Path) -> str:
 
     Links are followed only if they belong to this user too.
     """
-    owner = os.lstat(path).st_uid
     facts = os.stat(path)
     if not stat.S_ISDIR(facts.st_mode):
         return "a file"
-    others = {owner, facts.st_uid} - {os.geteuid()}
+    others = {os.lstat(path).st_uid, facts.st_uid} - {os.geteuid()}
     if others:
         return f"a folder of user {others.pop()}"
     return f"a folder with mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
@@ -84,5 +81,5 @@ def remembers(kind: str, digest: str) -> bool:
     """Whether `remember` has recorded this digest. A cache that others can write to is not
     trusted.
     """
-    places = (cache_folder(), cache_folder() / kind)
-    return os.path.exists(places[1] / digest) and not any(map(foreign, places))
+    place = cache_folder() / kind
+    return os.path.exists(place / digest) and not any(map(foreign, (place, place.parent)))

@@ -2,25 +2,22 @@
 comment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from runners.errors import ESCAPED, UserError, printable, show
+from runners.errors import ESCAPED, printable
 
-Tables = Mapping[str, Mapping[str, Any]]
 _NO_NOTES: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
 def toml_text(
-    tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, heading: str = ""
+    tables: Mapping[str, Mapping[str, Any]],
+    notes: Mapping[tuple[str, str], str] = _NO_NOTES,
+    heading: str = "",
 ) -> str:
     """The tables of values as a TOML document. `notes`, by table and key, and `heading` become
     comments.
-
-    Raises UserError for a text with half of a surrogate pair, which TOML cannot represent.
     """
     import tomlkit
 
@@ -39,7 +36,6 @@ def toml_text(
                 item.comment(printable(note))
                 item.trivia.comment_ws = "  "
             table.add(key, item)
-            _check(f"{name}.{key}", item.as_string())
         document.add(name, table)
     return tomlkit.dumps(document).translate(ESCAPED)
 
@@ -50,21 +46,10 @@ def _item(value: Any) -> Any:
 
     if isinstance(value, Mapping):
         inline = tomlkit.inline_table()
-        for key, part in value.items():
-            inline.append(key, _item(part))
+        inline.update(value)
         return inline
     if isinstance(value, list | tuple):
         array = tomlkit.array()
-        for part in value:
-            array.append(_item(part))
+        array.extend(value)
         return array
     return tomlkit.item(value)
-
-
-def _check(key: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{key}: expected text that UTF-8 can represent, found {show(printable(text))}"
-        ) from error

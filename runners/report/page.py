@@ -1,13 +1,10 @@
 """Writes a self-contained HTML file for one or several runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,7 +17,7 @@ from runners.files.durable import save_text
 from runners.metrics import METRICS
 from runners.report.run_data import packed, run_data
 
-MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
+MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, without --all
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "texts.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -77,7 +74,8 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     The browser runs only scripts whose digests are in the page's head, and loads nothing from other
     origins; a page opened as a file makes no connections.
     """
-    script, style = _assets()
+    ours = "\n".join(map(_asset, _SCRIPTS))
+    script = f'{_asset("uplot/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}\n}})();\n'
     blobs = [
         f'<script type="application/octet-stream" id="blob-{name}">{base64_text(piece)}</script>'
         for name, piece in pieces.items()
@@ -87,19 +85,11 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
         title=html.escape(title),
         digest=base64_text(hashlib.sha256(script.encode()).digest()),
         connect="'self'" if start["mode"] == "live" else "'none'",
-        style=style,
+        style="\n".join(map(_asset, ("uplot/uPlot.min.css", *_STYLES))),
         script=script,
         start=json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c"),
         pieces="\n".join(blobs),
     )
-
-
-@cache
-def _assets() -> tuple[str, str]:
-    """The page's script and style."""
-    ours = "\n".join(_asset(name) for name in _SCRIPTS)
-    script = f'{_asset("uplot/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}\n}})();\n'
-    return script, "\n".join(_asset(name) for name in ("uplot/uPlot.min.css", *_STYLES))
 
 
 def _asset(name: str) -> str:

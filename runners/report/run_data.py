@@ -5,8 +5,6 @@ The pieces are deflated JSON: completions in parts, with numbers and texts separ
     evaluations.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -20,9 +18,9 @@ from runners.files.json_files import read_lines, whole_number
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
 
-ROWS = 2048  # of a part
+ROWS = 2048  # completions in a part
 _MORE = ("metrics", "extra", "messages")
-_LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
+_LEVEL = 4  # zlib's level: 6 takes nearly three times as long and saves only an eighth
 
 
 def run_data(
@@ -49,7 +47,7 @@ def run_data(
         return False
 
     def placed(name: str, value: Any) -> str:
-        # What changes gets another name: a browser keeps what it has opened.
+        # The name contains a checksum of the piece, because a browser caches pieces by name.
         piece = packed(value)
         at = f"{prefix}{name}-{zlib.crc32(piece):x}"
         pieces[at] = piece
@@ -59,12 +57,13 @@ def run_data(
     parts = []
     for rows in completion_parts(filter(used, read_lines(path)), group_size):
         name = f"part/{len(parts)}"
-        part = {
-            "rows": len(rows),
-            "numbers": placed(f"{name}/numbers", _numbers(rows)),
-            "texts": placed(f"{name}/texts", _texts(rows)),
-        }
-        parts.append(part)
+        parts.append(
+            {
+                "rows": len(rows),
+                "numbers": placed(f"{name}/numbers", _numbers(rows)),
+                "texts": placed(f"{name}/texts", _texts(rows)),
+            }
+        )
     evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),

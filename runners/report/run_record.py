@@ -1,7 +1,5 @@
 """Reads a run's config, metrics, events and state from its small files."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

@@ -4,8 +4,6 @@ Only requests whose Host is the server's own are answered, so that other web pag
 data.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -26,9 +24,8 @@ from runners.report.run_record import find_run, is_running
 
 HOST = "127.0.0.1"
 PORT = 8517
-REST = 40  # times as long as the files' last reading took, before a page gets new data
-# of completions.jsonl in the page, which gets all of its data after each update
-MOST_BYTES = 16_000_000
+REST = 40  # the pause after reading the files, as a multiple of the time that reading took
+MOST_BYTES = 16_000_000  # of completions.jsonl; the page receives all data after each update
 _NAMES = (HOST, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -41,7 +38,7 @@ Answer = tuple[int, str, bytes]  # status, content type, content
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 15  # seconds that a connection may wait for its request
-    server: Server
+    server: "Server"
 
     def do_GET(self) -> None:
         status, kind, content = self.server.page.answer(self.path, self.headers.get("Host", ""))
@@ -61,7 +58,7 @@ class Server(ThreadingTCPServer):
     """Serves a run's page, with one thread per connection."""
 
     daemon_threads = allow_reuse_address = True
-    request_queue_size = 1024  # of connections; a client beyond it tries again after seconds
+    request_queue_size = 1024  # waiting connections; further clients retry after some seconds
 
     def __init__(self, folder: Path, port: int) -> None:
         """Listens on the port, or on a free one if it is taken. Raises UserError without a run."""
@@ -90,12 +87,12 @@ class LivePage:
         self.folder = find_run(folder)
         self._most_bytes = most_bytes
         self._rest = rest
-        text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
-        self._page = text.encode("utf-8", "backslashreplace")
+        start = {"mode": "live", "at": "data"}
+        self._page = page(self.folder.name, {}, start).encode("utf-8", "backslashreplace")
         self._guard = threading.Lock()
         self._seen = ""
         self._data = b""
-        self._next = 0.0  # by time.monotonic
+        self._next = 0.0  # time.monotonic() from which the files may be read again
 
     def answer(self, target: str, host: str) -> Answer:
         """The answer to a request for `target` with this Host: the page, or its data unless the

@@ -5,12 +5,11 @@ A reading is a held-out score, or the mean reward of the last updates, with the 
 that explain it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Self
 
 import attrs
 
@@ -20,17 +19,18 @@ EXACT_MATCH = "held-out exact match"
 HELD_OUT_REWARD = "held-out reward"
 REWARD = "reward"
 WINDOW = 10  # updates in a mean
-_HISTORY = 50  # updates from which the variance of a reward is known
-# Standard errors of the difference by which a reading has to be below the best one. Scores of the
-# same problems vary less than this error says; the best of many mean rewards is a lucky one.
+_HISTORY = 50  # updates from which the variance of the reward is estimated
+# A reading counts as worse if it is this many standard errors (of the difference) below the best
+# one. Scores of the same problems vary less than their standard error; the best of many mean
+# rewards is partly luck, so it needs a wider margin.
 _SCORE_ERRORS = 2.5
 _REWARD_ERRORS = 5.0
-_FEWER_ERRORS = 3.0  # of the reward, if lengths or gradients changed with it
-# Factors that such a change has to exceed. Lengths may collapse, too.
+_FEWER_ERRORS = 3.0  # for the reward, if completion lengths or gradients changed too
+# Factors by which these metrics must have changed; lengths may also have shrunk by the factor.
 _CHANGES = {"completions/mean_length": 3.0, "grad_norm": 10.0}
 _CLIPPED = "clip_ratio/region_mean"
 _MEANS = (*_CHANGES, "frac_reward_zero_std", _CLIPPED, "sampling/effective_sample_size")
-_LOWER = 5  # divides a learning rate that is too high
+_LOWER = 5  # the suggested learning rate is the current one divided by this
 
 
 @attrs.frozen
@@ -61,7 +61,7 @@ class Progress:
         """The readings that are worse now; empty if there are none."""
         return "; ".join(self.worse.values())
 
-    def updated(self, metrics: Mapping[str, float], config: Config) -> Progress:
+    def updated(self, metrics: Mapping[str, float], config: Config) -> Self:
         """The state after an update. The reward is not compared if the prompts become harder."""
         if REWARD not in metrics:  # a supervised one
             return self
@@ -74,14 +74,14 @@ class Progress:
         rewards = recent[REWARD]
         if len(rewards) < WINDOW or config.data.curriculum != "none":
             return progress
-        # From one update to the next, so that a trend is no part of it.
+        # Differences between consecutive updates, so that a trend does not count as variance.
         steps = [(late - early) ** 2 for early, late in itertools.pairwise(rewards)]
         variance = statistics.fmean(steps) / 2 / WINDOW
         means = progress.means
         last = Reading(int(metrics["update"]), means[REWARD], variance, means)
         return progress._compared(REWARD, last, config)
 
-    def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Progress:
+    def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Self:
         """The state after an evaluation."""
         scored = "em" in metrics
         value = metrics.get("em" if scored else "eval/reward")
@@ -96,7 +96,7 @@ class Progress:
         """The reading of the last updates."""
         return {name: statistics.fmean(values[-WINDOW:]) for name, values in self.recent.items()}
 
-    def _compared(self, name: str, last: Reading, config: Config) -> Progress:
+    def _compared(self, name: str, last: Reading, config: Config) -> Self:
         """The state after this reading, which may be the best one or, if it is far below the best,
         a worse one.
 
@@ -124,8 +124,7 @@ def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
     likeliest cause.
     """
     form = ".1%" if name == EXACT_MATCH else ".3g"
-    was = f"{best.value:{form}} (update {best.update})"
-    now = f"{last.value:{form}} (update {last.update})"
+    was, now = (f"{each.value:{form}} (update {each.update})" for each in (best, last))
     changes = [
         f", {key} went from {best.means[key]:.3g} to {last.means[key]:.3g}"
         for key in _changes(last, best)
@@ -151,8 +150,10 @@ def _cause(name: str, last: Reading, best: Reading, config: Config) -> str:
         return f"{key} is the likeliest cause, because the reward rose: read completions.jsonl"
     if last.means.get(_CLIPPED, 0.0) > 0.2:
         uses = optim.num_iterations * optim.minibatches
-        keys = "optim.num_iterations or optim.minibatches"
-        return f"{uses} updates per rollout are the likeliest cause: lower {keys}"
+        return (
+            f"{uses} updates per rollout are the likeliest cause: lower optim.num_iterations or "
+            "optim.minibatches"
+        )
     if last.means.get("sampling/effective_sample_size", 1.0) < 0.5:
         return (
             "the likeliest cause is a difference between sampler and learner: set loss.correction"

@@ -1,7 +1,5 @@
 """Sends a run's events to its log and its display, and writes the file events.jsonl."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
@@ -94,13 +92,13 @@ class Diary(Report):
         return self._report.fault
 
     def _end(self, error: BaseException) -> None:
-        is_stop = isinstance(error, Stopped | KeyboardInterrupt | OutputLost)
         text = str(error) if isinstance(error, UserError) else error_line(error)
         if isinstance(error, Stopped):
             text = f"signal {error.exit_code - 128}"
         elif isinstance(error, KeyboardInterrupt):
             text = "interrupted immediately, without saving"
-        state = "stopped" if is_stop else "failed"
+        stops = (Stopped, KeyboardInterrupt, OutputLost)
+        state = "stopped" if isinstance(error, stops) else "failed"
         self._record("end", {"state": state, "text": one_line(text, os.environ)})
 
     def _record(self, kind: str, facts: dict[str, Any]) -> None:
@@ -123,10 +121,9 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
         "blas": machine.blas,
         "memory_gb": round(total_memory() / 1e9, 1),
     }
-    origins = config.settings.origins if config.settings else ()
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {
         "machine": {name: value for name, value in facts.items() if value},
         "versions": {"python": platform.python_version(), **versions},
-        "given": sorted(map(".".join, origins)),
+        "given": sorted(map(".".join, config.settings.origins if config.settings else ())),
     }

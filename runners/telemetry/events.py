@@ -1,7 +1,5 @@
 """The events of a run, and their listeners: the log with its dashboards, and the display."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 

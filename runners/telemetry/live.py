@@ -2,8 +2,6 @@
 place.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 [log].
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys
@@ -13,14 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from runners.config.loading import Config
-from runners.errors import UserError, first_line
+from runners.errors import UserError, first_line, user_errors
 from runners.files.durable import disk_errors
 from runners.files.json_files import JsonLines, plain_value, set_aside
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
 from runners.telemetry.events import Completions, Evaluated, Event, Updated
-
-_ID_FILE = "wandb_run_id"
-
 
 Dashboard = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
 """A dashboard that receives each update's metrics."""
@@ -43,7 +38,7 @@ def _tensorboard(folder: Path, config: Config, resumed_at: int | None) -> Dashbo
 def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
     import wandb  # pyright: ignore[reportMissingImports]
 
-    file = folder / _ID_FILE  # a resume finds W&B's id of the run there
+    file = folder / "wandb_run_id"  # a resumed run continues with the same id
     run_id = secrets.token_hex(4)
     if resumed_at is not None and file.is_file():
         run_id = file.read_text(encoding="ascii", errors="replace").strip()
@@ -95,11 +90,9 @@ class MetricsLog:
         self._dashboards: list[Dashboard] = []
         for key, (package, opened) in _DASHBOARDS.items():
             if getattr(config.log, key):
-                try:
+                what = f"log.{key} = true, but {package} cannot be started"
+                with user_errors(what, Exception, why=first_line):  # its own: no login, no network
                     self._dashboards.append(opened(folder, config, resumed_at))
-                except Exception as error:  # each has its own errors: no login, no network, no disk
-                    line = f"log.{key} = true, but {package} cannot be started: {first_line(error)}"
-                    raise UserError(line) from error
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
         self._files: dict[str, JsonLines] = {}

@@ -1,7 +1,5 @@
 """Creates the records of completions.jsonl and evaluations.jsonl."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -59,8 +57,9 @@ def _of_turns(experience: Experience) -> list[list[float]]:
     if experience.advantages_pg.ndim == 2 or played is None:
         return []
     rows = np.array(experience.advantages_pg).reshape(len(played), -1)
-    turns = [max(each.counts["turns"], 1) for each in played]
-    return [row[:count].tolist() for row, count in zip(rows, turns, strict=True)]
+    return [
+        row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)
+    ]
 
 
 def evaluation_records(

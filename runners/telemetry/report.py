@@ -1,7 +1,5 @@
 """The display of a run: plain lines, with a live line below them on a terminal, or nothing."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 import threading
@@ -19,9 +17,9 @@ from runners.telemetry.events import Event, Quiet, Report
 __all__ = ["PlainReport", "Quiet", "Report"]
 
 LINE_WIDTH = 100  # columns of a plain line
-PAUSE = 30.0  # seconds between two lines about an activity that takes long
-_LOOK = 3.0  # seconds between two looks whether one is due, for an activity that sends no events
-# the numbers at the end of an update's line
+PAUSE = 30.0  # seconds between lines about a long activity
+_LOOK = 3.0  # seconds between checks whether such a line is due
+# The numbers at the end of an update's line: name on the display, name of the metric.
 _SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
 
 
@@ -120,9 +118,8 @@ class PlainReport(Report):
             return ""
         spent = duration_text(self._clock() - self._status_began)
         event = self._advanced
-        if event is None:
-            return f"{self._status} {spent}"
-        return f"{self._status}: {event.what} {event.done:,} of {event.total:,}, {spent}"
+        progress = f": {event.what} {event.done:,} of {event.total:,}," if event else ""
+        return f"{self._status}{progress} {spent}"
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK):
@@ -142,25 +139,20 @@ class PlainReport(Report):
         headline = f"em {percent_text(self._score)}"
         if self._score is None and self._reward is not None:  # there are no gold answers
             headline = f"held-out reward {number_text(self._reward)}"
-        penalty = metrics.get("length_penalty")
         rate = metrics.get("tokens_per_second", 0.0)
+        speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
         memory = 1e9 * metrics.get("memory/peak_gb", 0.0)
         parts = [
-            f"reward {number_text(metrics['reward'])}" if "reward" in metrics else "supervised"
+            *(_measured(metrics, {"reward": "reward"}) or ["supervised"]),
+            *_measured(metrics, {"length penalty": "length_penalty"}),
+            headline,
+            f"{speed} tok/s" if rate else "",
+            gigabytes(memory) if memory else "",
+            f"{duration_text(self.seconds_left())} left",
+            *_measured(metrics, _SMALL),
         ]
-        if penalty is not None:
-            parts.append(f"length penalty {number_text(penalty)}")
-        parts.append(headline)
-        if rate:
-            parts.append(f"{rate / 1e3:.1f}k tok/s" if rate >= 1e3 else f"{rate:.0f} tok/s")
-        if memory:
-            parts.append(gigabytes(memory))
-        parts.append(f"{duration_text(self.seconds_left())} left")
-        for name, key in _SMALL.items():
-            if key in metrics:
-                parts.append(f"{name} {number_text(metrics[key])}")
         line = f"update {self.done:>{len(str(self.total))}}/{self.total}"
-        for part in parts:
+        for part in filter(None, parts):
             if len(line) + 2 + len(part) <= self._columns:
                 line += f"  {part}"
         return line
@@ -210,6 +202,11 @@ def duration_text(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _measured(metrics: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """The metrics of `names` (shown name -> key) that were measured, with their values."""
+    return [f"{name} {number_text(metrics[key])}" for name, key in names.items() if key in metrics]
 
 
 def _eval_line(event: events.Evaluated) -> str:

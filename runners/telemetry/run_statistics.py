@@ -1,12 +1,10 @@
 """Computes the metrics of one update, under TRL's names."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import mlx.core as mx
@@ -31,16 +29,16 @@ class Tally:
     resampled: int
     logged: dict[str, list[float]]  # metrics that rewards logged
     seconds: dict[str, float]
-    # of conversations: see `rewards.experience`
+    # counts of each conversation: see `rewards.experience`
     counts: dict[str, np.ndarray] = attrs.field(factory=dict)
-    # as `rate_metrics` takes them
+    # the arguments of `rate_metrics`
     outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)
-    quantization: str = ""  # of the weights that sampled
-    # updates from those weights to the learner's, of each completion
+    quantization: str = ""  # format of the sampler's weights
+    # for each completion: updates between its sampler's weights and the learner's
     ages_b: np.ndarray = attrs.field(factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(cls, experience: Experience, update: int = 0) -> Tally:
+    def of(cls, experience: Experience, update: int = 0) -> Self:
         """The statistics of one batch step that the learner uses after this update."""
         played = experience.played or ()
         version_b = experience.rollout.version_b
@@ -83,7 +81,7 @@ def rollout_metrics(
     penalty_b = length_penalty(config, mx.array(lengths))
     varied = is_varied(rewards_pg)
     if config.loss.baseline == "batch_mean":
-        # A whole step is compared: its groups are as varied as it is.
+        # The rewards of a whole batch step are compared, so its groups share one result.
         of_steps = [is_varied(step.reshape(1, -1)) for step in steps]
         varied = np.repeat(np.concatenate(of_steps), list(map(len, steps)))
     logged: dict[str, list[float]] = {}
@@ -96,8 +94,10 @@ def rollout_metrics(
         "frac_reward_zero_std": float(np.mean(~varied)),
     }
     for name, values_b in zip(rewards, values_kb, strict=True):
-        metrics[f"rewards/{name}/mean"] = mean_of(values_b)
-        metrics[f"rewards/{name}/std"] = _std(values_b)
+        metrics |= {
+            f"rewards/{name}/mean": mean_of(values_b),
+            f"rewards/{name}/std": _std(values_b),
+        }
     metrics |= {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -106,9 +106,11 @@ def rollout_metrics(
     }
     if config.rollout.max_staleness and lengths.sum():
         ages = np.concatenate([tally.ages_b for tally in tallies])
-        metrics["staleness/mean"] = float(ages.mean())
-        metrics["staleness/max"] = float(ages.max())
-        metrics["staleness/tokens"] = float((ages * lengths).sum() / lengths.sum())
+        metrics |= {
+            "staleness/mean": float(ages.mean()),
+            "staleness/max": float(ages.max()),
+            "staleness/tokens": float((ages * lengths).sum() / lengths.sum()),
+        }
     if penalty_b is not None:  # a part of the rewards
         metrics["length_penalty"] = float(np.array(penalty_b).mean())
     if all(tally.counts for tally in tallies):
@@ -116,8 +118,10 @@ def rollout_metrics(
     resampled = sum(tally.resampled for tally in tallies)
     drawn = sum(tally.sampled_tokens for tally in tallies)
     if resampled:
-        metrics["dynamic_sampling/resampled_groups"] = float(resampled)
-        metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(int(lengths.sum()), 1)
+        metrics |= {
+            "dynamic_sampling/resampled_groups": float(resampled),
+            "dynamic_sampling/tokens_per_used_token": drawn / max(int(lengths.sum()), 1),
+        }
     taught = int(varied.sum())
     metrics["groups/taught"] = taught / (len(varied) + resampled)
     if taught:
@@ -128,8 +132,10 @@ def rollout_metrics(
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
     """Turns and tool calls of an update's conversations; frequencies are defined as in TRL."""
-    names = tallies[0].counts
-    counts = {name: np.concatenate([tally.counts[name] for tally in tallies]) for name in names}
+    counts = {
+        name: np.concatenate([tally.counts[name] for tally in tallies])
+        for name in tallies[0].counts
+    }
     calls = int(counts["calls"].sum())
     return {
         "tools/call_frequency": float(counts["calls"].mean()),
@@ -193,6 +199,7 @@ def loss_metrics(
 
 
 def mean_of(values: np.ndarray) -> float:
+    """The mean of the values that are not NaN; NaN if there are none."""
     given = values[~np.isnan(values)]
     return float(given.mean()) if given.size else float("nan")
 

@@ -4,8 +4,6 @@ run ends early.
 It depends only on logged values and on `Seen`, so a resumed run warns and ends at the same updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,15 +48,15 @@ class Watch:
         }
         patience = self.config.watch.patience
         for name, so, line in _signs(numbers, self.config.watch):
-            # Once a row, not at every update.
+            # One warning for a series of updates, not one for each update.
             if _count(counts, name, so) == patience > 0:
                 warnings.append(line)
         for condition in self.conditions:
             value = numbers.get(condition.metric)
             if value is None:
                 continue
-            stop = f"stop {condition} for {condition.readings}"
-            row = _count(counts, stop, condition.holds(value))
+            name = f"stop {condition} for {condition.readings}"
+            row = _count(counts, name, condition.holds(value))
             if row >= condition.readings and reached is None:
                 times = f" for {row} readings" if row > 1 else ""
                 reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"

@@ -1,9 +1,9 @@
-"""Each test of a command runs in a folder of its own."""
+"""Runs each test of a command in a folder of its own."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def fresh_folder(tmp_path, monkeypatch):
-    """The current folder is an empty one."""
+    """Makes an empty folder the current one."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What strangers and slips bring: every command ends with a line and exit code 2, and nothing half done."""
+"""Malicious and mistaken input: a command prints one line, exits with code 2 and leaves nothing half done."""
 
 import json
 from pathlib import Path
@@ -31,14 +31,14 @@ def write_config(model="embedded", data="rows.jsonl"):
 
 
 def files():
-    """Those of the place, but for what Python compiled and a run's empty lock."""
+    """All files of the folder, except Python's bytecode and a run's empty lock."""
     return {
         path for path in Path().rglob("*") if path.is_file() and not path.name.endswith((".pyc", ".lock"))
     }
 
 
 def refused(*arguments):
-    """The one line with which a command refuses; nothing was begun, and no traceback shown."""
+    """Returns the error of a command, which starts nothing and shows no traceback."""
     before = files()
     lines = grpo(*arguments, code=2, input="hello\n").stderr.splitlines()
     lines = [line for line in lines if not line.startswith("BLAS") and "OpenBLAS" not in line]
@@ -53,7 +53,7 @@ def refused(*arguments):
     [("[model\n", "train.toml: not TOML"), ("model.path = 3\n", "model.path: expected a string, found 3")],
 )
 def test_bad_configs(text, line):
-    """Each command that takes a config reads it in the same place."""
+    """All commands with a config report the same error."""
     Path("train.toml").write_text(text)
     for command in ("run", "sft", "plan", "check", "bench", "difficulty"):
         assert line in refused(command, "train.toml")
@@ -73,7 +73,7 @@ LONG = "x" * 10_000_000
     ids=lambda part: str(part)[:30],
 )
 def test_bad_data(name, content, line):
-    """The line names the file, and the row where there is one."""
+    """The line names the file and, if possible, the row."""
     Path(name).write_text(content)
     write_config(data=name)
     for command in ("run", "check"):
@@ -81,7 +81,7 @@ def test_bad_data(name, content, line):
 
 
 def test_tokens_that_the_model_has_no_embedding_for(place):
-    """Added tokens may lie beyond it, as the default nudge does here: a prompt with one is refused."""
+    """A prompt is refused if an added token, as in the default nudge here, has no embedding."""
     make_model_folder(place / "model", vocab_size=316, tokenizer_size=320)
     write_config(model="model")
     line = "prompt 0 has the token id 316: expected 0 <= id < 316, the rows of the model's token embedding"
@@ -94,7 +94,7 @@ def test_tokens_that_the_model_has_no_embedding_for(place):
 
 
 def arrays_with(change):
-    """Rewrites the weights after `change` has been at them."""
+    """Returns a function that rewrites the weights after `change` has modified them."""
 
     def spoil(folder):
         weights, metadata = load_arrays(folder / "model.safetensors")
@@ -105,7 +105,7 @@ def arrays_with(change):
 
 
 def link_out(folder):
-    """The weights are another file of this machine."""
+    """Replaces the weights by a link to another file of this machine."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/etc/hostname")
 
@@ -133,7 +133,7 @@ SPOILED = {  # more than tests/runners/models/test_loaded_model.py has for the l
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
 def test_bad_models(place, spoil):
-    """A folder that is damaged, too new or meant ill: a line of two commands, and nothing of it runs."""
+    """A damaged, too new or malicious model folder is refused by two commands, and none of its code runs."""
     write_config(model="model")
     model = make_model_folder(place / "model")
     (model / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = 3")

@@ -1,4 +1,4 @@
-"""`grpo bench`: a config's own steps, timed; nothing is written."""
+"""`grpo bench` measures the steps of a config and writes nothing."""
 
 import io
 import itertools
@@ -16,7 +16,7 @@ from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
 
 def test_steps_are_measured_in_parts_that_add_up(tmp_path):
-    """The first update apart, the medians of the others, tokens, the peak, and the chosen formats."""
+    """The first step is separate; the others have medians, tokens, peak memory and quantization formats."""
     steps = {"batch_size": 2, "gradient_accumulation_steps": 2, "num_iterations": 2}
     formats = {"quantization": "affine-4", "group_size": 32, "bits_budget": 5.2}
     model = {"path": str(make_model_folder(tmp_path / "model"))}
@@ -40,7 +40,7 @@ def test_steps_are_measured_in_parts_that_add_up(tmp_path):
 
 
 def test_a_long_step_says_how_far_it_has_come(tmp_path):
-    """In its rollout and in its gradients; here 100 s pass between any two readings of the clock."""
+    """Rollout and gradients show progress; here, 100 s pass between two readings of the clock."""
     (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(small(reward=BY_LETTERS))
     clock, shown = itertools.count(step=100), io.StringIO()

@@ -1,4 +1,4 @@
-"""`grpo check`: prompts and rewards before a run; what is wrong with them is said."""
+"""`grpo check` shows prompts and rewards before a run, and warns of problems."""
 
 import json
 
@@ -9,13 +9,13 @@ from tests.support.tiny_runs import small
 
 
 def write_data(path, answers, **columns):
-    """Rows with these answers."""
+    """Writes rows with these answers."""
     rows = [{"question": f"What is {i}?", "answer": answer, **columns} for i, answer in enumerate(answers)]
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def test_a_good_config_has_nothing_to_warn_of():
-    """The quickstart: the data, the first prompt with its nudge, a row for each reward."""
+    """The quickstart's output has the data, the first prompt with its nudge, and a row for each reward."""
     result = grpo("check", "quickstart")
     lines = result.stdout.splitlines()
     assert "4,000 problems to train on, 200 of 400 held out" in lines[0]
@@ -27,7 +27,7 @@ def test_a_good_config_has_nothing_to_warn_of():
 
 
 def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
-    """A constant one, one that never speaks, one that fails, and a whole that prefers wrong answers."""
+    """Rewards that are constant, absent, failing, or higher for wrong answers cause warnings."""
     write_data(tmp_path / "d.jsonl", range(20))
     (tmp_path / "mine.py").write_text(
         "def constant(completions, **_): return [0.25] * len(completions)\n"
@@ -53,7 +53,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
 
 
 def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_path):
-    """Real completions: an answer that is read as right has the reward of a right one, another has not."""
+    """A completion has the reward of a right answer only if its answer is read as right."""
     shown = grpo("check", "quickstart", "--sample", "6", "--set", "rollout.temperature=0.01")
     parts = shown.stdout.split("\ncompletion ")[1:]
     assert len(parts) == 6 and all("\n  + <reasoning>" in part for part in parts)
@@ -67,7 +67,7 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_p
 
 
 def test_a_nudge_that_opens_thoughts_is_closed_before_the_answer(tmp_path):
-    """Else no answer would be right."""
+    """Otherwise, no answer would be right."""
     write_data(tmp_path / "d.jsonl", range(20))
     data = {"source": "d.jsonl", "nudge": "<think>"}
     (tmp_path / "t.toml").write_text(small(data=data, answer={"form": "exact"}))
@@ -77,7 +77,7 @@ def test_a_nudge_that_opens_thoughts_is_closed_before_the_answer(tmp_path):
 
 @pytest.mark.parametrize("form", ["last_number", "boxed", "gsm8k", "exact", "regex:is ([0-9]+)", "none"])
 def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
-    """The form's own reward prefers it; a reward of one's own that does not look at answers is no fault."""
+    """The built-in reward prefers it; a custom reward that ignores answers causes no warning."""
     write_data(tmp_path / "d.jsonl", range(20))
     own = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
     (tmp_path / "mine.py").write_text(own)
@@ -101,7 +101,7 @@ def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
     ],
 )  # fmt: skip
 def test_a_reward_that_prefers_a_wrong_answer_is_named(tmp_path, answers, rewards, warned):
-    """With the first such answer; a reward of one's own only if it prefers them all."""
+    """The warning shows the first such answer; a custom reward must prefer all of them."""
     write_data(tmp_path / "d.jsonl", answers * 4)
     (tmp_path / "mine.py").write_text(
         "import re\n"
@@ -124,7 +124,7 @@ def test_a_reward_that_prefers_a_wrong_answer_is_named(tmp_path, answers, reward
     ],
 )
 def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table):
-    """Prompts alone have neutral texts, and of a program's tests no completion is made; failures are told."""
+    """Prompts alone have neutral texts, program tests have no completion, and failures are reported."""
     (tmp_path / "d.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     (tmp_path / "mine.py").write_text("def reward(prompts, **_): return [0.0] * len(prompts)\n")
     (tmp_path / "bad.py").write_text("def broken(completions, **_): raise RuntimeError('oh')\n")
@@ -168,7 +168,7 @@ class Picky(Guess):
     ],
 )
 def test_what_is_wrong_with_an_environment_is_a_line(tmp_path, name, line):
-    """One warning that names it; the rest of the check is there."""
+    """One warning names the environment; the rest of the output is complete."""
     write_data(tmp_path / "rows.jsonl", ["12"] * 8)
     (tmp_path / "guess.py").write_text(ENVIRONMENT)
     keys = {"reward": {"functions": []}, "data": {"source": "rows.jsonl", "nudge": ""}}

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it ends, and how fast --help answers."""
+"""The command line: output, files, exit codes, and the speed of --help."""
 
 import json
 import os
@@ -26,14 +26,14 @@ MODEL = 'model.path = "embedded"\n'
 
 @pytest.fixture
 def invoke(tmp_path):
-    """Runs the command in this process, in a fresh folder that holds train.toml."""
+    """Runs a command in this process, in a new folder that contains train.toml."""
     (tmp_path / "train.toml").write_text(MODEL)
     return lambda *arguments, command=cli.run_command: CliRunner().invoke(command, arguments)
 
 
 @pytest.fixture
 def training(monkeypatch):
-    """Replaces the training loop: `calls` has how it was called, `fault` is what it raises."""
+    """Replaces the training loop: `calls` contains its arguments, and it raises `fault`."""
     loop = types.SimpleNamespace(calls=[], fault=None)
 
     def run_training(config, **how):
@@ -60,7 +60,7 @@ for words in [[], *([name] for name in cli.COMMANDS)]:
 
 
 def test_help_answers_at_once_and_imports_nothing_heavy():
-    """`grpo --help` and every command's, all in one process with click alone."""
+    """The help of all commands is shown in one process, with click as the only heavy import."""
     spent = []
     for _ in range(2):  # the first may have to compile the modules
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -71,14 +71,14 @@ def test_help_answers_at_once_and_imports_nothing_heavy():
 
 
 def command_of(name):
-    """The command that the group has under this name."""
+    """The group's command with this name."""
     found = cli.main.get_command(click.Context(cli.main), name)
     assert found is not None
     return found
 
 
 def test_the_group_lists_every_command(invoke):
-    """Each exists under its name and says in a line what it does; `grpo run` is the very `grpo-run`."""
+    """Each command has its name and one line of help; `grpo run` and `grpo-run` are the same."""
     assert command_of("run") is cli.run_command
     for command in (cli.main, cli.run_command):
         assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
@@ -107,7 +107,7 @@ PAGES = [  # command, its page, what the page leaves out, what it names besides
 
 @pytest.mark.parametrize(("name", "page", "left_out", "others"), PAGES, ids=[row[0] for row in PAGES])
 def test_a_commands_page_has_its_options_and_no_others(name, page, left_out, others):
-    """Besides those of other commands that the page shows."""
+    """Options of other commands that the page also describes are listed above."""
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     options = {
         option for parameter in command_of(name).params for option in parameter.opts if option[:2] == "--"
@@ -117,7 +117,7 @@ def test_a_commands_page_has_its_options_and_no_others(name, page, left_out, oth
 
 
 def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, training, tmp_path):
-    """TOML on stdout that loads to the same config, JSON in the run's folder, no training."""
+    """The printed TOML loads to the same config; JSON is in the run's folder; no training."""
     result = invoke("train.toml", "--set", "run.name=dry", "--set", "loss.preset=dapo", "--dry-run")
     assert result.exit_code == 0 and not training.calls
     assert result.stderr == f"written to {os.path.join('outputs', 'dry', 'config.resolved.json')}\n"
@@ -140,7 +140,7 @@ def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, traini
     ],
 )
 def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, changes, overwrite):
-    """--resume with and without a folder, --allow-config-change, --overwrite."""
+    """Training receives --resume (with or without a folder), --allow-config-change and --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
     (how,) = training.calls
     assert not how.pop("signals").stopping and how.pop("ranks").is_alone
@@ -155,8 +155,7 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
 def test_an_interrupted_run_shows_how_to_continue(
     invoke, training, monkeypatch, argv, on_path, program, command
 ):
-    """The command as it was given, quoted where the shell needs that; with --resume once the folder is its
-    own."""
+    """The command is quoted for the shell, and has --resume once the run has written its folder."""
     monkeypatch.setattr(sys, "argv", [argv])
     monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
     monkeypatch.setattr(command, "name", "grpo-run")
@@ -187,6 +186,6 @@ def test_an_interrupted_run_shows_how_to_continue(
     ],
 )
 def test_unusable_command_lines_are_refused(invoke, training, arguments, message):
-    """Code 2, before anything is done."""
+    """The exit code is 2, and nothing is done."""
     result = invoke(*arguments, command=cli.main)
     assert result.exit_code == 2 and message in result.stderr and not training.calls

@@ -1,4 +1,4 @@
-"""`grpo --install-completion`: a file where the shell looks, which completes commands and options."""
+"""`grpo --install-completion` writes a file for the shell, which completes commands and options."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ PLACES = {
 
 
 def test_the_file_is_where_the_shell_looks(tmp_path):
-    """And is one that the shell reads, where it is installed. Another shell gets a line."""
+    """An installed shell can parse the file; an unsupported shell is an error."""
     other = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}, code=2)
     assert "bash, fish or zsh" in other.stderr and not any(tmp_path.iterdir())
     for shell, place in PLACES.items():
@@ -27,7 +27,7 @@ def test_the_file_is_where_the_shell_looks(tmp_path):
 
 
 def test_commands_and_options_are_completed(tmp_path):
-    """As the shell asks for them."""
+    """The test sets the same variables as the shell."""
     code = "from runners.cli import main; main(prog_name='grpo')"
     for words, number, wanted in (("grpo ex", 1, "plain,export"), ("grpo export --gg", 2, "plain,--gguf")):
         asked: dict = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}

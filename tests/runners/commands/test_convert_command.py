@@ -1,4 +1,4 @@
-"""`grpo convert`: Hugging Face folders through mlx-lm, what is packed how, and nothing overwritten."""
+"""`grpo convert`: Hugging Face folders, quantization, and existing folders."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def convert(source, *more, code=0):
 
 
 def logits_of(folder):
-    """By mlx-lm's own loader, tokenizer included."""
+    """The logits from mlx-lm's own loader, including the tokenizer."""
     module: Any = mlx_lm.load(str(folder))[0]
     return np.array(module(TOKENS).astype(mx.float32)), module
 
@@ -40,7 +40,7 @@ def logits_of(folder):
     ],
 )
 def test_quantization_of_every_kind(source, tmp_path, options, bits, group_size, mode):
-    """mlx-lm opens the folder; its layers are packed as asked; stdout is one line."""
+    """mlx-lm loads the folder, its layers have the requested format, and stdout is one line."""
     result = convert("model", "out", *options)
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     found, module = logits_of(tmp_path / "out")
@@ -51,7 +51,7 @@ def test_quantization_of_every_kind(source, tmp_path, options, bits, group_size,
 
 
 def test_calibrated_weights_are_nearer_and_open_as_any_others(source, tmp_path):
-    """Same format and size as to nearest, with other numbers; what it cannot do is said."""
+    """Format and size are those of rounding to nearest, the numbers differ; other modes are refused."""
     (tmp_path / "prompts.txt").write_text("".join(f"{n} and {n}\n" for n in range(12)))
     how = ("--bits", "3", "--group-size", "32")
     convert("model", "nearest", *how)
@@ -72,7 +72,7 @@ def test_calibrated_weights_are_nearer_and_open_as_any_others(source, tmp_path):
 
 
 def test_without_options_the_weights_stay(source, tmp_path):
-    """The same logits and dtype; --dtype changes it; --dequantize brings packed ones back."""
+    """Logits and dtype stay; --dtype changes the dtype; --dequantize unpacks quantized weights."""
     convert("model", "same")
     assert np.array_equal(logits_of(tmp_path / "same")[0], logits_of(source)[0])
     convert("model", "cast", "--dtype", "float32")
@@ -86,7 +86,7 @@ def test_without_options_the_weights_stay(source, tmp_path):
 
 
 def test_own_code_runs_only_when_trusted_and_is_copied(source, tmp_path):
-    """A fault of that code is one line."""
+    """An error in that code is reported in one line."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     code = "from mlx_lm.models.llama import Model, ModelArgs\n"
@@ -103,7 +103,7 @@ def test_own_code_runs_only_when_trusted_and_is_copied(source, tmp_path):
 
 
 def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
-    """Refused, untouched; with --force the new one stands there whole."""
+    """Without --force, it is unchanged; with --force, the new folder is complete."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     assert "out: this already exists; --force replaces it" in convert("model", "out", code=2).stderr
@@ -123,10 +123,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
         (["model", "model", "--force"], "is inside this folder; expected a different folder"),
         (["model", "out", "--group-size", "32"], "--group-size requires --bits"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
-        (
-            ["model", "out", "--recipe", "mixed_2_6", "--bits", "4"],
-            "--recipe sets the bits",
-        ),
+        (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe sets the bits"),
         (["model", "out", "--step", "3"], "model: no step 3; found none"),
         (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "p.txt: cannot be read as text"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),

@@ -1,4 +1,4 @@
-"""`grpo difficulty`: pass rates of the training prompts, gone on with where it ended; docs/cold-start.md."""
+"""`grpo difficulty` measures pass rates of the training prompts and resumes; docs/cold-start.md."""
 
 import json
 import shlex
@@ -19,13 +19,13 @@ SHORT = ["optim.max_steps=1", "eval.samples=1", "rollout.num_generations=6", "ch
 
 
 def keys(settings):
-    """As options."""
+    """The settings as options."""
     return [word for setting in settings for word in ("--set", setting)]
 
 
 @pytest.fixture
 def measure(tmp_path):
-    """Runs `grpo difficulty` of a tiny run's config in a fresh folder."""
+    """Runs `grpo difficulty` for a tiny run's config in a new folder."""
     config_in(tmp_path / "runs")
     settings = keys(["data.pass_reward=0.5", "rollout.max_batch=6", "data.max_samples=6"])
     command = ["difficulty", "train.toml", "--samples", "3", "--out", "rates.jsonl", *settings]
@@ -33,7 +33,7 @@ def measure(tmp_path):
 
 
 def test_a_measurement_goes_on_where_it_ended(measure):
-    """Cut off within a line, it ends as the same file; of another seed it is refused, or starts over."""
+    """A file cut within a line is completed; one with another seed is refused or starts over."""
     result, file = measure(), Path("rates.jsonl")
     whole = file.read_bytes()
     lines = lines_of(file)
@@ -55,7 +55,7 @@ def test_a_measurement_goes_on_where_it_ended(measure):
 
 
 def test_the_page_as_it_stands(tmp_path):
-    """Its command, then both configs on what was measured: keys of the file, metrics of the log."""
+    """Its command and both configs run; its keys are those of the file, its metrics those of the log."""
     found = list(snippets(PAGE))
     Path("train.toml").write_text('[model]\npath = "embedded"\n[data]\nsource = "embedded"\n')
     lines = [line for s in found if s.language == "sh" for line in s.text.splitlines()]

@@ -1,4 +1,4 @@
-"""`grpo doctor`: the machine in one page, or as JSON without names."""
+"""`grpo doctor` describes the machine on one page, or as JSON without names."""
 
 import getpass
 import json
@@ -36,7 +36,7 @@ def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
 
 
 def test_on_a_mac_it_shows_power_heat_and_limits(tmp_path, monkeypatch):
-    """What makes it slow is a line of its own, with the command."""
+    """The cause of slow training is on a line of its own, with the command that fixes it."""
     monkeypatch.setattr(startup, "prepare", lambda: Platform("metal", device="Apple M9"))
     info = {"max_recommended_working_set_size": 12 * 10**9, "memory_size": 16 * 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: info)

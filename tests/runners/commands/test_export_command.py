@@ -1,4 +1,4 @@
-"""`grpo export`: what is fused and packed, what the card says, what is never overwritten, and the upload."""
+"""`grpo export`: fused and quantized weights, the model card, existing files, and the upload."""
 
 import getpass
 import json
@@ -41,14 +41,14 @@ def export(*arguments, code=0):
 
 
 def logits_of(folder, adapter=None):
-    """By mlx-lm's own loader, tokenizer included; and the module."""
+    """The logits from mlx-lm's own loader, including the tokenizer, and the module."""
     module: Any = mlx_lm.load(str(folder), adapter_path=None if adapter is None else str(adapter))[0]
     return np.array(module(TOKENS).astype(mx.float32)), module
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "packed"])
 def test_a_run_gives_its_final_model(runs, tmp_path, kind):
-    """The same logits, in a folder with tokenizer and card, and nothing of adapters or optimizer."""
+    """The logits are equal; the folder has tokenizer and card, but no adapters or optimizer state."""
     result = export(runs[kind], "--out", "out")
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(runs[kind] / "final")[0])
@@ -60,7 +60,7 @@ def test_a_run_gives_its_final_model(runs, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["lora", "packed"])
 def test_adapters_are_fused(runs, tmp_path, kind):
-    """A checkpoint of adapters becomes a model that computes what base and adapters do."""
+    """A checkpoint of adapters becomes a model that computes the same as base and adapters."""
     export(runs[kind] / "checkpoint-2", "--out", "out")
     base = runs[kind].parents[1] / f"base-{kind}"
     want = logits_of(base, runs[kind] / "checkpoint-2")[0]
@@ -74,7 +74,7 @@ def test_adapters_are_fused(runs, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["lora", "gguf"])
 def test_a_run_becomes_a_gguf_file(runs, tmp_path, kind):
-    """What its final model computes, also over packed weights and over those that came from GGUF."""
+    """The file computes what the final model does, also with quantized weights and weights from GGUF."""
     pytest.importorskip("gguf")
     if kind == "gguf":
         grpo("export", runs["full"], "--gguf", "base.gguf", "--type", "q4_0")
@@ -94,7 +94,7 @@ def test_a_run_becomes_a_gguf_file(runs, tmp_path, kind):
 
 
 def test_quantization_repacks_every_layer(runs, tmp_path):
-    """All layers in the format asked for, whatever the base had; the card says so; close to the original."""
+    """All layers have the requested format, the card states it, and the logits stay close."""
     export(runs["packed"], "--out", "out", "--bits", "8", "--group-size", "32")
     found, module = logits_of(tmp_path / "out")
     kinds = {(p.bits, p.group_size) for _, p in module.named_modules() if hasattr(p, "bits")}
@@ -109,14 +109,14 @@ DRAWN: Any = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def test_no_prompt_ends_its_block_of_the_card():
-    """Backticks in a text are fewer than those around it."""
+    """A text contains fewer consecutive backticks than the fence around it."""
     prompt = PromptSettings(system_prompt="", nudge="````` [x](y)", stop=(), max_new_tokens=8, **DRAWN)
     card = model_card("m", None, prompt, quantized="", base="", licence={})
     assert "\n``````text\n````` [x](y)\n``````\n" in card
 
 
 def test_every_part_of_the_card_is_read_as_it_was_meant():
-    """By parsers of YAML, Markdown, TOML and a shell's words, whatever the texts."""
+    """Parsers of YAML, Markdown, TOML and shell words read back the same texts."""
     title = "my `model` *1* [x](y) <b> _z_ a_b $(id) 'q\""
     text = 'She said: "`` a ``"\n```\n# no heading\n---\n| a |'
     prompt = PromptSettings(system_prompt=text, nudge="```", stop=("\n", '"'), max_new_tokens=8, **DRAWN)
@@ -142,7 +142,7 @@ def test_every_part_of_the_card_is_read_as_it_was_meant():
 
 
 def test_the_card_describes_the_run_without_machine_or_user(runs, tmp_path):
-    """Results from the log, the config that made them, the prompt; no folder, host or user."""
+    """It contains results, config and prompt, but no folder, host or user."""
     export(runs["lora"], "--out", "my-model")
     text = (tmp_path / "my-model" / "README.md").read_text(encoding="utf-8")
     data: Any = ModelCard(text).data
@@ -165,7 +165,7 @@ def test_the_card_describes_the_run_without_machine_or_user(runs, tmp_path):
 
 
 def test_a_config_is_shared_without_the_machines_paths():
-    """Files keep their names; Hub names, forms and the rest stay as they are."""
+    """Files keep their names; Hub names, answer forms and other values are unchanged."""
     config = {
         "env": {"factory": "/home/me/shop.py:Shop", "tools": ["/home/me/tools.py:add"], "workers": 4},
         "answer": {"form": "json:answer"},
@@ -182,8 +182,7 @@ def test_a_config_is_shared_without_the_machines_paths():
 
 
 def test_faults_are_lines(runs, tmp_path):
-    """Each with code 2, before anything is written. The source is never replaced, with --force too: neither
-    the run, its model nor the folder that they lie in."""
+    """The code is 2, nothing is written, and even --force never replaces the source or its folders."""
     (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
     (tmp_path / "run" / "config.resolved.json").write_text("{}")
     places = (runs["full"] / "final", runs["full"], runs["full"].parent)
@@ -205,7 +204,7 @@ def test_faults_are_lines(runs, tmp_path):
 
 
 def test_an_upload_happens_when_asked_for(runs, tmp_path):
-    """Every file as it is on the disk, the card with the repository's name."""
+    """Every file is uploaded unchanged, and the card has the repository's name."""
     with serving() as hub:
         name = "someone/my-model"
         words = ("export", runs["full"], "--out", "out", "--push", name, "--private")

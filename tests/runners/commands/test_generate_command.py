@@ -1,4 +1,4 @@
-"""`grpo generate` and `grpo chat`: what goes where, exit codes, pipes, and Ctrl-C in a process of its own."""
+"""`grpo generate` and `grpo chat`: output streams, exit codes, pipes, and Ctrl-C in a separate process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are
 
 
 def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr():
-    """The nudge and the reply, nothing else, on stdout."""
+    """Standard output contains only the nudge and the reply."""
     options = ("--temperature", "0", "--nudge", "<reasoning>", "--max-tokens", "60")
     result = grpo("generate", "embedded", QUESTION, *options)
     assert result.stdout.startswith("<reasoning>") and result.stdout.endswith("</answer>\n")
@@ -26,7 +26,7 @@ def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr():
 
 
 def test_many_prompts_give_a_json_line_each(tmp_path):
-    """In their order, to stdout or to a file, several completions of each where asked for."""
+    """The order is kept, on stdout and in a file, and --num sets the completions per prompt."""
     (tmp_path / "p.jsonl").write_text(f'{{"question": "{QUESTION}"}}\n{{"question": "7+5"}}\n')
     options = ("--prompts", "p.jsonl", "--column", "question", "--max-tokens", "8", "--temperature", "1")
     result = grpo("generate", "embedded", *options)
@@ -54,7 +54,7 @@ def test_many_prompts_give_a_json_line_each(tmp_path):
     ],
 )
 def test_faults_end_with_code_2_and_a_line(arguments, message):
-    """Before the model is loaded where that is possible."""
+    """If possible, this happens before the model is loaded."""
     result = grpo("generate", *arguments, code=2)
     assert not result.stdout and message in result.stderr
 
@@ -84,7 +84,7 @@ main()
 
 
 def start(*arguments):
-    """`grpo …` with that model in a process of its own; its standard streams."""
+    """Starts `grpo …` with that model in a separate process; returns it and its standard streams."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS, *arguments],
         cwd=ROOT,
@@ -99,7 +99,7 @@ def start(*arguments):
 
 
 def test_ctrl_c_ends_the_reply_of_generate():
-    """The text so far, the speed, code 130."""
+    """The text so far and the speed are printed, and the code is 130."""
     process, _, stdout, _ = start("generate", "embedded", "x")
     assert len(stdout.read(5)) == 5  # the reply has begun
     process.send_signal(signal.SIGINT)
@@ -109,7 +109,7 @@ def test_ctrl_c_ends_the_reply_of_generate():
 
 
 def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
-    """After the first the next message is answered; after two in a row the program ends with 130."""
+    """After one Ctrl-C, the next message is answered; two in a row end the program with 130."""
     process, stdin, stdout, stderr = start("chat", "embedded")
     for _ in range(2):
         assert any(line == "reading\n" for line in stderr)
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
 
 
 def test_a_chat_through_pipes():
-    """Each line a message, each reply a line; /clear forgets, /help is no message, /exit ends."""
+    """Each line is a message and each reply a line; /clear forgets, /help shows help, /exit ends."""
     options = ("--temperature", "0", "--max-tokens", "12")
     first = grpo("chat", "embedded", *options, input="7+5\n").stdout
     assert first.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`grpo init`: from a model and data of each form to a config that loads, checks and says what was seen."""
+"""`grpo init` writes a config that loads and passes `grpo check` for each form of model and data."""
 
 import json
 
@@ -11,12 +11,12 @@ from tests.support.tiny_models import make_model_folder
 
 @pytest.fixture(autouse=True)
 def llama(fresh_folder, tmp_path):
-    """A model beside the data."""
+    """A model in the folder of the data."""
     make_model_folder(tmp_path / "llama")
 
 
 def write_rows(file, *columns, count=40):
-    """Rows as JSON lines: each column is a name and a function of the row's number."""
+    """Writes rows as JSON lines: each column is a name and a function of the row's number."""
     rows = [{name: value(n) for name, value in columns} for n in range(count)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -61,7 +61,7 @@ def test_each_form_of_answers_gives_a_config_that_checks(tmp_path, name):
 
 
 def test_messages_and_splits_are_found(tmp_path):
-    """A column of messages is the prompt; a folder's own evaluation split is used."""
+    """A column of messages becomes the prompt, and a folder's own evaluation split is used."""
     (tmp_path / "talks").mkdir()
     for split in ("train", "validation"):
         write_rows(tmp_path / f"talks/{split}.jsonl", TALK, ("answer", lambda n: str(n)))
@@ -101,7 +101,7 @@ CHATS = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_messages_that_the_assistant_ends_are_prompt_and_completion(tmp_path, name):
-    """The form of mlx-lm's, TRL's and OpenAI's files: what precedes the last turn is the prompt."""
+    """In files for mlx-lm, TRL and OpenAI, the messages before the last turn are the prompt."""
     columns, prompt, completion, answer = CHATS[name]
     write_rows(tmp_path / "rows.jsonl", *columns, count=12)
     grpo("init", "llama", "rows.jsonl")
@@ -113,13 +113,13 @@ def test_messages_that_the_assistant_ends_are_prompt_and_completion(tmp_path, na
 
 
 def table(tmp_path):
-    """A CSV whose columns have foreign names."""
+    """Writes a CSV file whose column names are German."""
     lines = [f'{n},"Was kosten {n} Äpfel zu 2 €, und warum so viel?",{2 * n} €,Heft' for n in range(20)]
     (tmp_path / "rows.csv").write_text("\n".join(["Nr,Frage,Musterlösung,Quelle", *lines]), encoding="utf-8")
 
 
 def test_columns_of_other_names_are_listed_and_chosen(tmp_path):
-    """`--question` and `--answer` name them; a misspelt one is answered with the nearest."""
+    """`--question` and `--answer` name them; a misspelling is answered with the nearest name."""
     table(tmp_path)
     shown = grpo("init", "llama", "rows.csv").stdout
     assert "columns  Nr, Frage, Musterlösung, Quelle\n" in shown and "--answer sets the column" in shown
@@ -139,7 +139,7 @@ def test_columns_of_other_names_are_listed_and_chosen(tmp_path):
 
 
 def test_answers_that_are_named_later_replace_the_example_reward(tmp_path):
-    """While it is unchanged: a reward of one's own stays."""
+    """This holds while the example is unchanged; a modified reward is kept."""
     table(tmp_path)
     grpo("init", "llama", "rows.csv")
     checked = grpo("check", "train.toml", "--set", "data.answer=Musterlösung")
@@ -159,7 +159,7 @@ def test_answers_that_are_named_later_replace_the_example_reward(tmp_path):
     [({"quantize": {"group_size": 32, "bits": 4}}, "lora", 1e-5), ({}, "full", 1e-6)],
 )
 def test_weights_of_few_bits_have_adapters(tmp_path, options, tune, rate):
-    """And the rate of adapters."""
+    """The learning rate is the one for adapters."""
     make_model_folder(tmp_path / "other", **options)
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
     assert "model    " in grpo("init", "other", "rows.jsonl").output
@@ -169,7 +169,7 @@ def test_weights_of_few_bits_have_adapters(tmp_path, options, tune, rate):
 
 
 def test_a_base_model_and_labels(tmp_path):
-    """The prompt names the labels; the nudge is no part of the answer, for rewards and for `grpo check`."""
+    """The prompt names the labels; rewards and `grpo check` do not count the nudge as part of the answer."""
     make_model_folder(tmp_path / "base", chat_template=False)
     write_rows(tmp_path / "rows.jsonl", ("problem", question), FORMS["labels"][0])
     grpo("init", "base", "rows.jsonl")
@@ -184,7 +184,7 @@ def test_a_base_model_and_labels(tmp_path):
 
 
 def test_the_shipped_model_and_data():
-    """It was trained to answer in tags."""
+    """The shipped model answers in tags."""
     grpo("init", "embedded", "embedded", "--out", "toy.toml")
     config = load_config("toy.toml")
     assert (config.answer.form, config.run.name) == ("xml", "embedded")
@@ -193,7 +193,7 @@ def test_the_shipped_model_and_data():
 
 
 def test_packed_weights_whose_config_says_no_bits(tmp_path):
-    """Which is a fault of the config, if any, and reported where the model is loaded."""
+    """`grpo init` accepts them; loading the model reports the error, if there is one."""
     file = make_model_folder(tmp_path / "other") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"group_size": 32}}))
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
@@ -201,7 +201,7 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
 
 
 def test_what_a_config_cannot_hold_is_a_line(tmp_path):
-    """Half of a surrogate pair as a column, bits that are a text: nothing is written."""
+    """Half of a surrogate pair as a column name, or bits given as a text: nothing is written."""
     write_rows(tmp_path / "rows.jsonl", ("\ud83d question", question), ("answer", lambda n: 2 * n))
     assert "data.question: expected text that UTF-8" in grpo("init", "llama", "rows.jsonl", code=2).stderr
     file = make_model_folder(tmp_path / "other") / "config.json"
@@ -227,14 +227,11 @@ def test_what_a_config_cannot_hold_is_a_line(tmp_path):
             "expected one of question, answer; did you mean answer?",
         ),
         (["llama", "rows.jsonl", "--question", "q"], "--question q: expected one of question, answer"),
-        (
-            ["llama", "rows.jsonl", "--question", "answer"],
-            "expected a column of questions, found answer",
-        ),
+        (["llama", "rows.jsonl", "--question", "answer"], "expected a column of questions, found answer"),
     ],
 )
 def test_faults_are_lines_and_nothing_is_replaced(tmp_path, arguments, line):
-    """Code 2, and no file is new or changed."""
+    """The code is 2, and no file is new or changed."""
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: n))
     write_rows(tmp_path / "numbers.jsonl", ("a", lambda n: n), ("b", lambda n: n))
     (tmp_path / "empty.jsonl").touch()

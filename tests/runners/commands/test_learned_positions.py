@@ -1,4 +1,4 @@
-"""Models with learned positions: what could need more of them ends with a line before it begins."""
+"""Models with learned positions: a command that could need more positions is refused before it starts."""
 
 import json
 
@@ -26,7 +26,7 @@ TRAIN = small(
 
 @pytest.fixture
 def command(tmp_path):
-    """Runs a command beside a GPT-2 with 64 positions; the last line of its output."""
+    """Runs a command with a GPT-2 that has 64 positions; returns the last line of its output."""
     (tmp_path / "model").mkdir()
     write_tokenizer(tmp_path / "model", make_tokenizer())
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
@@ -42,7 +42,7 @@ def command(tmp_path):
 
 
 def test_only_what_fits_is_sampled(command):
-    """The limit of 64 or 512 tokens, with the prompt, is at most the last position."""
+    """Prompt and length limit (64 or 512 tokens) end at the last position."""
     evaluate = ("eval", "model", "--config", "train.toml")
     generate = ("generate", "model", "7 + 7?")
     for words in (("run", "train.toml"), generate, ("chat", "model"), (*evaluate, "--max-tokens", "64")):
@@ -54,7 +54,7 @@ def test_only_what_fits_is_sampled(command):
 
 
 def test_gold_completions_of_a_file_are_checked_too(command, tmp_path):
-    """Their prompts are others than the run's."""
+    """Their prompts are not those of the run."""
     line = {"prompt": "7 + 7? " * 40, "completion": "14", "reward": 1.0}
     (tmp_path / "gold.jsonl").write_text(json.dumps(line) + "\n")
     settings = ("--set", "sft.completions=gold.jsonl", "--set", "rollout.max_new_tokens=8")

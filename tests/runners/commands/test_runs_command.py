@@ -1,4 +1,4 @@
-"""`grpo runs`: each state, how far, how well, and commands that do go on with a run."""
+"""`grpo runs` shows state, progress and results of each run, and a command that resumes it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.support.tiny_runs import Notes, small
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """A finished run, one cut off after its checkpoint, one stopped before any, and a broken folder."""
+    """A finished run, one interrupted after its checkpoint, one stopped before any, and a damaged folder."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("done", "deep/cut"):
         text = small(run={"name": name, "output_dir": str(folder)}, checkpoint={"every": 1})
@@ -38,7 +38,7 @@ def outputs(tmp_path_factory):
 
 
 def test_every_run_is_listed_with_its_state(outputs):
-    """Once, those in folders below too; exact match and updates are the log's."""
+    """Each is listed once, also in subfolders; exact match and updates come from the log."""
     found = {os.path.relpath(run.folder, outputs): run for run in find_runs(outputs)}
     states = {"done": "finished", "deep/cut": "interrupted", "early": "stopped", "broken": "stopped"}
     assert {name: run.state for name, run in found.items()} == states
@@ -48,7 +48,7 @@ def test_every_run_is_listed_with_its_state(outputs):
 
 
 def test_the_commands_go_on_with_a_run(outputs, tmp_path):
-    """One with a checkpoint or none is resumed by config.resolved.json, here, elsewhere and after a move."""
+    """config.resolved.json resumes runs with or without a checkpoint, also after the folder was moved."""
     shown = grpo("runs", outputs)
     assert shown.output.splitlines()[0].split()[:3] == ["run", "state", "updates"]
     assert f"  grpo chat {outputs / 'done'}\n" in shown.output
@@ -67,7 +67,7 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
 
 
 def test_a_running_run_is_known_by_its_lock(outputs):
-    """While a process holds it; the file stays."""
+    """A run is running while a process holds the lock, although the file stays."""
     with locked(outputs / "early", "run.name"):
         run = summarize(outputs / "early")
     assert (run.state, run.go_on) == ("running", "")
@@ -75,7 +75,7 @@ def test_a_running_run_is_known_by_its_lock(outputs):
 
 
 def test_json_and_missing_folders(outputs, tmp_path):
-    """An object a line; a folder without runs says so, one that is missing is an error."""
+    """JSON has one object per line; a folder without runs says so; a missing folder is an error."""
     lines = [json.loads(line) for line in grpo("runs", outputs, "--json").output.splitlines()]
     assert {line["state"] for line in lines} >= {"finished", "stopped"}
     (tmp_path / "empty").mkdir()

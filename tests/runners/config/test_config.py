@@ -16,13 +16,13 @@ MINIMAL = '[model]\npath = "embedded"\n'
 
 
 def test_later_values_win(load):
-    """Defaults < the loss preset < the file < --set, and among several --set the last."""
+    """The order is defaults, loss preset, file, --set; the last of several --set takes precedence."""
     text = MINIMAL + '[loss]\npreset = "dapo"\nepsilon_low = 0.1\nmax_resample = 5\n'
     loss = load(text, "loss.max_resample=6", "loss.max_resample=7").check().loss
     assert (loss.epsilon_high, loss.dynamic_sampling) == (0.28, True)  # the preset's
     assert loss.epsilon_low == 0.1  # the file's, over the preset's 0.2
     assert loss.max_resample == 7  # the command line's, over the file's
-    assert loss.kl == "k3"  # nobody's but LossSpec's
+    assert loss.kl == "k3"  # LossSpec's default
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_later_values_win(load):
     [("ignore_case", "New York", "new york"), ("ignore_spaces", "New York", "NewYork")],
 )
 def test_answers_are_compared_as_the_config_says(load, key, found, gold):
-    """answer.ignore_case and answer.ignore_spaces; without them the two answers differ."""
+    """The two answers agree only with answer.ignore_case or answer.ignore_spaces."""
     for value in (True, False):
         config = load(f"{MINIMAL}[answer]\nform = 'exact'\n{key} = {str(value).lower()}\n").check()
         assert config.answer_form and config.answer_form.agree(found, gold) == value
 
 
-def test_check_fills_in_what_the_preset_says(load):
-    """After `check` no choice is open: DAPO's overlong buffer is a share of the length limit, in tokens."""
+def test_check_fills_in_the_presets_values(load):
+    """No value is None afterwards; DAPO's overlong buffer is a share of the length limit, in tokens."""
     config = load(MINIMAL + '[loss]\npreset = "dapo"\n', "rollout.max_new_tokens=100").check()
     assert config.loss.overlong == sections.OverlongConfig(buffer=20, penalty=1.0)
     assert (config.loss.baseline, config.loss.scale) == ("group_mean", "group")
@@ -51,15 +51,15 @@ def test_check_fills_in_what_the_preset_says(load):
         ('[loss]\npreset = "dapo"\ndynamic_sampling = false\n', {"dynamic_sampling": False}),
         ('[loss]\npreset = "dapo"\noverlong = {buffer = 0}\n', {"overlong": sections.OverlongConfig()}),
         ('[loss]\npreset = "dapo"\nscale = "none"\n', {"scale": "none"}),
-        # GDPO normalises each reward first; a group's deviation is 0 where it has no variance.
+        # GDPO normalises each reward first, and a group without variance has a deviation of 0.
         ('reward.aggregate = "normalize_then_sum"', {"baseline": "batch_mean", "scale": "batch"}),
         ('reward.aggregate = "normalize_then_sum"\nloss.scale = "none"', {"scale": "none"}),
         ('loss.baseline = "batch_mean"', {"baseline": "batch_mean", "scale": "batch"}),
         ('[loss]\npreset = "dr_grpo"\nbaseline = "batch_mean"', {"scale": "none"}),
     ],
 )
-def test_what_the_file_says_goes_before_the_preset(load, text, found):
-    """An explicit false or zero is a value; baseline and scale fit each other unless [loss] says more."""
+def test_the_file_overrides_the_preset(load, text, found):
+    """An explicit false or zero is a value; baseline and scale match unless [loss] sets both."""
     loss = load('model.path = "embedded"\n' + text).check().loss
     assert {name: getattr(loss, name) for name in found} == found
 
@@ -82,7 +82,7 @@ def test_what_the_file_says_goes_before_the_preset(load, text, found):
     ],
 )
 def test_an_override_sets_one_value(load, override, section, key, value):
-    """--set takes TOML, and bare strings where a string belongs; nothing else changes."""
+    """--set accepts TOML, and strings without quotes if the key is a string; nothing else changes."""
     text = '[model]\npath = "embedded"\nlora.scale = 3\n'
     after = load(text, override)
     assert getattr(getattr(after, section), key) == value
@@ -90,7 +90,7 @@ def test_an_override_sets_one_value(load, override, section, key, value):
 
 
 def test_relative_paths_are_found_here_or_beside_the_file(tmp_path, monkeypatch):
-    """The current folder comes first, then the config's own."""
+    """The current folder takes precedence over the config's folder."""
     monkeypatch.chdir(tmp_path)
     for folder in ("here", "cfg/model", "cfg/here"):
         Path(folder).mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_relative_paths_are_found_here_or_beside_the_file(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESET_FOLDER.glob("*.toml")))
 def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
-    """By name from anywhere and by path, to a loss that LossSpec takes; the text shown says the same."""
+    """It loads by name and by path, LossSpec accepts its loss, and its TOML loads to the same config."""
     monkeypatch.chdir(tmp_path)
     config = load_config(name).check()
     assert config == load_config(str(PRESET_FOLDER / f"{name}.toml")).check()
@@ -120,8 +120,8 @@ def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3),
     rate=st.floats(0, 1),
 )
-def test_what_is_shown_is_what_was_loaded(tmp_path_factory, prompt, stop, rate):
-    """Any strings and numbers survive the way through TOML."""
+def test_to_toml_loads_to_the_same_config(tmp_path_factory, prompt, stop, rate):
+    """Any strings and numbers are preserved."""
     file = tmp_path_factory.mktemp("toml") / "train.toml"
     config = load_config(None, ['model.path="embedded"']).having("data", system_prompt=prompt)
     config = config.having("rollout", stop=tuple(stop)).having("optim", learning_rate=rate)
@@ -129,8 +129,8 @@ def test_what_is_shown_is_what_was_loaded(tmp_path_factory, prompt, stop, rate):
     assert load_config(str(file)) == config
 
 
-def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
-    """config.resolved.json gives the very config that wrote it; anything but a JSON object is refused."""
+def test_a_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
+    """config.resolved.json loads to the config that wrote it; only a JSON object is accepted."""
     monkeypatch.chdir(tmp_path)
     config = load_config("quickstart", ["run.name=again", "rollout.stop=['x']"]).check()
     assert load_config(str(write_resolved(config))) == config

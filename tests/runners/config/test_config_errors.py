@@ -1,4 +1,4 @@
-"""Faulty configs: one line for each fault: file, key, what was expected, what was found, what is near."""
+"""Faulty configs: each fault is one line with the file, the key, the expected and the found value."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PACKED = 'beta = 0.1, ref_quantization = "affine-4"'
 
 @pytest.fixture
 def faults(load):
-    """The lines that a config's text (in train.toml, in the current folder) and overrides bring."""
+    """Returns the error lines for the text of train.toml and overrides."""
 
     def lines(text, *overrides):
         with pytest.raises(ConfigError) as caught:
@@ -27,11 +27,9 @@ def faults(load):
     [
         ("rollout.num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("watch.zzz = 1", "unknown key; watch contains patience, min_entropy, max_kl"),
-        ("num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
         ("lora.rank = 1", "lora: unknown key; did you mean model.lora.rank?"),
         ("model.zzz = 1", "unknown key; model contains path, tune, lora.rank, lora.scale"),
-        ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("rollout.num_generations = 1", "expected an integer >= 2, found 1"),
         ("rollout.temperature = nan", "expected a finite number, found nan"),
         ("rollout.max_new_tokens = 3_000_000_000", "an integer of at most 31 bits, found 3000000000"),
@@ -49,7 +47,6 @@ def faults(load):
         ("loss.sequence_range = [2, 1]", "expected a list of 2 numbers: 0 <= low < high, found [2, 1]"),
         ("loss.overlong.buffer = 513", "expected at most rollout.max_new_tokens = 512, found 513"),
         ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, dppo_tv, "),
-        ("loss.preset = 'dpao'", "did you mean dapo?"),
         ("reward.functions = []", "one entry, or an env.factory whose class has get_reward, found []"),
         ('reward.functions = ["a.py:f", "a.py:f"]', "expected a list of strings: none twice, found"),
         ("data.chat_template_kwargs = {a = [1]}", "expected a table of strings, numbers, true or false"),
@@ -58,11 +55,7 @@ def faults(load):
         ('answer.form = "boxd"', 'file.py:function, found "boxd"; did you mean boxed?'),
         ('answer.form = "nowhere.py:read"', 'no such file: "nowhere.py"'),
         ('env.tools = ["tools.py"]', 'no such file: "tools.py"'),
-        ('env.shedule = "arrival"', "did you mean env.schedule?"),
-        (
-            "reward.weights = [1.0, 2]",
-            "expected a list of 5, one for each of reward.functions, found",
-        ),
+        ("reward.weights = [1.0, 2]", "expected a list of 5, one for each of reward.functions, found"),
         ('reward.functions = ["int_reward"]', "did you mean int_reward_func?"),
         ('reward.functions = ["a-b:c"]', "expected a built-in reward, package.module:function or path/to"),
         ('data.source = "rows.jsonl"', 'no such file or folder: "rows.jsonl"'),
@@ -76,31 +69,18 @@ def faults(load):
         ('data.image = "p"\ndata.image_folder = "pisc"', 'no such folder: "pisc"'),
         ('run.name = "../up"', "expected a string: a relative folder name, no `..`, found"),
         (f"run.seed = {10**400}", "found an integer of 1329 bits"),
-        (
-            f"optim.eps = {10**400}",
-            "expected a number that float64 can represent, found an integer of 1329 bits",
-        ),
+        (f"optim.eps = {10**400}", "expected a finite number, found an integer of 1329 bits"),
         ('stop.when = ["kl"]', 'expected "METRIC < NUMBER" or "METRIC < NUMBER for READINGS"'),
         ('stop.when = ["klx > 1"]', 'found "klx > 1"; did you mean kl?'),
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
         ("data.image = 'p'\nenv.factory = 'a:A'", 'expected "" with data.image = "p", found "a:A"'),
-        (
-            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
-            "expected 0 with mxfp4, whose group size is",
-        ),
+        ('rollout.quantization = "mxfp4"\nrollout.group_size = 64', "expected 0 with mxfp4, whose group"),
         (f'loss = {{{PACKED}}}\nmodel.tune = "lora"', 'expected "none" with model.tune = "lora", where the'),
         (f"loss = {{{PACKED}, ref_sync_every = 8}}", "expected 1.0, or loss.ref_sync_every = 0, with loss."),
         ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
         ('model.path = "./models/nope"', 'no such file or folder: "./models/nope"'),
-        (
-            "model.path = 'C:\\models\\qwen'",
-            '"C:\\\\models\\\\qwen" is a Windows path; expected a macOS',
-        ),
-        ("model.path = 'models\\qwen'", "is a Windows path"),
-        (
-            'model.path = "https://hf.co/Qwen/Q2.5"',
-            'is a Hub address; expected the name, "Qwen/Q2.5"',
-        ),
+        ("model.path = 'C:\\models\\qwen'", '"C:\\\\models\\\\qwen" is a Windows path; expected a macOS'),
+        ('model.path = "https://hf.co/Qwen/Q2.5"', 'is a Hub address; expected the name, "Qwen/Q2.5"'),
         ('model.path = "huggingface.co/Qwen/Q/tree/main"', 'Hub address; expected the name, "Qwen/Q"'),
         ('data.source = "hf://datasets/openai/gsm8k"', 'Hub address; expected the name, "openai/gsm8k"'),
         ('data.source = "s3://bucket/rows.jsonl"', "is an address; expected a folder, or a name on the Hub"),
@@ -111,7 +91,7 @@ def faults(load):
     ],
 )
 def test_one_fault_is_one_line(faults, text, line):
-    """Every fault is a line that starts with the file and a key of the text, and says what to do."""
+    """The line starts with the file and the key, and says what is expected."""
     found = faults(text if text.startswith("model.path") else MODEL + text)
     assert len(found) == 1 and line in found[0], found
     keys = [part.split(" = ")[0].split(".")[0] for part in text.split("\n")]
@@ -119,20 +99,12 @@ def test_one_fault_is_one_line(faults, text, line):
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
-    """Four faults of the file, then one of the command line, each with its source; the missing model last."""
-    text = (
-        "optim.lr = 1\noptim.batch_size = 0\nrollout.top_p = true\ndata.source = 'x.csv'\nmodel.tune = 'full'"
-    )
-    found = faults(text, "eval.samples=-1", "eval.every=1")
-    keys = [line.split(": ")[:2] for line in found]
-    assert keys == [
-        ["train.toml", "optim.lr"],
-        ["train.toml", "optim.batch_size"],
-        ["train.toml", "rollout.top_p"],
-        ["train.toml", "model.path"],
-        ["--set", "eval.samples"],
-        ["train.toml", "data.source"],
-    ]
+    """Each line has its source; a path that does not exist is reported last."""
+    text = "optim.lr = 1\noptim.batch_size = 0\nrollout.top_p = true\ndata.source = 'x.csv'\n"
+    found = faults(f"{text}model.tune = 'full'", "eval.samples=-1", "eval.every=1")
+    keys = [f"train.toml: {key}" for key in ("optim.lr", "optim.batch_size", "rollout.top_p", "model.path")]
+    keys += ["--set: eval.samples", "train.toml: data.source"]
+    assert [line.startswith(f"{key}: ") for line, key in zip(found, keys, strict=True)] == [True] * 6
     assert found[3] == (
         'train.toml: model.path: expected a string: "embedded", a model folder or a name on the '
         "Hugging Face Hub, found nothing"
@@ -150,12 +122,13 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
         ("chekpoint.z=1", "--set: chekpoint.z: unknown key; did you mean checkpoint?"),
         ("num_generations=1", "--set: num_generations: unknown key; did you mean rollout.num_generations?"),
         ("optim=3", "--set: optim: expected a table, found 3"),
+        ("env=3", "--set: env: expected a table, found 3"),
         ("zzz=3", f"--set: zzz: unknown key; the sections are {', '.join(SECTIONS)}"),
         ("model.path=./nope", '--set: model.path: no such file or folder: "./nope"'),
     ],
 )
-def test_faults_of_the_command_line_are_named_so(faults, override, line):
-    """A bad --set is reported as one, not as a fault of the file."""
+def test_a_faulty_set_option_is_reported_as_such(faults, override, line):
+    """The line names --set, not the file."""
     assert faults(MODEL, override) == [line]
     assert faults(MODEL + "optim.eps = 1e-6", override) == [line]
 
@@ -169,13 +142,13 @@ def test_faults_of_the_command_line_are_named_so(faults, override, line):
     ],
 )
 def test_a_syntax_error_names_its_place(faults, text, line):
-    """The file, and what Python's reader says of the place, in one line."""
+    """One line contains the file and the position from Python's parser."""
     (found,) = faults(text)
     assert found.startswith("train.toml: not TOML: ") and line in found
 
 
-def test_a_byte_order_mark_is_no_fault(load):
-    """Some editors put one before UTF-8 text."""
+def test_a_byte_order_mark_is_accepted(load):
+    """Some editors write one before UTF-8 text."""
     assert load("\ufeff" + MODEL).model.path == "embedded"
 
 
@@ -191,7 +164,7 @@ def test_a_byte_order_mark_is_no_fault(load):
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
-    """An unknown name lists the nearest preset, or all; a file is bounded."""
+    """An unknown name is answered with the nearest preset or all presets; the file size is limited."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "large.toml").write_text("#" * 200_000)
     with pytest.raises(ConfigError) as caught:
@@ -211,8 +184,8 @@ def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
         ("system.disable=['shared_prefi']", "system.disable: no mechanism 'shared_prefi'; the nearest name"),
     ],
 )
-def test_a_loss_without_meaning_is_refused_by_check(load, text, start):
-    """What only the core knows comes as a ConfigError that names the key and its source."""
+def test_check_refuses_a_loss_without_meaning(load, text, start):
+    """Faults that only the core detects become a ConfigError with the key and its source."""
     for source, config in (("train.toml", load(MODEL + text)), ("--set", load(MODEL, text))):
         with pytest.raises(ConfigError) as caught:
             config.check()

@@ -1,4 +1,4 @@
-"""Configs made of junk: whatever stands in a file or after --set, nothing but a ConfigError comes of it."""
+"""Random configs: any content of a file or of --set either loads or raises a ConfigError."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ _VALUES = st.recursive(
 
 
 def outcome(path, text, overrides=()):
-    """The config's faults, if any; anything but a ConfigError fails the test."""
+    """The config's faults, if any; any other exception fails the test."""
     path.write_text(text)
     try:
         load_config(str(path), overrides)
@@ -37,8 +37,8 @@ def outcome(path, text, overrides=()):
 
 @settings(max_examples=examples(100))
 @given(table=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=5))
-def test_junk_of_the_right_shape_is_taken_or_refused(tmp_path_factory, table):
-    """Any TOML over known and unknown names gives a config or a ConfigError of printable lines."""
+def test_random_tables_load_or_are_refused(tmp_path_factory, table):
+    """TOML with known and unknown names gives a config or a ConfigError with printable lines."""
     text = "\n".join(f"{spell(key)} = {quoted(value)}" for key, value in table.items())
     outcome(tmp_path_factory.getbasetemp() / "junk.toml", text)
 
@@ -56,8 +56,8 @@ def quoted(value):
 @example(path=("data", "curriculum"), value="static")
 @example(path=("model", "adapters"), value="0")
 @example(path=("teacher", "path"), value="self")
-def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
-    """Whatever stands at one key: it is taken, or each line names the file and that key."""
+def test_a_bad_value_is_reported_at_its_key(tmp_path_factory, path, value):
+    """A value is accepted, or each error line names the file and the key."""
     start = "" if path == ("model", "path") else MODEL
     file = tmp_path_factory.getbasetemp() / "one.toml"
     name = ".".join(path)
@@ -69,7 +69,7 @@ def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
 @given(
     override=st.text(max_size=20) | st.builds("{}={}".format, st.sampled_from(_NAMES), st.text(max_size=9))
 )
-def test_overrides_of_any_kind_are_taken_or_refused(tmp_path_factory, override):
-    """A bad --set is a ConfigError that says it came from --set."""
+def test_random_overrides_load_or_are_refused(tmp_path_factory, override):
+    """The error lines of a bad --set start with --set."""
     faults = outcome(tmp_path_factory.getbasetemp() / "set.toml", MODEL, [override])
     assert all(line.startswith("--set") for line in faults)

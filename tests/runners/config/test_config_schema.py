@@ -6,30 +6,33 @@ import pytest
 from click.testing import CliRunner
 
 from runners.cli import run_command
-from runners.config import names, sections
+from runners.config import names
 from runners.config.loading import KEYS, ConfigError
-from runners.config.rules import is_text, is_within
+from runners.config.rules import choices_of, is_text, is_within
 from tests.support.processes.new_process import in_new_process
 
 
-def test_the_schema_names_what_the_core_has():
-    """The config's choices, spelled out so that loading needs no MLX, are grpo_fn's."""
+def test_the_choices_are_those_of_the_core():
+    """The config repeats the names in grpo_fn, so that loading a config does not import MLX."""
     from grpo_fn.algorithm import AGGREGATES, BASELINES, SCALES
     from grpo_fn.learner import SCHEDULES
     from grpo_fn.policy import MODES, STORAGES
     from runners.rewards import builtin as rewards
 
     assert set(names.REWARD_NAMES) == set(rewards.REWARDS)
-    assert get_args(sections.Aggregate) == AGGREGATES
-    assert get_args(sections.Baseline) == tuple(BASELINES)
-    assert get_args(sections.Scale) == tuple(SCALES)
-    assert get_args(sections.ScheduleName) == SCHEDULES
-    assert get_args(sections.QuantizationMode) == ("none", *MODES)
-    assert get_args(sections.Storage) == STORAGES
+    for section, name, choices in (
+        ("reward", "aggregate", AGGREGATES),
+        ("loss", "baseline", tuple(BASELINES)),
+        ("loss", "scale", tuple(SCALES)),
+        ("optim", "schedule", SCHEDULES),
+        ("rollout", "quantization", ("none", *MODES)),
+        ("loss", "ref_storage", STORAGES),
+    ):
+        assert choices_of(KEYS[section, name]) == choices, name
 
 
 def test_loading_imports_nothing_heavy():
-    """A faulty config ends before MLX, datasets or transformers are imported."""
+    """A faulty config is reported before MLX, datasets or transformers are imported."""
     code = (
         "import sys; from runners.config.loading import load_config; load_config('quickstart');"
         "heavy = {'mlx', 'mlx_lm', 'datasets', 'transformers', 'numpy', 'rich', 'grpo_fn'};"
@@ -42,7 +45,7 @@ _SAMPLES = {int: "2", float: "2.5", bool: "true", str: '"x"', list: "[true]", di
 
 
 def taken(kind):
-    """The TOML types that a key of this type takes."""
+    """The TOML types that a key of this type accepts."""
     if type(None) in get_args(kind):
         return taken(get_args(kind)[0])
     if get_origin(kind) is dict:
@@ -52,7 +55,7 @@ def taken(kind):
 
 @pytest.mark.parametrize("path", sorted(KEYS, key=".".join), ids=".".join)
 def test_no_key_coerces(load, path):
-    """Each key refuses every TOML type but its own; only an integer may stand for a number."""
+    """Each key refuses every TOML type except its own; a number may also be an integer."""
     for sample in set(_SAMPLES) - taken(KEYS[path].type):
         key = ".".join(path)
         text = f"{key} = {_SAMPLES[sample]}\n"
@@ -75,21 +78,21 @@ RANGES = {
 }
 
 
-def test_a_range_means_what_it_says():
-    """Values inside and outside of each form of a range."""
+def test_ranges_include_and_exclude_values():
+    """Each form of a range accepts the values inside it and refuses the values outside."""
     for within, (inside, outside) in RANGES.items():
         assert all(is_within(value, within) for value in inside), within
         assert not any(is_within(value, within) for value in outside), within
 
 
 def test_a_key_has_a_meaning():
-    """Every field comes from `key`, with a text; defaults are checked where a section is made."""
+    """Every field was created by `key` with a meaning."""
     for path, field in KEYS.items():
         assert len(field.metadata["meaning"]) > 5, path
 
 
 def test_explain_shows_a_key_a_section_and_the_nearest_spelling():
-    """`grpo-run --explain` says what docs/config.md says."""
+    """`grpo-run --explain` prints the descriptions of docs/config.md."""
     eps, loss, unknown = (
         CliRunner().invoke(run_command, ["--explain", key]) for key in ("optim.eps", "loss", "optim.epss")
     )

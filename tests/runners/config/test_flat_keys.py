@@ -1,11 +1,11 @@
-"""MLX-GRPO's flat keys: what each becomes, MLX-GRPO's defaults, and what is said of a bad one."""
+"""MLX-GRPO's flat keys: the keys that they set, their defaults, and their error messages."""
 
 import pytest
 
 from runners.config.flat_keys import FIXED, FLAT_KEYS
 from runners.config.loading import KEYS, ConfigError
 
-# A flat key: what a file may say, and our key and value then.
+# Flat key: its value in a file, our key, our value.
 WRITTEN = {
     "model_name": ('"org/small-model"', "model.path", "org/small-model"),
     "output_dir": ('"outputs/small"', "run.output_dir", "outputs/small"),
@@ -51,7 +51,7 @@ def value(config, key):
 
 @pytest.mark.parametrize("header", ["", "[mlx_grpo]\n"])
 def test_every_flat_key_reaches_its_section(load, header):
-    """At the top level and under [mlx_grpo]; the resolved config has sections and reads back the same."""
+    """This holds at the top level and under [mlx_grpo]; the resolved config loads to the same config."""
     assert set(FLAT_KEYS) == set(WRITTEN)
     config = load(header + WHOLE)
     assert {key: value(config, ours) for key, (_, ours, _) in WRITTEN.items()} == {
@@ -65,7 +65,7 @@ def test_every_flat_key_reaches_its_section(load, header):
 
 @pytest.mark.parametrize("text", ["[mlx_grpo]\n", "seed = 0\n"])
 def test_a_missing_flat_key_has_mlx_grpos_default(load, text):
-    """MLX-GRPO's defaults, not ours, and the values that its script fixes."""
+    """The config has MLX-GRPO's defaults instead of ours, and the values that its script fixes."""
     config = load(text)
     for flat in FLAT_KEYS.values():
         assert tuple(flat.target.split(".")) in KEYS
@@ -99,17 +99,16 @@ def test_a_missing_flat_key_has_mlx_grpos_default(load, text):
         ("eval_subset_size = 20\neval_samples = 50", "eval_samples", "eval.samples", 20),
     ],
 )
-def test_of_two_flat_keys_the_one_that_mlx_grpo_reads_counts(load, text, unused, key, expected):
-    """A notice names the other one where the two values differ."""
+def test_two_flat_keys_for_one_value(load, text, unused, key, expected):
+    """The key that MLX-GRPO reads takes precedence; a notice names the other if the values differ."""
     config = load(text)
     assert value(config, key) == expected
-    assert [line.split(" is not used: ")[0] for line in config.notices] == [f"train.toml: {unused}"] * bool(
-        unused
-    )
+    notices = [line.split(" is not used: ")[0] for line in config.notices]
+    assert notices == ([f"train.toml: {unused}"] if unused else [])
 
 
 def test_a_quantized_sampler_has_a_correction(load):
-    """MLX-GRPO quantizes unless it is told not to; --set changes both."""
+    """MLX-GRPO quantizes by default; --set can change both keys."""
     assert load("seed = 1").check().loss.correction == "token_truncate"
     assert load("quantize_for_rollouts = true").rollout.quantization == "affine-4"
     assert load("quantize_for_rollouts = false").check().loss.correction == "none"
@@ -119,10 +118,7 @@ def test_a_quantized_sampler_has_a_correction(load):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            "num_generation = 4\nseed = 1",
-            "train.toml: num_generation: unknown key; did you mean num_generations?",
-        ),
+        ("num_generation = 4\nseed = 1", "num_generation: unknown key; did you mean num_generations?"),
         ("[mlx_grpo]\nsed = 1", "train.toml: mlx_grpo.sed: unknown key; did you mean seed?"),
         ("num_generations = 1", "train.toml: num_generations: expected an integer >= 2, found 1"),
         ("[mlx_grpo]\nclip_eps = 1.0", "mlx_grpo.clip_eps: expected a number: 0 <= x < 1, found 1.0"),
@@ -131,25 +127,19 @@ def test_a_quantized_sampler_has_a_correction(load):
         ("model_name = './nope'", 'train.toml: model_name: no such file or folder: "./nope"'),
         ("eval_samples = 5\neval_subset_size = {}", "eval_subset_size: expected an integer"),
         ("mlx_grpo = 3", "train.toml: mlx_grpo: unknown key; MLX-GRPO's keys have other names in sections"),
-        (
-            "clip_eps = 0.1\n[model]\npath = 'embedded'",
-            "clip_eps: unknown key; did you mean loss.epsilon_low?",
-        ),
-        (
-            "[mlx_grpo]\nseed = 1\n[model]\npath = 'embedded'",
-            "mlx_grpo: unknown key; MLX-GRPO's keys have other names in",
-        ),
+        ("clip_eps = 0.1\nmodel.path = 'embedded'", "clip_eps: unknown key; did you mean loss.epsilon_low?"),
+        ("mlx_grpo.seed = 1\nmodel.path = 'embedded'", "mlx_grpo: unknown key; MLX-GRPO's keys have other"),
     ],
 )
-def test_a_bad_flat_key_is_named_as_the_file_has_it(load, text, line):
-    """One line with the flat key, not the section's; flat keys beside sections are refused."""
+def test_a_bad_flat_key_is_named_as_in_the_file(load, text, line):
+    """The line contains the flat key instead of the section's; flat keys next to sections are refused."""
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert line in caught.value.problems[0] and len(caught.value.problems) <= 2, caught.value.problems
 
 
-def test_set_after_a_flat_file_is_named_as_such(load):
-    """An override of a flat file is reported under --set with the section's key."""
+def test_a_faulty_set_option_for_a_flat_file(load):
+    """The line names --set and the section's key."""
     with pytest.raises(ConfigError, match=r"^--set: run\.seed: expected an integer"):
         load("seed = 3", "run.seed=x")
     with pytest.raises(ConfigError, match=r"^--set: clip_eps: unknown key; did you mean loss\.epsilon_low"):

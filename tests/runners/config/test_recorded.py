@@ -1,4 +1,4 @@
-"""Foreign runs: of a recorded config only known keys with possible values are used, as values; never code."""
+"""Untrusted run folders: only known keys with valid values are used, and no code of theirs runs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def tool(x: int) -> int:
 
 @pytest.fixture(name="run")
 def _run(tmp_path, monkeypatch):
-    """A run's folder with a model, and a file whose import leaves `ran` behind."""
+    """A run's folder with a model, and a Python file that creates `ran` when it is imported."""
     monkeypatch.chdir(tmp_path)
     make_model_folder(tmp_path / "run/final", layers=1)
     (tmp_path / "run/evil.py").write_text(EVIL.format(canary=str(tmp_path / "ran")))
@@ -33,7 +33,7 @@ def _run(tmp_path, monkeypatch):
 
 
 def near_misses(file):
-    """Contents whose keys or values are nearly right, as texts; `file` is code."""
+    """JSON texts whose keys or values are nearly right; `file` is the Python file."""
     tools, function = json.dumps([str(file)]), json.dumps(f"{file}:tool")
     escaped = tools.replace('"', '\\"')
     for key in ("tools ", "Tools", "env.tools", "tools\\u0000", '\\"tools\\"'):
@@ -52,12 +52,7 @@ def near_misses(file):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "generate run hi --max-tokens 1",
-        "export run --out exported --force",
-        "runs .",
-    ],
+    "command", ["generate run hi --max-tokens 1", "export run --out exported --force", "runs ."]
 )
 def test_nearly_right_keys_run_nothing(run, tmp_path, command):
     """No code runs, and there is no traceback."""
@@ -67,15 +62,15 @@ def test_nearly_right_keys_run_nothing(run, tmp_path, command):
         assert not (tmp_path / "ran").exists(), content
 
 
-def test_known_keys_with_possible_values_are_taken(run):
-    """In JSON's types; every other entry does nothing."""
+def test_known_keys_with_valid_values_are_used(run):
+    """The values have JSON's types; all other entries are ignored."""
     file = run / "config.resolved.json"
     file.write_text('{"env": {"max_turns": 3, "workers": 0, "x\\n": 1}, "y": 2, "data": {"nudge": "N"}}')
     assert read_recorded(file) == {"env": {"max_turns": 3}, "data": {"nudge": "N"}}
 
 
 def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
-    """The file lies in the run's folder itself; opening a pipe would wait."""
+    """The file must be in the run's folder itself; opening a pipe would block."""
     file, secret = run / "config.resolved.json", tmp_path / "secret.json"
     secret.write_text("{}")
     file.symlink_to(secret)
@@ -89,7 +84,7 @@ def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
 
 
 def test_a_link_to_a_model_of_a_run_belongs_to_that_run(run, tmp_path):
-    """As its folder does, wherever the link is."""
+    """The run is found through a link to the model's folder."""
     (run / "config.resolved.json").write_text("{}")
     (tmp_path / "link").symlink_to(run / "final")
     assert run_of("link") == run_of("run/final") == run.resolve() / "config.resolved.json"

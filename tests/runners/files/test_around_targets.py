@@ -1,4 +1,4 @@
-"""Files around the targets of convert, export and runs are untouched; full disks leave no half target."""
+"""Files next to the targets of convert, export and runs are untouched; full disks leave no partial target."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ from tests.support.tiny_runs import train
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What is converted, and what is exported: of full weights, and of adapters."""
+    """The commands that convert a model, and export full weights or adapters."""
     folder = tmp_path_factory.mktemp("sources")
     return {
         "convert": ["convert", str(make_model_folder(folder / "model", dtype="bfloat16")), "--out"],
@@ -27,7 +27,7 @@ def sources(tmp_path_factory):
 
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_files_of_the_users_beside_a_new_model_are_untouched(sources, tmp_path, command):
-    """Whatever they are called; with a new target, one that is refused, one that fails and one replaced."""
+    """The target is new, refused, failing or replaced; the names of the other files are close to its own."""
     folder = tmp_path / "models"
     decoys = plant(folder, "out")
     before = look(decoys)
@@ -42,7 +42,7 @@ def test_files_of_the_users_beside_a_new_model_are_untouched(sources, tmp_path, 
 
 
 def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
-    """Through a run, one that goes on from a checkpoint, and one that begins anew."""
+    """A run trains, resumes from a checkpoint, and starts over."""
     beside = plant(tmp_path / "out", "tiny")
     inside = plant(tmp_path / "out" / "tiny", "checkpoint-2")
     before = look(beside) | look(inside)
@@ -57,7 +57,7 @@ def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
 @pytest.mark.parametrize("command", ["convert", "export", "fuse"])
 @pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
 def test_a_disk_that_refuses_is_one_line_and_leaves_the_target_as_it_was(sources, tmp_path, command, limit):
-    """RLIMIT_FSIZE: the kernel refuses in the midst of a file, as on a full disk. Exit code 2."""
+    """With RLIMIT_FSIZE, the kernel refuses a write within a file, as on a full disk; the code is 2."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Files that survive: a crash at any moment leaves the old folder or the new one; nothing else is touched."""
+"""Atomic writes: a crash at any moment leaves the old or the new folder, and no other file is touched."""
 
 import fcntl
 import os
@@ -57,7 +57,7 @@ if not calls:
 
 
 def kill_everywhere(tmp_path, action, prepare):
-    """Runs an action in a folder for each of its calls, killed there: in 1, 2, …; these folders' targets."""
+    """Repeats an action in new folders, killed at its first, second, … call; returns the targets."""
 
     def run(calls):
         targets = [tmp_path / str(at) / "target" for at in range(1, calls + 1) or [0]]
@@ -75,12 +75,12 @@ def kill_everywhere(tmp_path, action, prepare):
 
 
 def debris(folder, ours):
-    """Names in a folder but for these."""
+    """The names in a folder, except these."""
     return {path.name for path in folder.iterdir()} - ours
 
 
 def made(target):
-    """Which file or folder it is; None: there is none."""
+    """The content that identifies a file or folder; None if it does not exist."""
     if not target.is_dir():
         return target.read_text() if target.exists() else None
     contents = {file.name: file.read_text() for file in target.iterdir()}
@@ -90,15 +90,10 @@ def made(target):
 
 @pytest.mark.parametrize(
     ("action", "before", "after"),
-    [
-        ("folder", "old", "new"),
-        ("folder", None, "new"),
-        ("text", "old", "new"),
-        ("removal", "old", None),
-    ],
+    [("folder", "old", "new"), ("folder", None, "new"), ("text", "old", "new"), ("removal", "old", None)],
 )
 def test_a_kill_at_any_call_leaves_what_was_or_what_will_be(tmp_path, action, before, after):
-    """Whole, at once or after the next start, which clears away the rest; decoys around it are untouched."""
+    """The target is complete, at once or after the next start, which removes leftovers but no decoys."""
 
     def prepare(target):
         decoys[target] = plant(target.parent, "target")
@@ -122,7 +117,7 @@ def test_a_kill_at_any_call_leaves_what_was_or_what_will_be(tmp_path, action, be
 
 
 def killed(folder, content):
-    """The staging folder that a dead process has left for `target`, with these folders of one file."""
+    """A staging folder for `target` left by a dead process, which contains folders with one file."""
     stage = folder / f"{durable.PREFIX}0123456789ab-target"
     stage.mkdir()
     for name, text in content.items():
@@ -133,13 +128,13 @@ def killed(folder, content):
 
 @pytest.mark.parametrize("name", [".", "..", "a/..", "/"])
 def test_a_folder_that_cannot_be_renamed_is_refused_before_the_work(name):
-    """Also with --force: the system would refuse it only after the work."""
+    """This holds with --force too, because the rename would only fail after the work."""
     with pytest.raises(UserError, match="this folder cannot be replaced; expected the name of a new folder"):
         durable.check_target(Path(name), True)
 
 
 def test_what_was_moved_aside_comes_back(tmp_path):
-    """Killed between the renames: the old folder is restored, unless its owner lives or its name is taken."""
+    """A kill between the renames: the old folder is restored, unless its owner lives or its name is used."""
     stage = killed(tmp_path, {"old": "old", "new": "half"})
     owner = os.open(stage, os.O_RDONLY)
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -156,7 +151,7 @@ def test_what_was_moved_aside_comes_back(tmp_path):
 
 
 def test_a_living_owners_work_is_left_alone(tmp_path):
-    """Two side by side, for one name and for two: each becomes whole, the later one of a name stays."""
+    """Three writers for two names: each folder is complete, and the last rename determines the content."""
     with durable.new_folder(tmp_path / "target") as first:
         (first / "one").write_text("old")
         with durable.new_folder(tmp_path / "other") as second:

@@ -1,4 +1,4 @@
-"""The Hub path, run and not assumed: commands in processes of their own, with a Hub on this machine."""
+"""Commands in separate processes download from a Hub on this machine."""
 
 import json
 
@@ -38,12 +38,12 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """One empty HF_HOME for the module: what the first test downloads is there for the next."""
+    """One empty HF_HOME for the module, so that later tests find what the first one downloads."""
     return tmp_path_factory.mktemp("hf")
 
 
 def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
-    """What mlx-lm needs is fetched and no more; then it is found in the cache, without a Hub at all."""
+    """Only the files that mlx-lm needs are downloaded; afterwards, the cache is enough without a Hub."""
     (tmp_path / "train.toml").write_text(CONFIG)
     hub.grpo("run", "train.toml", cwd=tmp_path, home=home)
     fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /someone")}
@@ -57,13 +57,10 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "key"),
-    [
-        (("run", "train.toml"), "model.path"),
-        (("generate", "someone/tiny-lama", "hi"), "MODEL"),
-    ],
+    [(("run", "train.toml"), "model.path"), (("generate", "someone/tiny-lama", "hi"), "MODEL")],
 )
 def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
-    """The key, the name, and that it is neither here nor there; code 2."""
+    """The line has the key and the name; the code is 2."""
     (tmp_path / "train.toml").write_text(CONFIG.replace("tiny-llama", "tiny-lama"))
     done = hub.grpo(*command, cwd=tmp_path, home=home, code=2)
     assert done.stdout == ""
@@ -85,7 +82,7 @@ NO_DATA = "which could not be downloaded"
     ],
 )
 def test_a_hub_that_may_not_or_cannot_be_asked_is_a_line(hub, tmp_path, command, line, why):
-    """One line, at once, for models and data sets alike."""
+    """Models and data sets fail with one line, without retries."""
     (tmp_path / "train.toml").write_text(CONFIG)
     before = len(hub.requests)
     done = hub.grpo(*command, cwd=tmp_path, code=2, **why)

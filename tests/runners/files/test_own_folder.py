@@ -1,4 +1,4 @@
-"""Folders that are used again: none that somebody else could have filled."""
+"""Persistent folders that other users could have filled are refused."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def of_nobody(path):
 
 
 def a_link_of_nobody(path):
-    """To a folder of this user: whoever owns the link chooses where it leads."""
+    """A link to a folder of this user: the owner of a link chooses its target."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (path.parent / "mine").mkdir()
     path.symlink_to(path.parent / "mine")
@@ -52,7 +52,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("made", HOSTILE)
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path, made):
-    """With its path and what was found; a new one is this user's alone, whatever the umask."""
+    """The message has path and reason; a new folder is private, whatever the umask is."""
     made(tmp_path / "bad")
     with pytest.raises(UserError, match="bad: expected a folder of this user that nobody else can"):
         own_folder(tmp_path / "bad")
@@ -68,7 +68,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, made):
 @pytest.mark.parametrize("made", HOSTILE)
 @pytest.mark.parametrize("place", [".", "checked"])
 def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path, monkeypatch, made, place):
-    """Nothing in it has been checked, whatever it says; nothing is noted, and no program is loaded."""
+    """Its records do not count, nothing is recorded, and no program is loaded from it."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
     remember("checked", "good")
     assert remembers("checked", "good")
@@ -90,7 +90,7 @@ def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path, monkeypatch,
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("made", HOSTILE)
 def test_programs_come_from_a_folder_of_this_user(tmp_path, monkeypatch, made, rank):
-    """In a temporary folder that all share, for the first rank and single processes as well."""
+    """The temporary folder is shared by all users; this holds for all ranks and single processes."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o1777)
     environ: dict[str, str] = {}
@@ -106,7 +106,7 @@ def test_programs_come_from_a_folder_of_this_user(tmp_path, monkeypatch, made, r
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX for a CPU")
 def test_mlx_loads_no_program_that_another_user_may_have_planted(tmp_path):
-    """Whoever makes /tmp/mlx first: a command compiles its own beside it."""
+    """If another user creates /tmp/mlx first, a command compiles its own program elsewhere."""
     tmp_path.chmod(0o1777)
     (tmp_path / "mlx").mkdir(mode=0o777)
     code = (
@@ -121,7 +121,7 @@ def test_mlx_loads_no_program_that_another_user_may_have_planted(tmp_path):
 @pytest.mark.parametrize("name", [".lock", "training_log.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
 def test_files_of_a_run_folder_that_are_written_again_are_no_links(tmp_path, name, kind):
-    """A folder that somebody else made could have any file of this user's emptied or appended to."""
+    """In a folder made by somebody else, a link could make a run truncate any file of this user."""
     victim, file = tmp_path / "victim", tmp_path / "run" / name
     victim.write_text("mine")
     file.parent.mkdir()
@@ -137,7 +137,7 @@ def test_files_of_a_run_folder_that_are_written_again_are_no_links(tmp_path, nam
 
 @as_root
 def test_another_users_staging_folder_is_theirs_to_clear(tmp_path):
-    """What it moved aside is not given the name of a target here."""
+    """The folder that it moved aside is not restored."""
     stage = tmp_path / f"{PREFIX}{'0' * 12}-model"
     (stage / "old").mkdir(parents=True)
     (stage / "new").mkdir()

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what MLX would take amiss is refused before it reads."""
+"""Headers of safetensors files are checked before MLX reads them."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def entry(**changes):
 
 
 def test_what_mlx_writes_is_taken(tmp_path):
-    """Every dtype, 0-d and empty arrays, none at all, and metadata; an entry by hand as well."""
+    """Files with every dtype, 0-d and empty arrays, no array, and metadata, and a hand-made header."""
     arrays = {name: mx.ones((2, 3)).astype(getattr(mx, name)) for name in DTYPES}
     arrays |= {"scalar": mx.array(1.0), "empty": mx.zeros((0, 3))}
     for number, content in enumerate((arrays, {})):
@@ -47,14 +47,14 @@ def test_what_mlx_writes_is_taken(tmp_path):
     ids=lambda part: str(part)[:50],
 )  # fmt: skip
 def test_a_header_that_lies_is_refused(tmp_path, header):
-    """One line that names the file, whatever is wrong with the header."""
+    """One line names the file."""
     body = b"" if isinstance(header, dict) and "[0, 0]" in str(header) else b"\0" * 16
     with pytest.raises(UserError, match=r"x.safetensors: cannot be read as safetensors: [^\n]+$"):
         check_header(written(tmp_path / "x.safetensors", header, body))
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    """A short file, a folder, nothing, and a named pipe, which would wait for its other end."""
+    """A short file, a folder, a missing file, and a named pipe, which would block."""
     (tmp_path / "short").write_bytes(b"\0" * 7)
     os.mkfifo(tmp_path / "pipe")
     for name in ("short", "", "none", "pipe"):
@@ -71,7 +71,7 @@ def test_what_is_no_file_is_refused(tmp_path):
     ],
 )
 def test_the_headers_state_the_dtype_of_most_tensors(leaves, dtype, tmp_path):
-    """Integers, such as packed weights, do not count; a folder that cannot be read states nothing."""
+    """Integers, such as packed weights, do not count; an unreadable folder states nothing."""
     mx.save_safetensors(str(tmp_path / "model.safetensors"), leaves)
     assert stated_dtype(tmp_path) == dtype and stated_dtype(tmp_path / "absent") == ""
     (tmp_path / "model.safetensors").write_bytes(b"cut off")

@@ -1,4 +1,4 @@
-"""The embedded data and models, and those with a calculator: what the generators promise, what ships."""
+"""The shipped data and models, with and without a calculator, have the properties of their generators."""
 
 import itertools
 import json
@@ -26,13 +26,13 @@ def shipped(split: str, folder=DATA_DIR) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def shipped_model():
-    """The shipped model and its tokenizer, as mlx-lm opens them."""
+    """The shipped model and its tokenizer, loaded by mlx-lm."""
     return mlx_lm.load(str(MODEL_DIR))
 
 
 @pytest.fixture(scope="module")
 def calling_model():
-    """The same of the model with a calculator."""
+    """The same for the model with a calculator."""
     return mlx_lm.load(str(TOOLS_DIR / "model"))
 
 
@@ -48,7 +48,7 @@ def test_splits_are_disjoint_in_numbers():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_shipped_answers_are_what_their_rationale_computes(split):
-    """Two or three true equations; each number is the question's, an earlier result or a two."""
+    """It has two or three true equations with numbers from the question, earlier results, or 2."""
     for row in shipped(split):
         *lines, last = row["answer"].split("\n")
         equations = [EQUATION.findall(line)[0] for line in lines]
@@ -64,7 +64,7 @@ def test_shipped_answers_are_what_their_rationale_computes(split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_shipped_rows_are_the_generators(split):
-    """The files equal what the documented seeds yield, without a question twice; products are right."""
+    """The files equal the output for the documented seeds; no question occurs twice; products are right."""
     rows = shipped(split)
     assert rows == problems.draw_rows(split, *problems.SPLIT_ROWS[split])
     assert len({row["question"] for row in rows}) == len(rows)
@@ -77,7 +77,7 @@ def test_shipped_rows_are_the_generators(split):
 
 
 def test_tokenizer_keeps_tags_whole_and_digits_apart(shipped_model):
-    """Each tag is one token that decoding keeps; each digit is one token; any text comes back."""
+    """Each tag and each digit is one token; any text is decoded unchanged."""
     tokenizer = shipped_model[1]
     for text in (*TAGS, *"0123456789", END):
         assert len(tokenizer.encode(text, add_special_tokens=False)) == 1, text
@@ -88,7 +88,7 @@ def test_tokenizer_keeps_tags_whole_and_digits_apart(shipped_model):
 
 
 def test_chat_template_is_short_and_knows_systems(shipped_model):
-    """One token a turn, system messages rendered, the nudge at the end; prompts stay under sixty tokens."""
+    """It has one token per turn, system messages, and the nudge at the end; prompts have under 60 tokens."""
     tokenizer = shipped_model[1]
     turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2+2?"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -100,7 +100,7 @@ def test_chat_template_is_short_and_knows_systems(shipped_model):
 
 
 def test_shipped_model_has_bad_habits_and_knows_better(shipped_model):
-    """Greedy answers are right for 30 to 55 % of valid problems; among eight samples many more are."""
+    """Greedy answers are right for 30 to 55 % of valid problems; eight samples solve many more."""
     rows = shipped("valid")[:48]
     model, tokenizer = shipped_model
     greedy, _ = exact_match(model, tokenizer, rows)
@@ -110,7 +110,7 @@ def test_shipped_model_has_bad_habits_and_knows_better(shipped_model):
 
 
 def test_the_shipped_files_are_small_and_those_of_the_manifest():
-    """Each of the second model's has the size and digest that the script wrote down, and none is missing."""
+    """Size and digest of each file of the second model are those in the manifest."""
     stated = json.loads((TOOLS_DIR / "manifest.json").read_text())
     assert manifest(TOOLS_DIR) == stated
     assert {"model/model.safetensors", "model/tokenizer.json", "data/test.jsonl"} <= stated.keys()
@@ -120,7 +120,7 @@ def test_the_shipped_files_are_small_and_those_of_the_manifest():
 
 
 def test_a_lesson_leaves_out_what_the_calculator_says(calling_model):
-    """All of a completion is learned but the output, and the calculator would have said just that."""
+    """All of a completion is learned except the calculator's output, which is right."""
     tokenizer = calling_model[1]._tokenizer
     rng = np.random.default_rng(3)
     called_lessons = 0
@@ -141,7 +141,7 @@ def test_a_lesson_leaves_out_what_the_calculator_says(calling_model):
 
 
 def test_the_model_mostly_does_not_call_and_could(calling_model):
-    """It begins a call in 20 to 40 of 100 cases, often with three of the wordings; then it is right."""
+    """It starts a call in 20 to 40 of 100 cases, often with three of the wordings, and is then right."""
     model, tokenizer = calling_model
     rng = np.random.default_rng(4)
     asked = [products.draw_product(rng, "valid") for _ in range(72)]

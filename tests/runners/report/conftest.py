@@ -1,4 +1,4 @@
-"""The system's Chromium, skipped with a clear line where there is none; and a run with conversations."""
+"""The system's Chromium (tests are skipped without it), and a run with conversations."""
 
 import shutil
 
@@ -11,7 +11,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="module")  # while it lives, no other event loop can run
 def browser():
-    """Chromium, without a window."""
+    """Chromium without a window."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError
     )
@@ -33,10 +33,7 @@ def talks(tmp_path_factory):
 
 @pytest.fixture
 def tab(browser, tmp_path):
-    """A page that keeps what it complained of and what it asked for, in `problems` and `asked`.
-
-    How it looked last is left in pytest's temporary folder, under `shots`.
-    """
+    """A page that records its errors in `problems` and its requests in `asked`, with a last screenshot."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     found = context.new_page()
     found.problems, found.asked = [], []

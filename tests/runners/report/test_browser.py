@@ -17,7 +17,7 @@ WAIT = 600_000  # ms: for what hangs
 
 
 def opened(tab, path, part="overview"):
-    """Opens a file at one of its parts."""
+    """Opens a file at one of its sections."""
     tab.goto(f"{path.as_uri()}#{part}")
     tab.wait_for_selector("html[data-ready]", timeout=WAIT)
     if part in ("completions", "problems"):
@@ -25,7 +25,7 @@ def opened(tab, path, part="overview"):
 
 
 def quiet(tab):
-    """Whether the page had no fault and asked for nothing but itself."""
+    """Whether the page had no errors and made no requests except for itself."""
     outside = [each for each in tab.asked if not each.startswith(("file:", "data:"))]
     return tab.problems == [] and outside == []
 
@@ -36,7 +36,7 @@ playwright = pytest.importorskip(
 
 
 def test_a_finished_run_is_drawn(tab, tmp_path):
-    """Tiles, charts with their words, events; nothing is asked of the network."""
+    """Tiles, charts with descriptions, and events appear; nothing is requested from the network."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path)
     assert tab.inner_text("#state") == "finished"
     assert "60.0 %" in tab.inner_text("#tiles")
@@ -47,7 +47,7 @@ def test_a_finished_run_is_drawn(tab, tmp_path):
 
 
 def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
-    """Tags are text, control characters are spelt out, a long text is shown in part."""
+    """Tags are shown as text, control characters are escaped, and a long text is shown in part."""
     folder = make_run(tmp_path / "run", texts=HOSTILE, group=8, name=HOSTILE[1])
     opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card", timeout=WAIT)
@@ -59,7 +59,7 @@ def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
 
 
 def test_completions_are_filtered_and_searched(tab, tmp_path):
-    """By a reward's number, the length limit, a format, a text; groups stand side by side."""
+    """Filters are a reward's value, the length limit, a format and a text; groups are shown together."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "completions")
     status = tab.locator("#completions [role=status]")
     assert status.inner_text() == "48 of 48 completions in 12 groups"
@@ -79,7 +79,7 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
 
 
 def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
-    """Of a real run with an environment: messages with their calls."""
+    """A real run with an environment shows messages with their calls."""
     opened(tab, write_report([talks], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card .turn", timeout=WAIT)
     card = tab.locator(".card", has=tab.locator(".turn.observed")).first
@@ -91,7 +91,7 @@ def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
 
 
 def test_held_out_problems_that_became_right(tab, tmp_path):
-    """From wrong to right between two evaluations."""
+    """The filter shows problems that changed from wrong to right between two evaluations."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "problems")
     tab.select_option("#filter-change", "gained")
     assert "2 of 4 problems" in tab.inner_text("#problems")
@@ -101,7 +101,7 @@ def test_held_out_problems_that_became_right(tab, tmp_path):
 
 
 def test_without_gold_answers_a_run_is_judged_by_its_rewards(tab, tmp_path):
-    """The first number, the chart, and what became of held-out prompts: nothing is called wrong."""
+    """Tile, chart and held-out prompts show rewards; nothing is called wrong."""
     path = write_report([make_run(tmp_path / "run", gold=False)], tmp_path / "page.html").path
     opened(tab, path)
     assert tab.locator("#tiles .tile").first.inner_text().split("\n")[:3] == [
@@ -120,7 +120,7 @@ def test_without_gold_answers_a_run_is_judged_by_its_rewards(tab, tmp_path):
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
 def test_the_live_page_follows_within_two_seconds(tab, tmp_path, end):
-    """A new update; the run's end, after which nothing is live; and the end of the server with the run."""
+    """It shows a new update, the end of the run, and that the server no longer answers."""
     folder = make_run(tmp_path / "run", end=None)
     with locked(folder, "run.name"), Server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Foreign runs: odd values, links, fifos. None breaks its own page, or that of another run."""
+"""Untrusted runs with odd values, links and fifos break neither their own page nor another run's."""
 
 import base64
 import json
@@ -23,14 +23,14 @@ DEEP = '{"a":' * 900 + "1" + "}" * 900
 
 
 def add(folder, *lines):
-    """Lines more in each log."""
+    """Appends lines to each log."""
     for name in LOGS:
         with open(folder / f"{name}.jsonl", "a") as stream:
             stream.write("".join(f"{line}\n" for line in lines))
 
 
 def link(folder, name):
-    """A link, in place of a file, to one that is none of the run's."""
+    """Replaces a file by a link to a file outside the run."""
     secret = folder.parent / "secret.json"
     line = '{"event": "note", "update": 1, "text": "secret-1", "completion": "secret-2", "secret-3": 3}\n'
     secret.write_text(line * (1 if name == CONFIG else 1000))
@@ -38,7 +38,7 @@ def link(folder, name):
 
 
 def replace(file):
-    """The path, where nothing is any more."""
+    """The path, after deleting its file."""
     file.unlink(missing_ok=True)
     return file
 
@@ -68,13 +68,13 @@ REFUSED = {"nan": "cannot be shown in a page", **dict.fromkeys(UNREADABLE, "cann
 
 
 def strict(text):
-    """The JSON of a text, as a browser reads it."""
+    """Parses a text as strictly as a browser."""
     return json.loads(text, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_foreign_run_is_a_page_or_a_line(tmp_path, kind):
-    """In strict JSON, without a file's content that is not the run's."""
+    """The data are strict JSON and contain nothing of files outside the run."""
     FOREIGN[kind](make_run(tmp_path / "odd", end=None))
     status, _, body = LivePage(tmp_path / "odd").answer("/data", HOST)
     try:

@@ -1,4 +1,4 @@
-"""The page as a file: what stands in it, where it is written, what a run leaves of itself."""
+"""The page as a file: its content and place, and the events that a run records."""
 
 import base64
 import json
@@ -21,13 +21,13 @@ from tests.support.tiny_runs import small
 
 
 def blobs(text: str) -> list:
-    """What the page has compressed in it."""
+    """The decompressed pieces of a page."""
     found = re.findall(r'<script type="application/octet-stream" id="blob-[^"]+">([^<]*)</script>', text)
     return [json.loads(zlib.decompress(base64.b64decode(blob))) for blob in found]
 
 
 def test_everything_is_in_the_file(tmp_path):
-    """Metrics, events, config and completions; nothing is loaded from elsewhere."""
+    """It contains metrics, events, config and completions, and loads nothing from elsewhere."""
     folder = make_run(tmp_path / "run")
     written = write_report([folder], tmp_path / "page.html")
     text = written.path.read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_everything_is_in_the_file(tmp_path):
 
 
 def test_no_text_of_a_run_stands_in_the_page_as_it_is(tmp_path):
-    """Names and completions are compressed or escaped: no tag of theirs is in the file."""
+    """Names and completions are compressed or escaped, so none of their tags is in the file."""
     folder = make_run(tmp_path / "run", texts=HOSTILE, name="</title><script>bad()")
     text = write_report([folder], tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert "bad()" not in text.replace("&lt;script&gt;bad()", "") and "window.ran" not in text
@@ -48,7 +48,7 @@ def test_no_text_of_a_run_stands_in_the_page_as_it_is(tmp_path):
 
 
 def test_the_command_writes_a_page(tmp_path):
-    """Of one run into its folder, of several where --out says."""
+    """One run's page is written to its folder, several runs' page to --out."""
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
     assert "there is no such folder" in grpo("report", "nowhere", code=2).output
     grpo("report", one)
@@ -68,12 +68,12 @@ def trained(tmp_path_factory):
 
 
 def lines(folder, name):
-    """The objects of one of a run's files."""
+    """The objects in one of a run's files."""
     return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_run_keeps_a_diary_and_its_held_out_texts(trained):
-    """How it began and ended, and each problem of each evaluation."""
+    """It records its start and end, and each problem of each evaluation."""
     events = lines(trained, "events.jsonl")
     assert [event["event"] for event in events if event["event"] != "note"] == ["start", "end"]
     assert events[0]["updates"] == 2 and "loss.sync_every" in events[0]["given"]
@@ -83,22 +83,22 @@ def test_a_run_keeps_a_diary_and_its_held_out_texts(trained):
 
 
 def test_a_run_writes_its_report_at_the_end(trained):
-    """It says that the run is finished, though its process still lives."""
+    """The report says that the run is finished, although its process is still alive."""
     (run,) = blobs((trained / "report.html").read_text(encoding="utf-8"))[-1]["runs"]
     assert run["state"] == "finished" and run["completions"]["rows"] == 16
 
 
 class Interrupted(Quiet):
-    """Ctrl-C in the first rollout."""
+    """Simulates Ctrl-C in the first rollout."""
 
     def handle(self, event):
-        """Waits for it."""
+        """Raises the interrupt when the rollout starts."""
         if event == Status("sampling"):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_report_without_a_log_knows_how_its_run_ended(trained, tmp_path):
-    """Stopped, not running, and with nothing of the run that was there before."""
+    """The state is stopped, and nothing of an earlier run is shown."""
     shutil.copytree(trained, tmp_path / "small")
     (tmp_path / "train.toml").write_text(small())
     quiet = ["log.jsonl=false", "log.completions=false", f"run.output_dir={tmp_path}"]

@@ -1,4 +1,4 @@
-"""The live page's server: what it serves, and whom it refuses."""
+"""The live page's server: its answers, and the requests that it refuses."""
 
 import json
 import selectors
@@ -34,13 +34,13 @@ def unpacked(answer):
 
 @pytest.fixture
 def ask(tmp_path):
-    """Asks the page of a run."""
+    """Requests a path from the page of a run."""
     page = LivePage(make_run(tmp_path / "run"))
     return lambda path, host=HOST: page.answer(path, host)
 
 
 def test_a_run_is_a_page_and_its_data(ask):
-    """With all pieces; nothing if nothing is new."""
+    """The data contain all pieces; without changes, the answer is empty."""
     assert ask("/")[0] == 200
     first = unpacked(ask("/data"))
     assert ask(f"/data?{quote(first['seen'])}") == (204, "text/plain", b"")
@@ -59,13 +59,13 @@ def test_what_is_not_there_is_not_found(ask, path):
     "host", ["evil.example", "evil.example:8517", "127.0.0.1.evil.example:8517", "", "[::"]
 )
 def test_other_hosts_are_refused(ask, host):
-    """A page elsewhere whose name leads here, whatever it asks for."""
+    """The name of another web page could resolve to this address."""
     for path in ("/", "/data"):
         assert ask(path, host)[0] == 403
 
 
 def test_a_restarted_run_is_read_again(tmp_path):
-    """Pieces with other content have other names than before: a browser keeps what it has opened."""
+    """Changed pieces have new names, because a browser caches pieces by name."""
     page = LivePage(make_run(tmp_path / "run"), rest=0)
     before = unpacked(page.answer("/data", HOST))
     page.folder.rename(tmp_path / "before")
@@ -76,7 +76,7 @@ def test_a_restarted_run_is_read_again(tmp_path):
 
 
 def test_a_page_that_has_data_waits_after_a_long_reading(tmp_path):
-    """A new page gets what there is."""
+    """A new page receives the data at once."""
     page = LivePage(make_run(tmp_path / "run"), rest=1e6)
     seen = unpacked(page.answer("/data", HOST))["seen"]
     (page.folder / "training_log.jsonl").touch()
@@ -85,7 +85,7 @@ def test_a_page_that_has_data_waits_after_a_long_reading(tmp_path):
 
 
 def test_clients_get_the_data_while_lines_are_written(tmp_path):
-    """Over HTTP: each of them whole lines, and as many of each column."""
+    """Over HTTP, each answer has complete lines and columns of equal length."""
     folder = make_run(tmp_path / "run", end=None)
     with Server(folder, 0) as server, ThreadPoolExecutor(4) as clients:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -104,7 +104,7 @@ def test_clients_get_the_data_while_lines_are_written(tmp_path):
 
 
 def ask_at_once(port, path, number):
-    """The sizes of the answers to so many requests that come together; 0: none within 20 s."""
+    """The sizes of the answers to simultaneous requests; 0 if there is none within 20 s."""
     until = time.monotonic() + 20
     waiting = [socket.socket() for _ in range(number)]
     for client in waiting:
@@ -131,7 +131,7 @@ def ask_at_once(port, path, number):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_hundred_clients_at_once(tmp_path):
-    """All of them are answered within seconds, and again and again without more memory."""
+    """All are answered within seconds, repeatedly and without growing memory."""
     folder = make_run(tmp_path / "run")
     command, used = [sys.executable, "-m", "runners.cli", "watch", str(folder), "--port", "0"], []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
@@ -151,7 +151,7 @@ def test_two_hundred_clients_at_once(tmp_path):
 
 
 def test_of_completions_that_grow_large_fewer_updates_are_shown(tmp_path):
-    """An answer has all that are shown, so that their bytes are bounded while a run goes on."""
+    """An answer contains all shown completions, so its size must be bounded."""
     folder = make_run(tmp_path / "run", updates=3)
     path = folder / "completions.jsonl"
     page = LivePage(folder, 2 * path.stat().st_size)
@@ -174,7 +174,7 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path):
 
 
 def test_the_command_refuses_a_folder_without_a_run(tmp_path):
-    """Before it listens; the runs in it are named."""
+    """It fails before it listens, and names the runs in the folder."""
     make_run(tmp_path / "one")
     done = grpo("watch", tmp_path, code=2)
     assert "it contains the runs one" in done.output

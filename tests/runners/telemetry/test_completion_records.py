@@ -1,4 +1,4 @@
-"""completions.jsonl: what each reward was made of; and the length penalty."""
+"""completions.jsonl: the parts of each reward, and the length penalty."""
 
 import json
 import math
@@ -26,7 +26,7 @@ WEIGHTS = {"odd": 0.5, "letters": -0.25}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The completions and the log of a run with a length penalty, its flat groups replaced."""
+    """The completions and the log of a run with a length penalty and dynamic sampling."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "mine.py").write_text(REWARDS)
     (folder / "train.toml").write_text(
@@ -51,7 +51,7 @@ def run(tmp_path_factory):
 
 
 def test_a_reward_is_the_sum_of_what_the_record_says(run):
-    """Weights times each function's own value, None left out, and the length penalty: that of the formula."""
+    """It is the weighted sum of the functions' values (None counts as 0) plus the length penalty."""
     records, _ = run
     assert len(records) == 4 * 4 * 4
     for record in records:
@@ -66,7 +66,7 @@ def test_a_reward_is_the_sum_of_what_the_record_says(run):
 
 
 def test_a_record_has_the_whole_prompt_and_what_rewards_logged(run):
-    """The question, what was said in front of it, and the rewards' columns and metrics, as in the log."""
+    """It contains the question, the system message, and the rewards' columns and metrics."""
     records, log = run
     assert [line["mine/odd"] for line in log] == [0, 0.5]  # updates so far
     assert all(record["extra"] == {"ids": record["tokens"]} for record in records)
@@ -76,7 +76,7 @@ def test_a_record_has_the_whole_prompt_and_what_rewards_logged(run):
 
 
 def test_the_length_penalty_is_shown(run):
-    """Each update's line has its mean; stop.when may name it."""
+    """Each update's line contains its mean, and stop.when can use it."""
     records, log = run
     for line in log:
         rows = [record for record in records if record["update"] == line["update"]]

@@ -1,4 +1,4 @@
-"""A run that becomes worse says so once, with the likeliest key; one that does not says nothing."""
+"""A run that becomes worse causes one warning with the likeliest key; other runs cause none."""
 
 import json
 
@@ -12,12 +12,12 @@ from runners.telemetry.run_watch import Seen, Watch
 
 
 def config_with(*settings):
-    """The quickstart's, at a learning rate of 5e-6."""
+    """The quickstart's config with a learning rate of 5e-6."""
     return load_config("quickstart", ["optim.learning_rate=5e-6", *settings]).check()
 
 
 def fed(config, readings, seen=None):
-    """All lines, and what was seen in the end; a reading is an update's metrics or an evaluation's."""
+    """All lines and the final state, for readings that are metrics of updates or evaluations."""
     watch = Watch(config, [])
     seen, lines = seen or Seen(), []
     for reading in readings:
@@ -45,7 +45,7 @@ def noisy(mean, count, seed=0, std=0.1):
 
 
 def test_a_fall_of_the_held_out_score_is_named_at_once_and_once():
-    """With both scores, both updates, the key and a value to try."""
+    """The line has both scores, both updates, the key and a value to try; it appears once."""
     readings = [evaluation(0, 0.24), evaluation(50, 0.295), evaluation(100, 0.205), evaluation(150, 0.2)]
     lines, seen = fed(config_with(), [*updates(noisy(1, 20)), *readings])
     assert lines == [
@@ -71,7 +71,7 @@ def test_a_fall_of_the_held_out_score_is_named_at_once_and_once():
 )
 @pytest.mark.parametrize("measure", ["em", "reward"])
 def test_a_fall_counts_beyond_chance(scores, problems, falls, measure):
-    """By twice the standard error of the difference, on that many problems."""
+    """The fall must exceed 2.5 standard errors of the difference for that number of problems."""
     readings = [evaluation(n, **{measure: score}, problems=problems) for n, score in enumerate(scores)]
     lines, _ = fed(config_with(), readings)
     if measure == "em" or 1.0 not in scores:
@@ -79,7 +79,7 @@ def test_a_fall_counts_beyond_chance(scores, problems, falls, measure):
 
 
 def test_the_reward_s_fall_is_named_with_what_changed():
-    """From the best mean of ten updates, beyond chance; with lengths and gradients that changed."""
+    """The best mean of ten updates is compared; changed lengths and gradients are named."""
     calm, fallen = noisy(3, 30), noisy(2, 12, seed=1)
     lines, seen = fed(config_with("stop.patience=3"), [*updates(calm), *updates(fallen, 31)])
     (line,) = lines
@@ -99,7 +99,7 @@ def test_the_reward_s_fall_is_named_with_what_changed():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_no_fall(seed):
-    """Rewards that rise and stay, however skewed their noise is at the top."""
+    """Rewards that rise and then stay cause no warning, even with skewed noise near the maximum."""
     random = np.random.default_rng(seed)
     level = np.concatenate([np.linspace(1, 3.8, 60), np.full(200, 3.8)])
     rewards = np.minimum(level + random.normal(0, 0.15, 260), 4 - random.exponential(0.05, 260))
@@ -124,7 +124,7 @@ def test_noise_is_no_fall(seed):
     ],
 )
 def test_the_likeliest_key_follows_from_what_was_seen(settings, more, rewards, measure, says):
-    """The rate, unless another number explains the fall."""
+    """It is the learning rate, unless another metric explains the fall."""
     before, after = [updates([each] * 10, **more) for each in rewards] if rewards else ([], [])
     readings = [*before, evaluation(10, **{measure: 0.9}), *after, evaluation(20, **{measure: 0.3})]
     lines, _ = fed(config_with(*settings), readings)
@@ -132,14 +132,14 @@ def test_the_likeliest_key_follows_from_what_was_seen(settings, more, rewards, m
 
 
 def test_harder_prompts_are_no_decline():
-    """Where the prompts are chosen by their pass rates, the reward says nothing about the run."""
+    """If a curriculum chooses the prompts, the reward is not compared."""
     readings = [*updates(noisy(3, 30)), *updates(noisy(1, 30), 31)]
     assert fed(config_with(), readings)[0]
     assert not fed(config_with("data.curriculum=adaptive"), readings)[0]
 
 
 def test_warnings_can_be_turned_off_and_the_run_still_ends():
-    """`watch.patience = 0`, with `stop.patience`."""
+    """`watch.patience = 0` turns warnings off, and `stop.patience` still ends the run."""
     config = config_with("watch.patience=0", "stop.patience=2")
     lines, seen = fed(config, [*updates(noisy(3, 30)), *updates(noisy(1, 30), 31)])
     assert lines == [] and str(seen.reached).endswith("(stop.patience)")
@@ -147,7 +147,7 @@ def test_warnings_can_be_turned_off_and_the_run_still_ends():
 
 @pytest.mark.parametrize("cut", range(0, 44, 4))
 def test_a_resumed_run_says_the_same(cut):
-    """What was seen, through a checkpoint's JSON, is all it takes."""
+    """The state, through a checkpoint's JSON, is all that a resumed run needs."""
     readings = [*updates(noisy(3, 20)), evaluation(20, 0.9), *updates(noisy(1, 20), 21), evaluation(40, 0.1)]
     config = config_with("stop.patience=5")
     first, seen = fed(config, readings[:cut])

@@ -1,4 +1,4 @@
-"""The logs: one valid JSON object a line whatever comes in, and dashboards that get the same numbers."""
+"""The logs: one valid JSON object per line for any input, and dashboards with the same numbers."""
 
 import json
 import math
@@ -32,7 +32,7 @@ values = st.recursive(
 
 
 def logged(**settings):
-    """A config with this [log]."""
+    """A config with these values in [log]."""
     return Config(model=ModelConfig(path="embedded"), log=LogConfig(**settings))
 
 
@@ -43,7 +43,7 @@ def refuse_constant(name):
 
 @given(st.dictionaries(st.text().filter(lambda name: name != "nonfinite"), values, max_size=5))
 def test_any_record_is_one_line_of_strict_json(record):
-    """No constant that JSON lacks, no line break for any reader; finite values come back unchanged."""
+    """The line has no NaN and no line break of any kind; finite values are unchanged."""
     line = to_json(record)
     assert line.splitlines() == [line]
     back = json.loads(line.encode("utf-8", "backslashreplace"), parse_constant=refuse_constant)
@@ -52,7 +52,7 @@ def test_any_record_is_one_line_of_strict_json(record):
 
 
 def test_nonfinite_numbers_become_null_and_are_named():
-    """Dotted where nested; 0-d arrays are numbers, and integers stay integers."""
+    """Nested names are dotted; 0-d arrays become numbers, and integers stay integers."""
     record = {
         "loss": mx.array(NAN),
         "em": mx.array(1.5, mx.bfloat16),
@@ -67,7 +67,7 @@ def test_nonfinite_numbers_become_null_and_are_named():
 
 
 def test_log_lines_are_on_disk_at_once(tmp_path):
-    """Another process sees each line before the run ends; completions have their own file."""
+    """Other processes can read each line before the run ends; completions have a separate file."""
     with MetricsLog(tmp_path, logged()) as log:
         log.log({"update": 1, "reward": 0.5})
         log.handle(Completions([{"text": "línea\u2028 \x85"}, {"text": "\ud800"}]))
@@ -78,7 +78,7 @@ def test_log_lines_are_on_disk_at_once(tmp_path):
 
 @pytest.mark.parametrize("rest", ["", '{"update": 2, "rew'])
 def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
-    """A run killed in the middle of a line leaves a file that is valid again once it is continued."""
+    """The file of a run that was killed within a line is valid again once it is continued."""
     file = tmp_path / "training_log.jsonl"
     file.write_text('{"update": 1}\n' + rest)
     lines = JsonLines(file, keep=1 << 30)
@@ -89,7 +89,7 @@ def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
 
 @pytest.mark.parametrize("key", ["tensorboard", "wandb"])
 def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_path, monkeypatch, key):
-    """The error has the key and the pip line; a run ends so before an older run's files go."""
+    """The error has the key and the pip command; an older run's files are not deleted."""
     monkeypatch.setattr("runners.telemetry.log.find_spec", lambda name: None)
     package = {"tensorboard": "tensorboardX"}.get(key, key)
     line = f"log.{key} = true .* `pip install {package}`"
@@ -101,7 +101,7 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
 
 @pytest.fixture
 def dashboards(monkeypatch):
-    """Stand-ins for the two packages, which record their calls."""
+    """Replacements for the two packages that record their calls."""
     modules = {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in ("tensorboardX", "wandb")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -109,7 +109,7 @@ def dashboards(monkeypatch):
 
 
 def test_dashboards_get_finite_numbers_at_the_update(tmp_path, dashboards):
-    """Both get the same numbers, without text and NaN, and are finished at the end."""
+    """Both receive the same numbers, without text and NaN, and are closed at the end."""
     writer, run = dashboards[0].SummaryWriter.return_value, dashboards[1].init.return_value
     with MetricsLog(tmp_path, logged(**DASHBOARDS)) as log:
         log.log({"update": mx.array(7), "loss": 0.5, "kl": NAN, "who": "text", "flag": True})
@@ -120,7 +120,7 @@ def test_dashboards_get_finite_numbers_at_the_update(tmp_path, dashboards):
 
 
 def test_a_resumed_run_goes_on_in_its_own(tmp_path, dashboards):
-    """Project, entity and name are the config's; the id is the folder's; a new run has a new one."""
+    """Project, entity and name come from the config, the id from the folder; a new run has a new id."""
     config = logged(**DASHBOARDS, project="p", entity="team", run_name="shown")
 
     def started(**more):

@@ -1,4 +1,4 @@
-"""The display: what a person reads, on a terminal and in a file, and the numbers behind it."""
+"""The display: lines on a terminal and in a file, and their numbers."""
 
 import io
 import math
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """A clock that is set by hand."""
 
     now = 100.0
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def story(report, clock):
-    """A run as the loop reports it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
+    """Sends the events of a run: evaluations, updates of two seconds each, a checkpoint, the end."""
     with report:
         report.handle(
             Started(110, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
@@ -53,7 +53,7 @@ def story(report, clock):
 
 
 def terminal(width=80, clock=None):
-    """A live display, and what it writes."""
+    """A live display and its output stream."""
     stream = io.StringIO()
     console = Console(force_terminal=True, width=width, file=stream)
     return LiveReport(console=console, clock=clock or Clock()), stream
@@ -65,7 +65,7 @@ def current(report):
 
 
 def test_plain_lines_say_everything_once():
-    """Header, evaluations, an update's numbers, checkpoint, summary; times and rates are right."""
+    """Header, evaluations, updates, checkpoint and summary appear, with the right times and rates."""
     clock, stream = Clock(), io.StringIO()
     story(PlainReport(stream, clock=clock, every=10), clock)
     lines = stream.getvalue().splitlines()
@@ -87,7 +87,7 @@ def test_plain_lines_say_everything_once():
 
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_a_terminal_has_the_lines_of_a_file_and_a_current_one(width):
-    """As wide as the terminal allows, brackets included; the current line says how far the run is."""
+    """The lines fit the terminal and show brackets; the current line shows the progress."""
     clock = Clock()
     report, stream = terminal(width, clock)
     report.handle(Note("[red] /a[0]"))
@@ -104,7 +104,7 @@ def test_a_terminal_has_the_lines_of_a_file_and_a_current_one(width):
 
 
 def test_a_resumed_run_is_shown_from_where_it_was():
-    """The last evaluation's score, and the update that was reached."""
+    """The display starts with the last evaluation's score and the update that was reached."""
     report, stream = terminal()
     report.handle(Started(100, {"run": "quickstart"}, done=25, score=0.89))
     assert current(report).startswith("update 25/100  0:00 so far")
@@ -128,14 +128,14 @@ with make_report() as report:
 
 
 def on_a_terminal(**environment):
-    """Runs the report in a process on a pseudo-terminal; what arrives there."""
+    """Runs the report in a process on a pseudo-terminal; returns its output."""
     with Session([sys.executable, "-c", TERMINAL], 80, PYTHONPATH=str(ROOT), **environment) as session:
         session.read_until()
         return session.output
 
 
 def test_an_interrupt_leaves_the_terminal_as_it_was():
-    """The cursor was hidden and is back; NO_COLOR takes colours out; TERM=dumb has plain lines, as a file."""
+    """The cursor is visible again; NO_COLOR removes colours; TERM=dumb gives plain lines."""
     output, colour = on_a_terminal(), re.compile(r"\x1b\[[0-9;]*[349][0-7]m")
     assert output.rfind("\x1b[?25h") > output.find("\x1b[?25l") >= 0
     assert "a reward function prints" in output and "loading the model 0:00" in output
@@ -146,7 +146,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was():
 
 
 def test_the_first_update_does_not_spoil_the_time_left():
-    """Compiling takes 60 s once: 8 updates of 2 s are 16 s."""
+    """The first update compiles for 60 s; 8 updates of 2 s are then 16 s."""
     run = PlainReport(io.StringIO(), clock=(clock := Clock()))
     run.handle(Started(10, {}))
     for update, seconds, left in ((1, 60.0, 9 * 60), (2, 2.0, 8 * 2)):
@@ -159,7 +159,7 @@ def test_the_first_update_does_not_spoil_the_time_left():
 
 
 def test_an_activity_shows_how_far_it_is():
-    """With its time so far; it ends with the update. Plain lines have it every 30 s."""
+    """It shows its time so far and ends with the update; plain lines show it every 30 s."""
     clock, stream = Clock(), io.StringIO()
     report = PlainReport(stream, clock=clock)
 
@@ -178,7 +178,7 @@ def test_an_activity_shows_how_far_it_is():
 
 
 def test_an_activity_without_events_shows_that_it_goes_on(monkeypatch):
-    """Loading, or one step of minutes on a CPU: a line every 30 s, none behind the end."""
+    """While loading or during a long step, a line appears every 30 s; none appears after the end."""
     monkeypatch.setattr("runners.telemetry.report._LOOK", 0.001)
     clock, stream = Clock(), io.StringIO()
 
@@ -211,5 +211,5 @@ def test_an_activity_without_events_shows_that_it_goes_on(monkeypatch):
     ],
 )
 def test_numbers_sizes_and_times_are_short(spell, texts):
-    """Three digits, exact enough to be told apart; bytes and seconds as people read them."""
+    """Numbers have three digits; bytes and seconds have readable units."""
     assert [spell(value) for value in texts] == list(texts.values())

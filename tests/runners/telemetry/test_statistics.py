@@ -1,4 +1,4 @@
-"""The metrics of an update: what counts as a group without variance, and when clipping is reported."""
+"""The metrics of an update: groups without variance, clipping, and times."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_groups_that_teach_nothing_depend_on_the_baseline(baseline: str, wanted:
 
 
 def test_rewards_that_are_equal_in_float32_are_a_group_without_variance() -> None:
-    """As the advantages see them: they are computed in float32."""
+    """Advantages are computed in float32, in which these rewards are equal."""
     tallies = [tally_of([[0.1, 0.1 + 1e-12], [0.0, 1.0]])]
     metrics = rollout_metrics(tallies, ["r"], load_config("quickstart"))
     assert metrics["frac_reward_zero_std"] == 0.5
 
 
 def stats_of(spec: g.LossSpec) -> g.LossStats:
-    """Of two sequences, of four tokens and of one, with every ratio 3 and A = 1 and −1."""
+    """The statistics of two sequences (4 tokens and 1 token) with all ratios 3 and A = 1 and −1."""
     logp = mx.full((2, 4), float(np.log(3.0)))
     mask = mx.array([[1, 1, 1, 1], [1, 0, 0, 0]])
     return g.policy_loss(logp, mx.array([1.0, -1.0]), mask, spec, old_logp_bt=mx.zeros((2, 4)))[1]
@@ -68,7 +68,7 @@ CLIP = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
     ],
 )
 def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set[str], high: float) -> None:
-    """TRL's names; at level `sequence` the share is one of sequences."""
+    """The names are TRL's; at level `sequence`, the share counts sequences."""
     spec = g.LossSpec(**fields)
     stats = stats_of(spec)
     metrics = loss_metrics(stats, UPDATE, spec, has_reference=False)
@@ -79,7 +79,7 @@ def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set
 
 
 def test_the_parts_of_a_step_and_the_rest_add_up():
-    """By a clock that is turned by hand."""
+    """The clock is set by hand."""
     now = [10.0]
     times = PartTimes(lambda: now[0])
     times.add("rollout", 2.0)

@@ -1,4 +1,4 @@
-"""Warnings about training that goes astray, and conditions that end a run."""
+"""Warnings about training that goes wrong, and conditions that end a run."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def watching(settings, conditions):
 
 
 def fed(watch, *readings, seen=None):
-    """The warnings of each of the readings, and what was seen in the end."""
+    """The warnings for each reading, and the final state."""
     seen, lines = seen or Seen(), []
     for reading in readings:
         seen, found = watch.see(reading, seen)
@@ -41,7 +41,7 @@ def fed(watch, *readings, seen=None):
     ],
 )
 def test_a_row_of_bad_updates_warns_once(bad, says):
-    """At the third in a row, not before, not again while it lasts, and again once it has been well."""
+    """The warning comes at the third consecutive update, once per series."""
     bad = {**GOOD, **bad}
     readings = [bad, bad, GOOD, bad, bad, bad, bad, GOOD, *[bad] * 3]
     lines, seen = fed(watching(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), []), *readings)
@@ -51,7 +51,7 @@ def test_a_row_of_bad_updates_warns_once(bad, says):
 
 
 def test_a_constant_reward_is_pointed_out_once():
-    """One value, or none, for all completions of each of the first updates; a later row is no news."""
+    """The values are equal, or missing, in each of the first updates; later series cause no warning."""
 
     def reading(update, std=0.0, mean=0.1):
         return {"update": update, "rewards/r/std": std, "rewards/r/mean": mean}
@@ -70,7 +70,7 @@ def test_a_constant_reward_is_pointed_out_once():
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "x", True])
 def test_what_is_no_number_is_no_reading(missing):
-    """It neither counts nor ends a row: updates without a token have no entropy."""
+    """It does not change a count, because updates without tokens have no entropy."""
     low = {"entropy": 0.0, "kl": 2.0}
     readings = low, {"entropy": missing, "kl": missing}, {}, low
     lines, seen = fed(watching(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)]), *readings)
@@ -88,7 +88,7 @@ CONDITIONS = {
 
 @pytest.mark.parametrize("text", CONDITIONS)
 def test_conditions_are_read(text):
-    """Metric, side, limit and patience; anything else is none."""
+    """A condition has a metric, a sign, a limit and a number of readings; other texts give None."""
     assert Condition.parse(text) == CONDITIONS[text]
 
 
@@ -98,7 +98,7 @@ def test_conditions_are_read(text):
     st.sampled_from(["<", "<=", ">", ">="]),
 )
 def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, sign):
-    """Against the obvious: the first place where the last so many readings all hold."""
+    """The naive reference looks for the first series of readings that all meet the condition."""
     holds = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
     _, seen = fed(
         watching(WatchConfig(), [Condition("kl", sign, 1.0, readings)]), *({"kl": v} for v in values)
@@ -110,7 +110,7 @@ def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, si
 
 @given(st.lists(st.sampled_from([0.0, 3.0]), min_size=1, max_size=20), st.integers(0, 20))
 def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
-    """What it has seen, through JSON, is all it takes."""
+    """Its state, through JSON, is all that it needs."""
     watch = watching(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
     readings = [{"kl": v, "entropy": v / 100, "frac_reward_zero_std": float(v > 0)} for v in values]
     first, seen = fed(watch, *readings[:cut])
@@ -120,5 +120,5 @@ def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
 
 
 def test_a_reward_s_metric_may_have_its_whole_name():
-    """Where two functions share the short one, it is the only one."""
+    """If two functions have the same short name, only the whole name is unique."""
     assert condition_fault("rewards/mine.py:brevity/std > 0", ["mine.py:brevity"]) == ""
