@@ -71,9 +71,9 @@ def convert(
     check_target(target, force)
     path = Path(source).expanduser()
     checkpoint = find_checkpoint(path, step)
-    is_gguf = path.suffix == ".gguf"
+    is_foreign = checkpoint is not None or path.suffix == ".gguf"
     pickled = find_pickle(path) if path.is_dir() and not has_tokenizer(path) else None
-    if not (checkpoint or is_gguf):
+    if not is_foreign:
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:
             raise UserError(
@@ -85,10 +85,10 @@ def convert(
         if checkpoint is not None:
             model, meta, encoding = checkpoint
             convert_checkpoint(model, meta, encoding, temporary)
-        elif is_gguf:
+        elif is_foreign:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
             dequantize = False
-        if checkpoint is not None or is_gguf:
+        if is_foreign:
             try:
                 read_model(temporary)
             except UserError as error:  # what is missing or does not fit
@@ -103,7 +103,7 @@ def convert(
             module, config = load_module(path, trust_remote_code)
             collect = None
         module, config = repack(module, config, quantization, dtype, dequantize, collect)
-        if path == temporary:  # the file that the weights are read from is replaced
+        if is_foreign:  # the file that the weights are read from is replaced
             mx.eval(module.parameters())
         else:
             copy_companions(path, temporary)

@@ -87,12 +87,8 @@ def open_source(
     check_target(target, force)
     model, adapters = find_model(name, "", note)
     folder = adapters or model
-    origin = name
-    if adapters:
-        origin = base_of(adapters)
-    elif Path(name).expanduser().exists():
-        origin = _origin(model)
     check_apart(target, folder, model)
+    origin = base_of(adapters) if adapters else _origin(name, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:
         read_adapters(module, folder, model)
@@ -100,7 +96,7 @@ def open_source(
         module.update_modules(tree_unflatten(list(fused.items())))
         config.pop("quantization_config", None)
         if "quantization" in config:
-            config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
+            config["quantization"] |= dict.fromkeys(fused, False)
     return Opened(
         folder, model, origin, module, config, tokenizer, read_prompt(folder), run_facts(folder)
     )
@@ -127,13 +123,13 @@ def export_folder(
 
     Raises UserError for an unsuitable quantization, and if writing fails.
     """
-    again = quantization.wanted
-    module, config = repack(opened.module, opened.config, quantization, dtype, dequantize=again)
+    module, config = repack(
+        opened.module, opened.config, quantization, dtype, dequantize=quantization.wanted
+    )
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
         copy_companions(opened.model, temporary)
-        if opened.prompt is not None:
-            write_prompt(temporary, opened.prompt)
+        write_prompt(temporary, opened.prompt)
         card = model_card(
             title or target.name,
             opened.facts,
@@ -155,9 +151,9 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
     check_target(ollama, force)
     text = modelfile(file.name, opened.tokenizer, opened.prompt)
     module, config = repack(opened.module, opened.config, NOT_PACKED, dequantize=True)
-    name = opened.folder.resolve()
-    title = name.parent.name if opened.facts else name.name
-    write_gguf(file, module, config, opened.tokenizer, kind, name=title, force=force)
+    folder = opened.folder.resolve()
+    name = folder.parent.name if opened.facts else folder.name
+    write_gguf(file, module, config, opened.tokenizer, kind, name=name, force=force)
     save_text(ollama, text)
     return ollama
 
@@ -176,8 +172,7 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     with new_folder(target, replace=force) as temporary:
         save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})
         write_json(temporary / ADAPTER_CONFIG, config)
-        if prompt is not None:
-            write_prompt(temporary, prompt)
+        write_prompt(temporary, prompt)
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
@@ -203,10 +198,12 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     return str(done.commit_url)
 
 
-def _origin(folder: Path) -> str:
+def _origin(name: str, folder: Path) -> str:
     """The base model that a model was trained from, as named by the adapters beside the merged
-    weights or by its run's config.
+    weights or by its run's config; for a Hub name, that name.
     """
+    if not Path(name).expanduser().exists():
+        return name
     stated = folder / ADAPTER_CONFIG
     if stated.is_file():
         return str(read_json(stated).get("model") or "")
@@ -219,10 +216,8 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
     """
     from huggingface_hub import ModelCard, hf_hub_download
 
-    beside = [
-        Path(place).expanduser() / "README.md" for place in (opened.origin, opened.model) if place
-    ]
-    file = next(filter(Path.is_file, beside), None)
+    places = (Path(place).expanduser() for place in (opened.origin, opened.model) if place)
+    file = next(filter(Path.is_file, (place / "README.md" for place in places)), None)
     with suppress(Exception):  # no card, no network, or YAML that is none
         file = file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
         data = ModelCard.load(file).data.to_dict()

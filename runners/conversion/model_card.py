@@ -33,6 +33,72 @@ _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "p
 _MEASURED = {"em": "exact match", "eval/reward": "reward"}
 _TRAINED = {"reward": "training reward", "completions/mean_length": "completion length, tokens"}
 _SHARE = 10  # the first and the last tenth of the updates are compared
+_CARD = """\
+---
+{{ front }}
+---
+
+# {{ heading }}
+
+{% if facts %}
+Trained with GRPO ({{ facts.config["loss"]["preset"] }}, {{ tuned }}) by grpo_fn {{ version }}.
+
+- Model: {{ (base or facts.config["model"]["path"]) | origin }}
+- Data: {{ facts.config["data"]["source"] | origin }}
+
+{% else %}
+Written by grpo_fn {{ version }}{{ " from " ~ (base | code) if base }}.
+
+{% endif %}
+{% if quantized %}
+The weights are quantized: {{ quantized }}.
+{{- " The results were measured in full precision." if facts }}
+
+{% endif %}
+{% if facts %}
+## Results
+
+| | before | after |
+|---|---|---|
+{% for row in results %}
+| {{ row | join(" | ") }} |
+{% endfor %}
+{% if facts.updates %}
+
+{{ last_update }} updates; training reward and length are means over the first and the last \
+{{ share }}.
+{% endif %}
+
+{% endif %}
+{% if prompt %}
+## Prompt
+
+{% for what, text in prompt_texts.items() if text %}
+{{ what }}
+
+{{ text | fenced }}
+
+{% endfor %}
+Maximum length of a reply: {{ "{:,}".format(prompt.max_new_tokens) }} tokens.
+
+{% endif %}
+{% if facts %}
+## Config
+
+{{ config | fenced("toml") }}
+
+{% endif %}
+## Use
+
+{% if prompt %}
+{{ ("grpo generate " ~ argument ~ ' "…"') | fenced("sh") }}
+
+It uses the prompt settings above from `{{ prompt_file }}`. mlx-lm does not read that file; pass \
+the system message as `--system-prompt` and the first words as `--prefill-response`:
+
+{% endif %}
+{{ ("mlx_lm.generate --model " ~ argument ~ ' --prompt "…"') | fenced("sh") }}
+"""
 
 
 @attrs.frozen
@@ -116,6 +182,7 @@ def model_card(
         licence: license, license_name and license_link of the base model's card, if they are
             known.
     """
+    import jinja2
     from huggingface_hub import ModelCardData
 
     source = facts.config["data"]["source"] if facts else ""
@@ -127,42 +194,35 @@ def model_card(
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    heading = title if HUB_NAME.fullmatch(title) else _code(title)
-    lines = ["---", front.to_yaml(), "---", "", f"# {heading}", ""]
-    written = f"by grpo_fn {grpo_fn.__version__}"
-    packed = f"The weights are quantized: {quantized}."
-    if facts is None:
-        lines += [f"Written {written}{f' from {_code(base)}' if base else ''}.", ""]
-    else:
-        model = facts.config["model"]
-        preset = facts.config["loss"]["preset"]
-        lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
-        for what, name in (("Model", base or model["path"]), ("Data", source)):
-            lines.append(
-                f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}"
-            )
-        lines.append("")
-        packed += " The results were measured in full precision."
-    lines += [packed, ""] if quantized else []
-    lines += _results(facts) if facts else []
-    lines += _prompt(prompt) if prompt else []
-    if facts is not None:
-        lines += ["## Config", "", *_fenced(toml_text(facts.config).strip(), "toml")]
-    named = shlex.quote(printable(title))
-    lines += ["## Use", ""]
-    if prompt is not None:
-        lines += _fenced(f'grpo generate {named} "…"', "sh")
-        lines += [
-            f"It uses the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that "
-            "file; pass the system message as `--system-prompt` and the first words as "
-            "`--prefill-response`:",
-            "",
-        ]
-    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {named} --prompt "…"', "sh")])
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"code": _code, "fenced": _fenced, "origin": _origin}
+    return environment.from_string(_CARD).render(
+        front=front.to_yaml(),
+        heading=title if HUB_NAME.fullmatch(title) else _code(title),
+        version=grpo_fn.__version__,
+        facts=facts,
+        prompt=prompt,
+        quantized=quantized,
+        base=base,
+        tuned=_TUNED[facts.config["model"]["tune"]] if facts else "",
+        results=_results(facts) if facts else [],
+        share=_share(facts) if facts else 0,
+        last_update=whole_number(facts.updates[-1].get("update")) if facts and facts.updates else 0,
+        prompt_texts=_prompt_texts(prompt) if prompt else {},
+        config=toml_text(facts.config).strip() if facts else "",
+        prompt_file=PROMPT_FILE,
+        argument=shlex.quote(printable(title)),
+    )
 
 
-def _results(facts: RunFacts) -> list[str]:
-    lines = ["## Results", "", "| | before | after |", "|---|---|---|"]
+def _share(facts: RunFacts) -> int:
+    """The number of updates at each end of a run whose means are compared."""
+    return max(len(facts.updates) // _SHARE, 1)
+
+
+def _results(facts: RunFacts) -> list[tuple[str, str, str]]:
+    """The rows of the results' table: what was measured, before, after."""
+    rows = []
     for key, name in _MEASURED.items():
         measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
         if measured:
@@ -170,18 +230,14 @@ def _results(facts: RunFacts) -> list[str]:
             last = measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
             count = whole_number(last.get("em_subset")) or ""
-            lines.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
-    many = max(len(facts.updates) // _SHARE, 1)
+            rows.append((f"{name}, {count} held-out problems", before, _figure(last, key)))
+    share = _share(facts)
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
         values = [value for value in found if value is not None]
         if values:
-            lines.append(f"| {name} | {_mean(values[:many]):.4g} | {_mean(values[-many:]):.4g} |")
-    if facts.updates:
-        updates = whole_number(facts.updates[-1].get("update"))
-        what = "training reward and length are means over the first and the last"
-        lines += ["", f"{updates} updates; {what} {many}."]
-    return [*lines, ""]
+            rows.append((name, f"{_mean(values[:share]):.4g}", f"{_mean(values[-share:]):.4g}"))
+    return rows
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -205,19 +261,18 @@ def _figure(line: Mapping[str, Any], key: str) -> str:
     return f"{mean:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
-def _prompt(prompt: PromptSettings) -> list[str]:
+def _prompt_texts(prompt: PromptSettings) -> dict[str, str]:
     kwargs = prompt.chat_template_kwargs
-    shown = {
+    return {
         "System message:": prompt.system_prompt.strip(),
         "First words of the reply, part of the prompt:": prompt.nudge,
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
         "Arguments of the chat template, besides the messages:": spell(kwargs) if kwargs else "",
     }
-    lines = ["## Prompt", ""]
-    for what, text in shown.items():
-        if text:
-            lines += [what, "", *_fenced(text)]
-    return [*lines, f"Maximum length of a reply: {prompt.max_new_tokens:,} tokens.", ""]
+
+
+def _origin(name: str) -> str:
+    return "what ships with grpo_fn" if name in SHIPPED else _code(name)
 
 
 def _code(text: str) -> str:
@@ -226,9 +281,9 @@ def _code(text: str) -> str:
     return f"{ticks} {printable(text)} {ticks}"
 
 
-def _fenced(text: str, language: str = "text") -> list[str]:
+def _fenced(text: str, language: str = "text") -> str:
     ticks = _ticks(text, 3)
-    return [f"{ticks}{language}", visible(text), ticks, ""]
+    return f"{ticks}{language}\n{visible(text)}\n{ticks}"
 
 
 def _ticks(text: str, least: int) -> str:

@@ -14,14 +14,14 @@ import io
 import pickle
 import pickletools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from runners.errors import UserError, error_line, first_line, listed, show, user_errors
 from runners.files.json_files import read_json, write_json
-from runners.machine.versions import install_hint
+from runners.machine.versions import import_extra
+from runners.models.json_keys import NANOCHAT, NANOCHAT_SIZES, check_keys
 from runners.tokenization.tiktoken_encoding import write_tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _MODEL = re.compile(r"model_(\d+)\.pt")
 _COMPILED = "_orig_mod."  # torch.compile puts it before every name
-_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
 PICKLE_NAME = "tokenizer.pkl"
 # What protocols 4 and 5 write for an Encoding. Nothing here calls what it names, builds tuples that
@@ -106,50 +105,36 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
         "max_position_embeddings": sizes["sequence_len"],
         "intermediate_size": 4 * sizes["n_embd"],
     }
-    tensors = _tensors(model)
     rows = sizes["vocab_size"]
+    tensors = {
+        name: (x[:rows] if name in _VOCABULARY else x).contiguous()
+        for name, x in _tensors(model).items()
+    }
     from safetensors.torch import save_file
 
-    save_file(
-        {
-            name: (x[:rows] if name in _VOCABULARY else x).contiguous()
-            for name, x in tensors.items()
-        },
-        str(target / "model.safetensors"),
-        metadata={"format": "mlx"},
-    )
+    save_file(tensors, str(target / "model.safetensors"), metadata={"format": "mlx"})
     write_json(target / "config.json", config)
     write_tokenizer(read_encoding(tokenizer), target)
 
 
 def _sizes(meta: Path) -> dict[str, int]:
-    found = read_json(meta).get("model_config")
-    if not isinstance(found, Mapping):
-        raise UserError(
-            f"{meta}: the key model_config, which contains the model's sizes, is missing"
-        )
-    for name in _SIZES:
-        size = found.get(name)
-        if type(size) is not int or size < 1:
-            raise UserError(
-                f"{meta}: model_config.{name}: expected a positive integer, found {size!r}"
-            )
+    content = read_json(meta)
+    check_keys(content, meta, NANOCHAT)
+    sizes = dict(content["model_config"])
     # A pattern of only long windows is full attention, as in mlx-lm's model.
-    plain = {"window_pattern"} if {*str(found.get("window_pattern"))} == {"L"} else set()
-    others = found.keys() - {*_SIZES} - plain
+    if {*str(sizes.get("window_pattern"))} == {"L"}:
+        del sizes["window_pattern"]
+    others = sizes.keys() - {*NANOCHAT_SIZES}
     if others:
         raise UserError(
             f"{meta}: model_config contains {listed(sorted(others))}, which mlx-lm's nanochat "
             f"does not support"
         )
-    return {name: found[name] for name in _SIZES}
+    return sizes
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f"reading a .pt file requires PyTorch: {install_hint('torch')}") from error
+    torch = import_extra("torch", "torch", "reading a .pt file requires PyTorch")
     # errors of pickle, zip and torch have no common class
     with user_errors(
         f"{file}: cannot be read as a checkpoint with tensors", Exception, why=first_line
@@ -200,18 +185,17 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
     """
     if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
         raise UserError("it does not contain a vocabulary")
-    ranks, special = state["mergeable_ranks"], state["special_tokens"]
+    ranks = state["mergeable_ranks"]
+    special = state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
-    kinds = (
-        {*map(type, ranks)} <= {bytes},
-        {*map(type, special)} <= {str},
-        {*map(type, ids)} <= {int},
+    is_vocabulary = (
+        {*map(type, ranks)} <= {bytes}
+        and {*map(type, special)} <= {str}
+        and {*map(type, ids)} <= {int}
+        and len(set(ids)) == len(ids)
+        and all(0 <= number < 2**31 for number in ids)
     )
-    if (
-        not all(kinds)
-        or len(set(ids)) != len(ids)
-        or not all(0 <= number < 2**31 for number in ids)
-    ):
+    if not is_vocabulary:
         raise UserError(
             "its vocabulary does not map bytes and names to distinct numbers below 2^31"
         )

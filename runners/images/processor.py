@@ -6,7 +6,6 @@ mlx-vlm does this with the settings in the model folder's preprocessor_config.js
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from runners.errors import UserError, first_line, first_lines, show, user_errors
+from runners.errors import UserError, first_lines, show, user_errors
 from runners.images.image_files import ImageFile, image_size, read_image
-from runners.machine.versions import install_hint
+from runners.machine.versions import import_extra
 
 # model_type -> mlx-vlm's processor, in its module processing_{model_type}
 FAMILIES: dict[str, str] = {
@@ -86,14 +85,7 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def mlx_vlm_module(name: str) -> Any:
     """A module of mlx-vlm, such as "models.qwen2_vl". Raises UserError if mlx-vlm is not
     installed."""
-    try:
-        return importlib.import_module(f"mlx_vlm.{name}")
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0] == "mlx_vlm"
-        reason = "" if missing else f" ({first_line(error)})"
-        raise UserError(
-            f"prompts with images require mlx-vlm: {install_hint('vlm')}{reason}"
-        ) from error
+    return import_extra(f"mlx_vlm.{name}", "vlm", "prompts with images require mlx-vlm")
 
 
 Grid = tuple[int, int, int]  # time, rows, columns

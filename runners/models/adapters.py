@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header, load_arrays
 from runners.models import json_keys
 from runners.models.folders import final_of
-from runners.models.model_reader import check_finite
+from runners.models.model_reader import check_finite, is_floating
 from runners.models.peft_adapters import PEFT_ADAPTERS, Adapters, from_peft
 
 ADAPTERS = "adapters.safetensors"
@@ -52,24 +53,18 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    keys = list(lora.keys)
-    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     # Relative to a layer, or from the root for parts outside the layers.
-    known: set[str] = set()
-    for root in (module, *cast("list[nn.Module]", module.layers)):
-        for name, part in root.named_modules():
-            adaptable = isinstance(part, kinds) or hasattr(part, "to_lora")
-            if adaptable and (root is not module or ".layers." not in f".{name}"):
-                known.add(name)
-    for key in keys:
-        if key not in known:
-            near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
-            raise UserError(
-                f'model.lora.keys: "{key}" is not a linear or embedding layer of this model{near}'
-            )
+    known = {name for name in _adaptable(module) if ".layers." not in f".{name}"}
+    known |= {*chain.from_iterable(map(_adaptable, cast("list[nn.Module]", module.layers)))}
+    unknown = next((key for key in lora.keys if key not in known), None)
+    if unknown is not None:
+        near = did_you_mean(unknown, known) or f"; this model has {', '.join(sorted(known))}"
+        raise UserError(
+            f'model.lora.keys: "{unknown}" is not a linear or embedding layer of this model{near}'
+        )
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
-    if keys:
-        parameters["keys"] = keys
+    if lora.keys:
+        parameters["keys"] = list(lora.keys)
     with mx.stream(mx.cpu):  # the forecast needs no GPU, which takes seconds to start
         high, low = on_host(prng.fold_in(mx.random.key(seed), prng.ADAPTERS))
     mx.random.seed(high << 32 | low)
@@ -77,6 +72,16 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     with user_errors(f'model.tune = "{tune}"', ValueError):
         linear_to_lora_layers(module, lora.layers, parameters, use_dora=tune == "dora")
     return {"num_layers": lora.layers, "lora_parameters": parameters}
+
+
+def _adaptable(root: nn.Module) -> list[str]:
+    """The names of the layers that can have adapters."""
+    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+    return [
+        name
+        for name, part in root.named_modules()
+        if isinstance(part, kinds) or hasattr(part, "to_lora")
+    ]
 
 
 def check_adapters(folder: Path) -> None:
@@ -112,19 +117,17 @@ def read_folder(folder: Path) -> Adapters:
     """
     check_adapters(folder)
     config, file = adapter_files(folder)
-    settings = read_json(config)
     tensors, _ = load_arrays(file)
     for name, leaf in tensors.items():
-        if not mx.issubdtype(leaf.dtype, mx.floating):
+        if not is_floating(leaf):
             raise UserError(
                 f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}"
             )
     check_finite(tensors, file)
-    return (
-        Adapters(settings, tensors)
-        if file.name == ADAPTERS
-        else from_peft(settings, tensors, folder)
-    )
+    settings = read_json(config)
+    if file.name == ADAPTERS:
+        return Adapters(settings, tensors)
+    return from_peft(settings, tensors, folder)
 
 
 def read_adapters(
@@ -158,24 +161,22 @@ def read_adapters(
             f"{where}: the model's head shares the weights of its token embedding, but the "
             f"adapters change them separately; expected PEFT's ensure_weight_tying = true"
         )
-    # The learner has no dropout.
     count = stated["num_layers"]
-    parameters = {**stated["lora_parameters"], "dropout": 0.0}
+    parameters = {**stated["lora_parameters"], "dropout": 0.0}  # the learner has none
     # mlx-lm may fail in any way for an untrusted config
     with user_errors(where, Exception, why=first_lines):
         linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
-    wanted = {}
-    for name, part in module.named_modules():
-        leaves = ("lora_a", "lora_b", "m") if "lora_a" in part else ()
-        wanted |= {f"{name}.{leaf}": part[leaf].shape for leaf in leaves if leaf in part}
-    found = {name: leaf.shape for name, leaf in tensors.items()}
+    wanted = {
+        name: list(leaf.shape)
+        for name, leaf in named_leaves(module.parameters()).items()
+        if name.rpartition(".")[2] in ("lora_a", "lora_b", "m")
+    }
+    found = {name: list(leaf.shape) for name, leaf in tensors.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            shapes = [
-                list(table[name]) if name in table else "nothing" for table in (wanted, found)
-            ]
             raise UserError(
-                f"{where}: {show(name)}: expected the shape {shapes[0]}, found {shapes[1]}"
+                f"{where}: {show(name)}: expected the shape {wanted.get(name, 'nothing')}, found "
+                f"{found.get(name, 'nothing')}"
             )
     _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
@@ -230,12 +231,12 @@ def base_digest(leaves: Mapping[str, mx.array]) -> str:
     Floating-point numbers are read as float32, so the digest does not change if a model is saved
     with more bits. The digest is computed on the CPU, because a GPU would compile a kernel first.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with mx.stream(mx.cpu):
         for name, leaf in sorted(leaves.items()):
-            whole.update(f"{name} {leaf.shape}\n".encode())
-            whole.update(np.array(_sample(leaf)).tobytes())
-    return whole.hexdigest()
+            digest.update(f"{name} {leaf.shape}\n".encode())
+            digest.update(np.array(_sample(leaf)).tobytes())
+    return digest.hexdigest()
 
 
 def _sample(leaf: mx.array) -> mx.array:
@@ -244,5 +245,4 @@ def _sample(leaf: mx.array) -> mx.array:
         # Multiples of an odd number modulo the size do not meet the same columns of a matrix.
         steps = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2_654_435_761)
         flat = flat[mx.array((steps % np.uint64(flat.size)).astype(np.uint32))]
-    floating: Any = mx.issubdtype(flat.dtype, mx.floating)
-    return mx.contiguous(flat.astype(mx.float32) if floating else flat)
+    return mx.contiguous(flat.astype(mx.float32) if is_floating(flat) else flat)

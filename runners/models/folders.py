@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from runners.config.names import HUB_NAME, other_name
-from runners.errors import UserError, first_line, show, user_errors
+from runners.errors import UserError, first_line, listed, show, user_errors
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
@@ -167,20 +167,16 @@ def _is_weights(name: str) -> bool:
 
 def _check_weights(folder: Path, names: set[str]) -> None:
     if not any(map(_is_weights, names)):
-        others = sorted(
-            name
-            for name in names
-            if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
-        )
-        found = ", ".join(others[:3]) or "none"
+        suffixes = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
+        others = sorted(name for name in names if name.endswith(suffixes))
         raise UserError(
-            f"{folder}: expected weights in model*.safetensors, found {found}; transformers' "
-            "from_pretrained(FOLDER).save_pretrained(NEW) converts pytorch_model.bin"
+            f"{folder}: expected weights in model*.safetensors, found {listed(others)}; "
+            "transformers' from_pretrained(FOLDER).save_pretrained(NEW) converts pytorch_model.bin"
         )
     file = folder / "model.safetensors.index.json"
     weight_map = read_json(file).get("weight_map") if file.name in names else None
-    listed = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
-    missing = sorted(listed - names)
+    parts = weight_map.values() if isinstance(weight_map, dict) else ()
+    missing = sorted({*map(str, parts)} - names)
     if missing:
         raise UserError(
             f"{folder}: {len(missing)} weight files are missing; the first is {missing[0]}"
@@ -189,9 +185,10 @@ def _check_weights(folder: Path, names: set[str]) -> None:
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
     if not has_tokenizer(folder):
-        expected = " or ".join(_TOKENIZERS)
         hint = "; `grpo convert` creates one from tokenizer.pkl" if "tokenizer.pkl" in names else ""
-        raise UserError(f"{folder}: the tokenizer is missing; expected {expected}{hint}")
+        raise UserError(
+            f"{folder}: the tokenizer is missing; expected {' or '.join(_TOKENIZERS)}{hint}"
+        )
     if "tokenizer_config.json" not in names:
         raise UserError(
             f"{folder}: tokenizer_config.json is missing; without it, the special tokens are wrong"

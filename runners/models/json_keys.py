@@ -100,6 +100,13 @@ ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for
     "lora_parameters.scale": (_is_number, "a finite number"),
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
+NANOCHAT_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+NANOCHAT: dict[str, Rule] = {  # of a nanochat checkpoint's meta_*.json
+    "model_config": (lambda value: isinstance(value, dict), "a JSON object with the model's sizes"),
+    **dict.fromkeys(
+        (f"model_config.{name}" for name in NANOCHAT_SIZES), (_whole(1), "a positive integer")
+    ),
+}
 # Of PEFT's: what changes the numbers and has no form in mlx-lm.
 _ONLY_PEFT = (
     *("fan_in_fan_out", "lora_bias", "use_qalora", "layer_replication", "target_parameters"),

@@ -99,9 +99,9 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
         source = getattr(getattr(loader, "__code__", None), "co_filename", None)
         raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
     if not isinstance(module, nn.Module) or not hasattr(module, "layers"):
-        kind = type(module).__name__
         raise UserError(
-            f"{path}: {name}: expected an mlx.nn.Module with blocks as `layers`, found {kind}"
+            f"{path}: {name}: expected an mlx.nn.Module with blocks as `layers`, found "
+            f"{type(module).__name__}"
         )
     return module, config
 
@@ -165,17 +165,18 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
-    floating = {
-        n: leaf
-        for n, leaf in leaves.items()
-        if leaf.size and mx.issubdtype(leaf.dtype, mx.floating)
-    }
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.size and is_floating(leaf)}
     materialize_in_parts(floating)
     finite = {name: _finite(leaf) for name, leaf in floating.items()}
     mx.eval(finite)
     for name, answer in finite.items():
         if not answer.item():
             raise UserError(f"{path}: the weight {name} contains NaN or infinity")
+
+
+def is_floating(leaf: mx.array) -> bool:
+    """Whether an array contains floating-point numbers."""
+    return bool(mx.issubdtype(leaf.dtype, mx.floating))
 
 
 def _finite(leaf: mx.array) -> mx.array:
@@ -209,10 +210,8 @@ def cast_floating(
     unchanged.
     """
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
-    floating = {
-        name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)
-    }
-    module.update(tree_unflatten([(name, leaf.astype(dtype)) for name, leaf in floating.items()]))
+    cast = [(name, leaf.astype(dtype)) for name, leaf in leaves.items() if is_floating(leaf)]
+    module.update(tree_unflatten(cast))
 
 
 def main_dtype(module: nn.Module) -> mx.Dtype:
@@ -221,9 +220,8 @@ def main_dtype(module: nn.Module) -> mx.Dtype:
     Raises UserError if all are integers.
     """
     sizes: Counter[mx.Dtype] = Counter()
-    for leaf in named_leaves(module.parameters()).values():
-        if mx.issubdtype(leaf.dtype, mx.floating):
-            sizes[leaf.dtype] += leaf.size
+    for leaf in filter(is_floating, named_leaves(module.parameters()).values()):
+        sizes[leaf.dtype] += leaf.size
     if not sizes:
         raise UserError("the model's weights: expected floating point numbers, found only integers")
     return sizes.most_common(1)[0][0]

@@ -23,6 +23,7 @@ from runners.images.processor import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST, fused_layers
 from runners.models.folders import TEMPLATE_FILE, copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
+from runners.models.model_reader import is_floating
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
@@ -50,16 +51,13 @@ def save_model(
     with new_folder(folder) as temporary:
         if evaluation is not None:
             write_json(temporary / EVALUATION, evaluation)
-            if loaded.adapter is not None:
-                write_trained(temporary, trained(params, loaded), loaded)
-                if prompt is not None:
-                    write_prompt(temporary, prompt)
-                return folder
         config = _stated(loaded)
-        if loaded.adapter is None:
-            weights = trained(params, loaded)
-        else:
-            write_trained(temporary, trained(params, loaded), loaded)
+        weights = trained(params, loaded)
+        if loaded.adapter is not None:
+            write_trained(temporary, weights, loaded)
+            if evaluation is not None:
+                write_prompt(temporary, prompt)
+                return folder
             weights, merged = merge_adapters(params, loaded)
             if is_quantized(loaded.module):
                 config.pop("quantization_config", None)
@@ -72,34 +70,32 @@ def save_model(
             weights |= loaded.vision.weights()
         save_arrays(temporary / "model.safetensors", weights, _MLX)
         if loaded.vision is not None:  # else mlx-vlm would read the adapters' file as well
-            size = sum(array.nbytes for array in weights.values())
-            places = dict.fromkeys(sorted(weights), "model.safetensors")
-            index = {"metadata": {"total_size": size}, "weight_map": places}
+            index = {
+                "metadata": {"total_size": sum(array.nbytes for array in weights.values())},
+                "weight_map": dict.fromkeys(sorted(weights), "model.safetensors"),
+            }
             write_json(temporary / "model.safetensors.index.json", index)
             config = with_text_keys(config, loaded.path)
         _write_companions(temporary, config, loaded)
-        if prompt is not None:
-            write_prompt(temporary, prompt)  # replaces the source model's file, which was copied
+        write_prompt(temporary, prompt)  # replaces the source model's file, which was copied
     return folder
 
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
     """The flat weights with the adapters merged into them, and the names of the changed layers."""
     module = loaded.module
-    saved = loaded.module.parameters()
+    saved = module.parameters()
     try:
         module.update(tree_unflatten(list(loaded.frozen.items())))
         module.update(params)
         layers = fused_layers(module)
+        fused = {name: layer.parameters() for name, layer in layers.items()}
         weights = {
             name: array
             for name, array in named_leaves(module.parameters()).items()
             if not any(name.startswith(f"{layer}.") for layer in layers)
         }
-        for name, layer in layers.items():
-            weights |= {
-                f"{name}.{leaf}": array for leaf, array in named_leaves(layer.parameters()).items()
-            }
+        weights |= named_leaves(fused)
         mx.eval(weights)
     finally:
         module.update(saved)
@@ -120,12 +116,13 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
     else:
         save_arrays(folder / ADAPTERS, weights, _MLX)
         source = str(loaded.path) if Path(loaded.settings.path).exists() else loaded.settings.path
-        base = {
+        config = {
             "fine_tune_type": loaded.settings.tune,
             "model": source,
             BASE_DIGEST: loaded.base_digest,
+            **loaded.adapter,
         }
-        write_json(folder / ADAPTER_CONFIG, {**base, **loaded.adapter})
+        write_json(folder / ADAPTER_CONFIG, config)
     _write_companions(folder, _stated(loaded), loaded)
 
 
@@ -149,7 +146,7 @@ def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
 
 
 def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
-    if not mx.issubdtype(array.dtype, mx.floating):
+    if not is_floating(array):
         return array
     dtype = loaded.source_dtypes.get(name, loaded.source_dtype)
     return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.source_dtype)

@@ -66,9 +66,12 @@ for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
             _KEYS[_field.name] = (_section, _field)
 
 
-def write_prompt(folder: Path, settings: PromptSettings) -> None:
-    """Writes grpo_prompt.json into a model's folder. Raises OSError if writing fails."""
-    write_json(folder / PROMPT_FILE, _FORMAT | attrs.asdict(settings), ensure_ascii=False)
+def write_prompt(folder: Path, settings: PromptSettings | None) -> None:
+    """Writes grpo_prompt.json into a model's folder, unless the settings are None. Raises OSError
+    if writing fails.
+    """
+    if settings is not None:
+        write_json(folder / PROMPT_FILE, _FORMAT | attrs.asdict(settings), ensure_ascii=False)
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, AnyStr
 
 from runners.files.json_files import read_json, write_json
 
@@ -57,13 +58,16 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
 
     if isinstance(encoding, str):
         encoding = tiktoken.get_encoding(encoding)
-    special: dict[str, int] = encoding._special_tokens
+    special = encoding._special_tokens
     vocabulary, merges = _vocabulary(encoding._mergeable_ranks)
     # A token that tiktoken has for a whole word is taken without merges, there and here.
     tokenizer: Any = Tokenizer(models.BPE(vocabulary | special, merges, ignore_merges=True))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(encoding._pat_str), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in special]
@@ -73,9 +77,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     if _BOS in special:
-        begin = (_BOS, special[_BOS])
         tokenizer.post_processor = processors.TemplateProcessing(
-            f"{_BOS} $A", special_tokens=[begin]
+            f"{_BOS} $A", special_tokens=[(_BOS, special[_BOS])]
         )
         config["bos_token"] = _BOS
     end = next((name for name in _ENDS if name in special), None)
@@ -105,8 +108,13 @@ def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
-        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
-        known.sort(key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
-        merges += [(names[left], names[right]) for left, right in known]
+        pairs = pairs_forming(token, ranks.keys())
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(names[left], names[right]) for left, right in pairs]
     return {names[token]: rank for token, rank in ranks.items()}, merges
+
+
+def pairs_forming(token: AnyStr, known: Set[AnyStr]) -> list[tuple[AnyStr, AnyStr]]:
+    """The pairs of known tokens that form this one, the shortest left part first."""
+    cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
+    return [(left, right) for left, right in cuts if left in known and right in known]

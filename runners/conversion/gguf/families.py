@@ -4,7 +4,7 @@ directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -39,8 +39,9 @@ class Family:
     parts: Mapping[str, str] = attrs.field(factory=lambda: _PARTS)
     pairs: bool = False  # rotated pairs are neighbours in q and k, and not half a head apart
     norm_offset: float = 0.0  # added to the norms' weights
-    # with so many blocks llama.cpp scales queries by hidden_size / heads, not by the head
+    # with this many blocks, llama.cpp scales queries by hidden_size / heads, not by the head
     wide: int = 0
+    windows: Sequence[str] = ()  # which of _WINDOWS llama.cpp reads
 
     def names(self, blocks: int) -> dict[str, str]:
         """GGUF's name for each of mlx-lm's layers, in a model with this many blocks."""
@@ -59,14 +60,18 @@ class Family:
 
 
 _LLAMA = Family("llama", "llama", pairs=True)
-_GEMMA3 = Family("gemma3", "gemma3_text", _PARTS | _GEMMA, norm_offset=1, wide=62)
+_WINDOWS = ("sliding_window", "sliding_window_pattern", "rope_local_base_freq")
+_GEMMA3 = Family("gemma3", "gemma3_text", _PARTS | _GEMMA, norm_offset=1, wide=62, windows=_WINDOWS)
+_GEMMA2 = Family(
+    "gemma2", "gemma2", _PARTS | _GEMMA, norm_offset=1, wide=46, windows=("sliding_window",)
+)
 _PHI3 = {name: part for name, part in _PARTS.items() if not part.endswith(("_gate", "_up"))}
 FAMILIES = {  # by model_type
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": Family("qwen2", "qwen2"),
     "qwen3": Family("qwen3", "qwen3"),
-    "gemma2": Family("gemma2", "gemma2", _PARTS | _GEMMA, norm_offset=1, wide=46),
+    "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
     "phi3": Family("phi3", "phi3", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
@@ -118,17 +123,16 @@ def metadata_of(
             f"query_pre_attn_scalar: expected llama.cpp's {size}, found "
             f"{config['query_pre_attn_scalar']}"
         )
-    if family.arch != "gemma3":  # gemma2's windows are in llama.cpp, of the others none
-        config["sliding_window_pattern"] = config["rope_local_base_freq"] = None
-    if family.arch not in ("gemma2", "gemma3"):
-        config["sliding_window"] = None
+    unread = {*_WINDOWS} - {*family.windows}
     values = {
         key: kind(config[name])
         for name, (key, kind, _) in _KEYS.items()
-        if config.get(name) is not None
+        if config.get(name) is not None and name not in unread
     }
-    values["attention.value_length"] = head
-    values["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1.0))
+    values |= {
+        "attention.value_length": head,
+        "rope.dimension_count": int(head * config.get("partial_rotary_factor", 1.0)),
+    }
     if family.arch == "phi3":
         values["attention.sliding_window"] = 0
     scaling = dict(config.get("rope_scaling") or {})
@@ -145,9 +149,8 @@ def metadata_of(
     elif kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
         if kind == "yarn":
-            values["rope.scaling.original_context_length"] = int(
-                scaling["original_max_position_embeddings"]
-            )
+            old = int(scaling["original_max_position_embeddings"])
+            values["rope.scaling.original_context_length"] = old
     elif kind != "default":
         raise UserError(
             f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}"
@@ -203,7 +206,7 @@ def _scaling(
     arch: str, metadata: Any, config: Mapping[str, Any], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
     kind = metadata(f"{arch}.rope.scaling.type", str, "none")
-    # made from numbers that the file does not have
+    # Llama 3's factors are made from numbers that the file does not have.
     found = factors.get(ROPE_FACTORS[0])
     if found is not None:
         scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
@@ -214,10 +217,10 @@ def _scaling(
             )
         return scaling
     if ROPE_FACTORS[1] in factors:
-        both = {"long_factor": factors[ROPE_FACTORS[1]], "short_factor": factors[ROPE_FACTORS[2]]}
         return {
             "type": "longrope",
-            **{name: [float(str(x)) for x in xs] for name, xs in both.items()},
+            "long_factor": [float(str(x)) for x in factors[ROPE_FACTORS[1]]],
+            "short_factor": [float(str(x)) for x in factors[ROPE_FACTORS[2]]],
         }
     if kind == "none":
         return None

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from runners.errors import UserError, first_line, show
-from runners.machine.versions import install_hint
+from runners.machine.versions import import_extra
 
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TEXT = 8
@@ -77,11 +77,7 @@ class GGUF:
 
 def gguf_package() -> Any:
     """The package `gguf`. Raises UserError if it is not installed."""
-    try:
-        import gguf  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f"GGUF requires the package gguf: {install_hint('gguf')}") from error
-    return gguf
+    return import_extra("gguf", "gguf", "GGUF requires the package gguf")
 
 
 def read_header(file: Path) -> GGUF:

@@ -4,7 +4,6 @@ supports their format.
 
 from __future__ import annotations
 
-from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -52,16 +51,16 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
-    sizes: Counter[str] = Counter()
-    for tensor in header.tensors.values():
-        if len(tensor.shape) == 2:
-            sizes[tensor.kind] += prod(tensor.shape)
-    usual = sizes.most_common(1)[0][0]
+    matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) == 2]
+    usual = max(
+        dict.fromkeys(tensor.kind for tensor in matrices),
+        key=lambda kind: sum(prod(tensor.shape) for tensor in matrices if tensor.kind == kind),
+    )
     stays_packed = usual in _PACKED and not dequantize
     dtype = _DTYPES.get(usual, mx.float16)  # of the unpacked ones: blocks scale by half precision
     config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
     weights: dict[str, mx.array] = {}
-    packed: dict[str, int] = {}
+    packed: dict[str, int] = {}  # bits by name
     family = FAMILIES[config["model_type"]]
     names = {theirs: ours for ours, theirs in family.names(config["num_hidden_layers"]).items()}
     for name, tensor in header.tensors.items():

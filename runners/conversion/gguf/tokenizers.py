@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,9 @@ from runners.conversion.gguf.header import GGUF
 from runners.data.rendering import has_template
 from runners.errors import UserError, listed, show
 from runners.files.json_files import write_json
+from runners.tokenization.tiktoken_encoding import pairs_forming
 
-_NORMAL = 1
-_UNKNOWN = 2
-_CONTROL = 3
-_USER_DEFINED = 4
-_UNUSED = 5
-_BYTE = 6
+_Type = IntEnum("_Type", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # from 1, of a token
 # ByteLevel's own
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
@@ -62,6 +59,9 @@ _FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no su
     "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
     "fim_sep": {"<|file_sep|>"},
 }
+_SPECIAL = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
+}  # fmt: skip
 _SPACE = "▁"  # SentencePiece's
 _MAX_TOKEN = 256  # characters of a token that merges are sought for
 
@@ -78,63 +78,62 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
         )
     stated = json.loads(backend.to_str())
     model = stated["model"]
-    added = {token["id"]: token for token in stated["added_tokens"]}
     if model["type"] != "BPE":
         raise UserError(
             f"tokenizer.json: expected a model of type BPE, found {show(model['type'])}"
         )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    bytewise = not model.get("byte_fallback")
+    added = {token["id"]: token for token in stated["added_tokens"]}
     names = {number: name for name, number in model["vocab"].items()}
     names |= {number: token["content"] for number, token in added.items()}
-    types = dict.fromkeys(names, _NORMAL)
-    types |= {i: _CONTROL if token["special"] else _USER_DEFINED for i, token in added.items()}
+    types = dict.fromkeys(names, _Type.NORMAL)
+    types |= {
+        i: _Type.CONTROL if token["special"] else _Type.USER_DEFINED for i, token in added.items()
+    }
     found: dict[str, Any] = {}
-    if bytewise:
-        found = {
-            "ggml.model": "gpt2",
-            "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges"))),
-        }
-        found["ggml.merges"] = merges
-    else:
-        ranks: dict[str, int] = {}
-        for rank, merge in enumerate(merges):
-            ranks.setdefault(merge.replace(" ", ""), rank)
-        scores = [-float(ranks.get(names.get(i, ""), len(merges))) for i in range(rows)]
-        found = {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": scores}
-        found["ggml.add_space_prefix"] = _prefixed(stated)
-        types |= {i: _BYTE for i, name in names.items() if re.fullmatch("<0x..>", name)}
+    if model.get("byte_fallback"):
+        # the first merge of a token counts
+        ranks = {merge.replace(" ", ""): rank for rank, merge in reversed([*enumerate(merges)])}
         unknown = model["vocab"].get(model.get("unk_token"))
+        types |= {i: _Type.BYTE for i, name in names.items() if re.fullmatch("<0x..>", name)}
         if unknown is not None:
-            types[unknown] = _UNKNOWN
-            found["ggml.unknown_token_id"] = unknown
-    found["ggml.tokens"] = [names.get(i, f"[PAD{i}]") for i in range(rows)]
-    found["ggml.token_type"] = [types.get(i, _UNUSED) for i in range(rows)]
+            types[unknown] = _Type.UNKNOWN
+        found = {
+            "model": "llama", "pre": "default", "unknown_token_id": unknown,
+            "add_space_prefix": _prefixed(stated),
+            "scores": [-float(ranks.get(names.get(i, ""), len(merges))) for i in range(rows)],
+        }  # fmt: skip
+    else:
+        pre = _cut_of(stated, bool(model.get("ignore_merges")))
+        found = {"model": "gpt2", "pre": pre, "merges": merges}
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id in end_ids else next(iter(end_ids), None)
     others = [i for i in end_ids if i != eos and names[i] not in _ENDS]
-    numbers = {"eos": eos} | dict(zip(("eot", "eom"), others, strict=False))
-    numbers |= {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
-    found |= {
-        f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None
-    }
     bos = tokenizer.bos_token_id
-    found["ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
-    template = tokenizer.chat_template if has_template(tokenizer) else None
-    if isinstance(template, str):
-        found["chat_template"] = template
-    return {f"tokenizer.{key}": value for key, value in found.items()}
+    found |= {
+        "tokens": [names.get(i, f"[PAD{i}]") for i in range(rows)],
+        "token_type": [int(types.get(i, _Type.UNUSED)) for i in range(rows)],
+        "eos_token_id": eos,
+        **dict(zip(("eot_token_id", "eom_token_id"), others, strict=False)),
+        "bos_token_id": bos,
+        "padding_token_id": tokenizer.pad_token_id,
+        "add_bos_token": bos is not None and tokenizer.encode("a")[:1] == [bos],
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items() if value is not None}
+    if has_template(tokenizer) and isinstance(tokenizer.chat_template, str):
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return metadata
 
 
 def write_tokenizer(header: GGUF, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
 
     Raises UserError for unsupported kinds.
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
     kinds = header.numbers("tokenizer.ggml.token_type", len(tokens))
-    types = [_NORMAL] * len(tokens) if kinds is None else [int(each) for each in kinds]
-    vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    types = [_Type.NORMAL] * len(tokens) if kinds is None else [int(each) for each in kinds]
+    vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _Type.UNUSED}
     parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
     if parts is None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
@@ -147,30 +146,24 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
         raise UserError(
             f"tokenizer.ggml: the token {beyond[0]} is not among the {len(tokens)} tokens"
         )
-    stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
-    stated["added_tokens"] = [
-        {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": each != _USER_DEFINED}
-        for i, each in enumerate(types) if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]  # fmt: skip
-    stated |= parts(header, tokens, types, vocabulary)
-    if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
-        begin = ids["bos"]
-        token = tokens[begin]
-        # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
-        text = [
-            {"SpecialToken": {"id": token, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ]
-        stated["post_processor"] = {
-            "type": "TemplateProcessing", "single": text,
-            "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
-        }  # fmt: skip
-    words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config["clean_up_tokenization_spaces"] = False
-    config |= {word: tokens[ids[name]] for name, word in words.items() if ids[name] >= 0}
+    bos = ids["bos"]
+    begins = bos >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama")
+    stated = {
+        "version": "1.0", "truncation": None, "padding": None,
+        "post_processor": _beginning_with(tokens[bos], bos) if begins else None,
+        "added_tokens": [
+            {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": each != _Type.USER_DEFINED}
+            for i, each in enumerate(types)
+            if each in (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
+        ],
+        **parts(header, tokens, types, vocabulary),
+    }  # fmt: skip
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{key: tokens[ids[name]] for name, key in _SPECIAL.items() if ids[name] >= 0},
+    }
     if "tokenizer.chat_template" in header.metadata:
         config["chat_template"] = header.get("tokenizer.chat_template", str)
     generation = {"eos_token_id": _end_ids(tokens, ids)}
@@ -179,14 +172,26 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
         write_json(folder / f"{name}.json", content, indent=None, ensure_ascii=False)
 
 
+def _beginning_with(token: str, number: int) -> dict[str, Any]:
+    """The post-processor that puts a token before each text. The library's own templates would
+    misread a name with ":" or "$".
+    """
+    single = [
+        {"SpecialToken": {"id": token, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    return {
+        "type": "TemplateProcessing", "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }  # fmt: skip
+
+
 def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
     """The tokens that end a generation in llama.cpp, found by their keys in the metadata, then by
     their names.
     """
-    names = set(_ENDS)
-    for key, texts in _FILE_ENDS.items():
-        if ids[key] < 0:
-            names |= texts
+    names = _ENDS.union(*(texts for key, texts in _FILE_ENDS.items() if ids[key] < 0))
     stated = [ids[key] for key in ("eos", "eot", "eom", *_FILE_ENDS) if ids[key] >= 0]
     return [*dict.fromkeys([*stated, *(i for i, token in enumerate(tokens) if token in names)])]
 
@@ -205,14 +210,17 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
     """llama.cpp's name for the pre-tokenizer of a tokenizer.json."""
     found = []
     for step in _steps(stated, "pre_tokenizer", "pretokenizers"):
-        if step["type"] == "Split":
-            found += [step["pattern"].get("Regex", "")]
-        elif step["type"] == "Digits" and step["individual_digits"]:
-            found += [_DIGIT]
-        elif step["type"] != "ByteLevel":
-            found += [step["type"]]
-        elif step.get("use_regex", True):
-            found += [_GPT2]
+        match step:
+            case {"type": "Split", "pattern": {"Regex": cut}}:
+                found.append(cut)
+            case {"type": "Digits", "individual_digits": True}:
+                found.append(_DIGIT)
+            case {"type": "ByteLevel", "use_regex": False}:
+                pass
+            case {"type": "ByteLevel"}:
+                found.append(_GPT2)
+            case _:
+                found.append(step["type"])
     names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
     if not names:
         raise UserError(
@@ -223,6 +231,7 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
 
 
 def _prefixed(stated: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer puts a space before each text."""
     steps = [
         *_steps(stated, "normalizer", "normalizers"),
         *_steps(stated, "pre_tokenizer", "pretokenizers"),
@@ -257,16 +266,13 @@ def _bytewise(
     cuts = [whole.get(cut, _split(cut)) for cut in _CUTS[name]]
     if _GPT2 not in _CUTS[name]:
         cuts.append(byte_level)
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
-             "ignore_merges": name == _WHOLE_WORDS}  # fmt: skip
-    before = {"type": "Sequence", "pretokenizers": cuts}
-    normalizer = {"type": "NFC"} if stated in _COMPOSED else None
     return {
-        "normalizer": normalizer,
-        "pre_tokenizer": before,
-        "model": model,
+        "normalizer": {"type": "NFC"} if stated in _COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
+                  "ignore_merges": name == _WHOLE_WORDS},
         "decoder": byte_level,
-    }
+    }  # fmt: skip
 
 
 def _sentences(
@@ -279,27 +285,29 @@ def _sentences(
     if scores is None:
         raise UserError("tokenizer.ggml.scores: expected a score for each token, found none")
     plain = {
-        tokens[i]
-        for i in range(len(tokens))
-        if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN
+        token
+        for token, kind in zip(tokens, types, strict=True)
+        if kind == _Type.NORMAL and len(token) <= _MAX_TOKEN
     }
     merges = []
     for token in sorted(plain, key=lambda token: -scores[vocabulary[token]]):
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        merges += filter(plain.issuperset, pairs)
+        merges += pairs_forming(token, plain)
     prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = header.get("tokenizer.ggml.unknown_token_id", int, -1)
-    normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
-    decoders = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
-    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if prefix:
-        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True,
-             "fuse_unk": True, "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
+    normalizers = [
+        *([{"type": "Prepend", "prepend": _SPACE}] if prefix else []),
+        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    ]
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "model": model,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True,
+                  "fuse_unk": True, "unk_token": tokens[unknown] if unknown >= 0 else None},
         "decoder": {"type": "Sequence", "decoders": decoders},
-    }
+    }  # fmt: skip

@@ -5,6 +5,7 @@ package.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +85,20 @@ def write_gguf(
         "general.name": name,
         "general.file_type": TYPES[kind],
         "general.quantization_version": 2,
+        **sizes,
+        f"{family.arch}.vocab_size": rows,
+        **tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids)),
     }
-    metadata |= sizes | {f"{family.arch}.vocab_size": rows}
-    metadata |= tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids))
     with new_file(file, replace=force) as temporary:
         writer = gguf.GGUFWriter(str(temporary), family.arch)
+        types = gguf.GGUFValueType
         for key, value in metadata.items():
-            types = gguf.GGUFValueType
             of = types.UINT32 if type(value) is int else types.get_type(value)
             writer.add_key_value(key, value, of)
         for leaf in leaves:
             shape = tuple(leaf.array.shape)
             raw = gguf.GGMLQuantizationType[leaf.kind]
-            size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, raw)))
+            size = prod(gguf.quant_shape_to_byte_shape(shape, raw))
             writer.add_tensor_info(leaf.name, shape, np.dtype(np.float32), size, raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -107,9 +109,8 @@ def write_gguf(
                 raise UserError(
                     f"{leaf.name}: values exceed float16's range; use --type bf16 or f32"
                 )
-            writer.write_tensor_data(
-                gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind])
-            )
+            raw = gguf.GGMLQuantizationType[leaf.kind]
+            writer.write_tensor_data(gguf.quants.quantize(data, raw))
         writer.close()
 
 
