@@ -145,10 +145,9 @@ int_reward_func = REWARDS["int_reward_func"]
 
 
 def _is_shell(text: str) -> bool:
-    if any(text.count(tag) != 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END)):
-        return False
     return (
-        text.startswith(REASONING)
+        all(text.count(tag) == 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END))
+        and text.startswith(REASONING)
         and text.endswith(ANSWER_END)
         and _JUNCTION.search(text) is not None
     )

@@ -10,6 +10,7 @@ from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.rendering import render
+from runners.data.row_files import Row, Rows
 from runners.errors import ConfigError, UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import read_prompt
@@ -48,7 +49,8 @@ def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
     """With the nudge that is set, without roles; BOS where the tokenizer adds it."""
     assert render(tokenizer, ASKED, " ", raw=True)[0] == "Q: 1+1?\nA: "
     config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
-    (example,), _ = build_examples([{"question": "Q:", "answer": "2"}], config, tokenizer)
+    rows = Rows([Row({"question": "Q:", "answer": "2"}, "row 1")])
+    (example,), _ = build_examples(rows, config, tokenizer)
     assert example.text == "Q:" and example.messages == ({"role": "user", "content": "Q:"},)
 
 

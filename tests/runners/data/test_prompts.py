@@ -18,6 +18,7 @@ from runners.data.datasets import load_rows
 from runners.data.messages import conversation, prompt_fault
 from runners.data.prompts import build_examples, columns_of, reward_columns
 from runners.data.rendering import render
+from runners.data.row_files import Row, Rows
 from runners.errors import UserError
 
 SPECIAL = {"<s>": 256, "</s>": 257, "<|user|>": 258, "<|end|>": 259, "<|bot|>": 260}
@@ -113,10 +114,8 @@ def test_plain_fallback(wrap: Any, adds: str, first: int) -> None:
 
 def test_examples() -> None:
     """A row becomes messages, a prompt, a gold answer, and its columns with `answer` the gold one."""
-    rows = [
-        {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "prompts": "clash"},
-        {"q": "2+2?", "solution": 4, "answer": "raw"},
-    ]
+    first_row = {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "prompts": "clash"}
+    rows = Rows([Row(first_row, "row 1"), Row({"q": "2+2?", "solution": 4, "answer": "raw"}, "row 2")])
     config = DataConfig(question="q", answer="solution", system_prompt="Be brief.", nudge="<reasoning>")
     examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
     assert too_long == 0
@@ -135,7 +134,7 @@ def test_examples() -> None:
 
 def test_long_prompts_are_left_out_and_counted() -> None:
     """A prompt at the limit stays, one token more goes; if all go, the shortest length is reported."""
-    rows = [{"question": "x" * n, "answer": "1"} for n in (5, 6, 7)]
+    rows = Rows(Row({"question": "x" * n, "answer": "1"}, f"row {n}") for n in (5, 6, 7))
     fit = len(render(tokenizer(TEMPLATE), ({"role": "user", "content": "x" * 6},), "<r>")[1])
     config = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit)
     examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
@@ -144,7 +143,7 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     short = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit - 2)
     with pytest.raises(UserError, match=f"is {fit - 2}, but the shortest of 3 prompts has {fit - 1}"):
         build_examples(rows, short, tokenizer(TEMPLATE))
-    assert build_examples([], short, tokenizer(TEMPLATE)) == ([], 0)
+    assert build_examples(Rows(), short, tokenizer(TEMPLATE)) == ([], 0)
 
 
 ALTERNATING = (

@@ -2,12 +2,15 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 
 from runners.answers.forms import answer_form
 from runners.config.loading import load_config
-from runners.evaluation.completions import form_notice
+from runners.data.prompts import Example
+from runners.evaluation.completions import Completion, Evaluator
+from runners.inference.text_generation import LENGTH
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
@@ -27,10 +30,17 @@ PROSE = ["The answer is 18 dollars."] * 9
 )
 def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
     """The form that most completions do have, or the length that the others need; fewer are worth none."""
-    count = len(texts)
-    cuts = [number < cut for number in range(count)]
-    lengths = [64 if each else 5 for each in cuts]
-    found = form_notice(answer_form(form), texts, ["18"] * count, cuts, lengths, 64)
+    read: Any = answer_form(form)
+    nothing: Any = None
+    same: dict[str, Any] = {"right": None, "rewards": {}, "reward": None}
+    ends = [(64, LENGTH)] * cut + [(5, "stop")] * (len(texts) - cut)
+    completions = [
+        Completion(text=text, answer=read.read(text), tokens=tokens, finish=finish, **same)
+        for text, (tokens, finish) in zip(texts, ends, strict=True)
+    ]
+    evaluator = Evaluator(engine=nothing, scorer=None, form=read, decoder=nothing, nudge="")
+    examples = [Example((), "", (), "18", {})] * len(texts)
+    found = evaluator.notice(completions, examples, 64)
     assert re.match(line, found) if line else found == ""
 
 
