@@ -112,13 +112,12 @@ def read_prompts(
     found = []
     for row in rows:
         value: Any = row.get(column)
-        fault = row.fault
-        if not fault and column not in row:
+        fault = row.fault or prompt_fault(value)
+        if not row.fault and column not in row:
             fault = (
                 f"no column {show(column)} (--column); found {listed(list(row))}"
                 f"{did_you_mean(column, row)}"
             )
-        fault = fault or prompt_fault(value)
         if fault:
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":

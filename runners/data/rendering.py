@@ -80,8 +80,8 @@ def _with_image_parts(
     """The messages in the format for chat templates, with this number of images before the text of
     the last user message (or of the last message).
     """
-    users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    last = users[-1] if users else len(messages) - 1
+    users = (n for n, message in enumerate(messages) if message["role"] == "user")
+    last = max(users, default=len(messages) - 1)
     parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
     return tuple(
         {**message, "content": parts} if n == last else dict(message)

@@ -10,7 +10,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +171,13 @@ def _as_row(place: str, value: Any) -> Row:
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether a value is nested too deeply for recursive functions."""
-    level = [value]
-    depth = 0
-    while level and depth <= _DEPTH:
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [*chain.from_iterable(x.values() if isinstance(x, dict) else x for x in inner)]
-        depth += 1
-    return depth > _DEPTH
+def _is_deep(value: Any, room: int = _DEPTH) -> bool:
+    """Whether a value is nested more deeply than `room` lists and objects."""
+    if room == 0:
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and any(_is_deep(each, room - 1) for each in value)
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:

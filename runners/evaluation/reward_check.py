@@ -74,10 +74,10 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, data.chat_template)
     processor = processor_of(data, path, read_json(path / "config.json"))
-    ends = tuple(sorted(tokenizer.eos_token_ids))
+    end_ids = tuple(sorted(tokenizer.eos_token_ids))
     decoder = TextDecoder(tokenizer)
     environments = build_environments(
-        config.env, data, tokenizer, decoder, ends, config.folders, worker
+        config.env, data, tokenizer, decoder, end_ids, config.folders, worker
     )
     # These rewards can only score episodes.
     if environments is not None:
