@@ -1,4 +1,4 @@
-"""Prompts for base models: raw texts, a template of one's own, and lines on templates that do not fit."""
+"""Prompts for base models: raw texts, a custom template, and messages about templates that do not fit."""
 
 import json
 
@@ -32,7 +32,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(base):
-    """Its tokenizer, whose template a test may replace."""
+    """The model's tokenizer; a test may replace its template."""
     return load_tokenizer(base)
 
 
@@ -46,7 +46,7 @@ def trained(folder, notes=None, **data):
 
 
 def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
-    """With the nudge that is set, without roles; BOS where the tokenizer adds it."""
+    """A raw prompt has the configured nudge, no roles, and BOS if the tokenizer adds it."""
     assert render(tokenizer, ASKED, " ", raw=True)[0] == "Q: 1+1?\nA: "
     config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
     rows = Rows([Row({"question": "Q:", "answer": "2"}, "row 1")])
@@ -55,7 +55,7 @@ def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
 
 
 def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
-    """The prompts of a chat are not set silently; what needs a chat is refused with its key."""
+    """A raw config sets no chat prompts; options that require a chat are refused by their keys."""
     monkeypatch.chdir(tmp_path)
     common = ["model.path=embedded", "data.source=embedded", 'data.prompt_form="raw"']
     data = load_config(None, common).data
@@ -72,7 +72,7 @@ def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
 
 
 def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
-    """Its folder says so to generate, whose --raw does the same to any model."""
+    """`grpo generate` reads the raw format from the run's folder; --raw does the same for any model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     final = trained(tmp_path, prompt_form="raw") / "final"
@@ -88,7 +88,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
 
 
 def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):
-    """Into prompts and final/; the base keeps its own."""
+    """The template is used for prompts and saved in final/; the base model keeps its template."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     (tmp_path / "own.jinja").write_text(OWN)

@@ -1,4 +1,4 @@
-"""The line on completions that lack the form of an answer or are cut off, and a run without gold answers."""
+"""The notice about completions without an answer or cut off, and a run without reference answers."""
 
 import json
 import re
@@ -29,7 +29,7 @@ PROSE = ["The answer is 18 dollars."] * 9
     ],
 )
 def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
-    """The form that most completions do have, or the length that the others need; fewer are worth none."""
+    """The notice suggests a form or a length if nine in ten completions need it."""
     read: Any = answer_form(form)
     nothing: Any = None
     same: dict[str, Any] = {"right": None, "rewards": {}, "reward": None}
@@ -45,7 +45,7 @@ def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
 
 
 def test_prompts_alone_are_data(tmp_path, monkeypatch):
-    """No exact match anywhere: the run's own reward on held-out prompts stops it and ranks checkpoints."""
+    """Without exact match, the reward on held-out prompts stops the run and ranks checkpoints."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Say {n}."} for n in range(20)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
