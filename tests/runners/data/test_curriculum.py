@@ -134,7 +134,7 @@ def test_without_a_curriculum_the_order_is_the_usual_one():
 
 
 def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
-    """"static" renumbers the remaining prompts and reports the others; "adaptive" keeps all prompts."""
+    """A static curriculum renumbers the remaining prompts and reports the others; adaptive keeps all."""
     path, prompts = tmp_path / "rates.jsonl", examples(5)
     with path.open("w") as file:
         for one, passes in zip(prompts, (0, 8, 4, 2), strict=False):
@@ -159,11 +159,8 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "{}",
-        '{"prompt": "a", "samples": 1, "passes": 2}',
-        '{"prompt": 1, "samples": 1, "passes": 1}',
-        "[1]",
-        '{"prompt": "a", "samples": 1, "passes": -1}',
+        *("{}", '{"prompt": "a", "samples": 1, "passes": 2}', '{"prompt": 1, "samples": 1, "passes": 1}'),
+        *("[1]", '{"prompt": "a", "samples": 1, "passes": -1}'),
         f'{{"prompt": "a", "samples": {10**400}, "passes": 1}}',
     ],
 )

@@ -52,11 +52,9 @@ CELLS = "".join(f'"{row["question"]}","{row["answer"]}",{row["level"]}\n' for ro
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.jsonl", LINES),
-        ("lines.json", LINES),
+        *(("rows.jsonl", LINES), ("lines.json", LINES)),
         ("rows.json", json.dumps(ROWS, indent=2).encode()),
-        ("rows.CSV", f"\nquestion,answer,level\n{CELLS}".encode()),
-        ("rows.parquet", None),
+        *(("rows.CSV", f"\nquestion,answer,level\n{CELLS}".encode()), ("rows.parquet", None)),
     ],
 )
 def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None) -> None:
@@ -140,11 +138,9 @@ GOOD = {"question": "1+1?", "answer": "2"}
     ("bad", "fault"),
     [
         ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter"),
-        ("[" * 100_000, "not JSON"),
-        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not JSON"),
+        *(("[" * 100_000, "not JSON"), ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not JSON")),
         ('["question"]', "expected an object with named fields, found list"),
-        ({"answer": "2"}, "no question"),
-        ({"question": " \n", "answer": "2"}, "question is blank"),
+        *(({"answer": "2"}, "no question"), ({"question": " \n", "answer": "2"}, "question is blank")),
         ({"question": 7, "answer": "2"}, "question: expected text, found int"),
         ({"question": "a"}, 'expected an answer in "answer", found'),
         ({"question": "a", "answer": ""}, 'an answer in "answer", found ""'),

@@ -23,10 +23,8 @@ SCORED = {
     "json": [
         ('```json\n{"name": "Ana", "item": "tea", "count": 2}\n```', 1.0),
         ('{"name": "Ana", "item": "coffee", "count": 2}', 0.8),
-        ('{"name": "Ana", "item": "tea", "count": 2, "by": "Friday"}', 0.8),
-        ('{"name": "Ana"}', 0.4),
-        ("[]", 0.1),
-        ("tea for Ana", 0.0),
+        *(('{"name": "Ana", "item": "tea", "count": 2, "by": "Friday"}', 0.8), ('{"name": "Ana"}', 0.4)),
+        *(("[]", 0.1), ("tea for Ana", 0.0)),
     ],
     "choice": [("4 and 6 are even. The answer is C.", 2.0), ("B", 0.0), ("seven", 0.0)],
     "label": [(" Good. ", 0.5), ("bad", 0.0), ("very good", -0.5)],
@@ -116,8 +114,7 @@ def test_a_task_of_reasoning_gym_trains(folder, gym):
     [
         ("data.source=reasoning-gym:chain_summ", "no task .chain_summ.; did you mean chain_sum"),
         ('data.name="x"', r"data\.name = .x.: JSONDecodeError"),
-        ("data.name='{\"terms\": 1}'", "terms"),
-        ("data.name='{\"max_terms\": 0}'", "max_terms"),
+        *(("data.name='{\"terms\": 1}'", "terms"), ("data.name='{\"max_terms\": 0}'", "max_terms")),
     ],
 )
 def test_a_task_that_is_not_there_is_one_line(folder, gym, change, line):

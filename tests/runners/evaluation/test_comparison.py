@@ -15,9 +15,7 @@ from runners.evaluation.comparison import bootstrap, pass_at_k, wilson
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
+        *((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)),
         (1, 29, 0.0061, 0.1718),
         (20, 20, 0.8389, 1.0),  # the mirror image of 0 of 20
     ],

@@ -24,8 +24,7 @@ PROSE = ["The answer is 18 dollars."] * 9
         ("xml", [*PROSE, RIGHT], 0, r'9 of 10 .* lack <answer>…</answer>, .*10 fit .*"last_number", 10 of'),
         ("boxed", ["no"] * 10, 0, r"10 of 10 .* lack \\boxed{…}, .*data.system_prompt or data.nudge"),
         ("xml", [*PROSE, "x"], 9, r"9 of 10 .* cut off at 64 tokens; .* up to 5: .*max_new_tokens, .* 128"),
-        ("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None),
-        ("xml", [], 0, None),
+        *(("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None), ("xml", [], 0, None)),
     ],
 )
 def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):

@@ -151,8 +151,7 @@ def test_a_temporary_fault_is_retried():
     ("answer", "said"),
     [
         ((500, "down"), 'HTTP 500 from {url}: "down"'),
-        ((400, {"error": {"message": "no such model"}}), "no such model"),
-        ((302, ""), "HTTP 302"),
+        *(((400, {"error": {"message": "no such model"}}), "no such model"), ((302, ""), "HTTP 302")),
         ((200, {"choices": [{}]}), "not in the API's format"),
         ((200, json.dumps(completion("SCORE: 5"))[:-3]), "not in the API's format"),
         ("I would rather not.", "an answer without a score"),

@@ -49,18 +49,15 @@ def test_code_is_the_last_block_of_python(text, code):
 @pytest.mark.parametrize(
     ("program", "passed"),
     [
-        (ADD, [True, True, False]),
-        (f"Here it is.\n```python\n{ADD}\n```", [True, True, False]),
+        *((ADD, [True, True, False]), (f"Here it is.\n```python\n{ADD}\n```", [True, True, False])),
         (ADD + "\nprint(0, 1)\nimport sys; print(sys.argv, file=sys.stderr)", [True, True, False]),
-        ("def add(a, b): return 3", [True, False, True]),
-        ("def add(a, b):", [False] * 3),
+        *(("def add(a, b): return 3", [True, False, True]), ("def add(a, b):", [False] * 3)),
         ("import os; os._exit(0)", [False] * 3),
         ("import os\nfor n in range(3, 9):\n    os.write(n, b'0\\n1\\n2\\n')", [False] * 3),
         *((f"{ADD}\n{end}", [True, True, False]) for end in ENDS),
         (ADD + "\nexit(1)", [False] * 3),
         (ADD + "\nimport warnings; warnings.warn('old')", [True, True, False]),
-        (ADD + "\n# \ud800", [False] * 3),
-        (ADD + "\n# \0", [False] * 3),
+        *((ADD + "\n# \ud800", [False] * 3), (ADD + "\n# \0", [False] * 3)),
     ],
 )
 def test_a_program_passes_the_tests_that_it_should(program, passed):
@@ -123,8 +120,7 @@ def test_right_values_pass_and_the_opposite_does_not(test):
         ("if add(1, 1) == 3:\n    assert add(1, 1) == 3", True),
         ("import math\nassert math.isclose(add(.1, .2), .3)", True),
         ("assert all(add(n, 1) == 0 for n in range(3))", False),
-        ("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True),
-        ("assert add(", False),
+        *(("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True), ("assert add(", False)),
         ("assert add(1, 1) == 2\nraise ValueError", False),
     ],
 )
@@ -178,8 +174,7 @@ def test_all_tests_of_a_program_have_one_deadline():
         ("print(4); import sys; print('note', file=sys.stderr)", [True, False]),
         ("import threading; threading.Timer(.1, print, [4]).start()", [True, False]),
         ("import atexit; atexit.register(print, 4)", [True, False]),
-        ("print('\ud800')", [False, False]),
-        ("", [False, False]),
+        *(("print('\ud800')", [False, False]), ("", [False, False])),
     ],
 )
 def test_a_program_prints_the_wanted_output(program, passed):
@@ -194,12 +189,9 @@ def test_tests_before_one_that_hangs_count():
 @pytest.mark.parametrize(
     ("program", "tests", "ended"),
     [
-        ("def add(a, b): return 3", TESTS, False),
-        (ADD, [*TESTS, "while True: pass"], True),
-        ("import time; time.sleep(60)", TESTS, True),
-        ("import os; os.abort()", TESTS, False),
-        ("print(int(input()) * 2)", DOUBLE, False),
-        ("input()\nwhile True: pass", DOUBLE, True),
+        *(("def add(a, b): return 3", TESTS, False), (ADD, [*TESTS, "while True: pass"], True)),
+        *(("import time; time.sleep(60)", TESTS, True), ("import os; os.abort()", TESTS, False)),
+        *(("print(int(input()) * 2)", DOUBLE, False), ("input()\nwhile True: pass", DOUBLE, True)),
         ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 2, False),
         ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 3, True),
     ],
