@@ -11,6 +11,7 @@ sampled again once the policy may have changed.
 """
 
 import hashlib
+
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -172,12 +173,6 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
-    """Whether the pass rate of measured (passes, completions) is between low and high."""
-    passes, completions = count
-    return completions > 0 and low <= passes / completions <= high
-
-
 def with_difficulty(
     examples: Sequence[Example], config: DataConfig
 ) -> tuple[list[Example], Estimates | None, list[str]]:
@@ -197,7 +192,8 @@ def with_difficulty(
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        kept = [(each, count) for each, count in kept if _is_within(count, low, high)]
+        rates = [passes / samples if samples else NEVER for passes, samples in counts]
+        kept = [each for each, rate in zip(kept, rates, strict=True) if low <= rate <= high]
         if not kept:
             raise UserError(
                 f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)"

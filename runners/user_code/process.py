@@ -99,7 +99,7 @@ class _Server:
             act = functools.partial(self.operate, name, arguments)
             try:
                 if not name:
-                    self.cancel(number)
+                    self.cancel(number, mode)
                 elif mode == MAIN:
                     self.main_calls.put((number, act))
                 else:
@@ -147,21 +147,20 @@ class _Server:
             os._exit(0)
         return outcome
 
-    def cancel(self, number: int) -> None:
-        """Ends a call that is a coroutine or runs Python code, and reports it; a blocking call
-        continues.
+    def cancel(self, number: int, mode: str) -> None:
+        """Ends a call that is a coroutine or runs Python code. A blocking call continues; it is
+        reported as ended unless it blocks the main thread.
         """
         coroutine = self.coroutines.get(number)
+        thread = self.threads.get(number)
         if coroutine:  # its thread answers unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
-            return
-        thread = self.threads.get(number)
-        if thread == self.main_thread:
-            signal.pthread_kill(self.main_thread, signal.SIGINT)
+        elif mode != MAIN:
+            error = ctypes.py_object(SystemExit)  # ignored for 0, which is no thread
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), error)
+            self.send(json.dumps([number, None, "the call was cancelled"]))
         elif thread:
-            error = ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-        self.send(json.dumps([number]))
+            signal.pthread_kill(thread, signal.SIGINT)
 
     def interrupted(self, *_: Any) -> None:
         """Handles SIGINT: ends the main thread's call, which has exceeded its time limit. No signal

@@ -48,9 +48,6 @@ class Call:
     latest: float = inf  # deadline on the monotonic clock
     number: int = attrs.field(factory=_numbers.__next__)
     outcome: Future[Outcome] = attrs.field(factory=Future)
-    let_go: threading.Event = attrs.field(
-        factory=threading.Event
-    )  # set once the call cannot block others
 
 
 class _Process:
@@ -87,7 +84,7 @@ class _Process:
         """
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
-            if not call.let_go.wait(GRACE):
+            if wait([call.outcome], GRACE).not_done:
                 self.kill("a call exceeded its time limit and could not be interrupted")
 
     def kill(self, why: str = "the run has ended") -> None:
@@ -118,21 +115,14 @@ class _Process:
     def _receive(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, *rest = json.loads(self._connection.recv_bytes(LARGEST + 1024))
-                call = self.calls.get(number)
-                if rest:
-                    self._end(number, Outcome(*rest))
-                elif (
-                    call is not None and call.mode != MAIN
-                ):  # the process confirms the cancellation
-                    call.let_go.set()
+                number, *outcome = json.loads(self._connection.recv_bytes(LARGEST + 1024))
+                self._end(number, Outcome(*outcome))
         self.kill("the previous process ended by itself (os._exit, a crash)")
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
         call = self.calls.pop(number, None)
         if call is not None:
-            call.let_go.set()
             call.outcome.set_result(outcome)
 
     def _end_all(self) -> None:
