@@ -11,7 +11,6 @@ sampled again once the policy may have changed.
 """
 
 import hashlib
-
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
