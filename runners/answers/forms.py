@@ -6,13 +6,13 @@ model cards read answers. Built-in forms take linear time; the user's patterns a
 a process with limits.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -32,8 +32,8 @@ ANSWER_END = "</answer>"
 PLACE = "{answer}"
 """The placeholder for the answer in `AnswerForm.right`."""
 
-_MOST = 20_000  # characters at a completion's end that patterns and functions of the user get
-_OBJECTS = 64  # opening braces, from the last one back, at which JSON is tried
+_MOST = 20_000  # characters at a completion's end that the user's patterns and functions receive
+_OBJECTS = 64  # number of last opening braces at which JSON is tried
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 
@@ -41,23 +41,23 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 class AnswerForm:
     """A form of answers, created by `answer_form` from one of `FORMS` and the config's options."""
 
-    # gets the text and what stands behind the form's colon
+    # receives the text and the argument after the form's colon
     reader: Callable[[str, str], str | None]
-    right: str  # a right completion, with PLACE in it; empty: unknown
-    what: str  # in words, for notices
-    instruction: str = ""  # the system prompt that asks for it; empty: none
+    right: str  # a correct completion that contains PLACE; empty if unknown
+    what: str  # description for notices
+    instruction: str = ""  # the system prompt that requests it; empty if there is none
     nudge: str = ""  # the first words of a completion of this form
-    # How each program does in its tests; None: answers are no programs.
+    # Runs the tests of programs; None if answers are not programs.
     judge: Callable[..., list[Verdict]] | None = None
-    # What in a program may pass tests that it does not solve; None as above.
+    # Finds names that can pass tests without solving them; None as above.
     forges: Callable[[str], list[str]] | None = None
-    spec: str = ""  # as the config names it
+    spec: str = ""  # the form's name in the config
     argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
     ignore_spaces: bool = False
-    # the nudge: the first words of each completion, which are no part of an exact answer
+    # the nudge, which starts each completion and is not part of an exact answer
     given: str = ""
-    thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
+    thoughts: tuple[str, ...] = TAGS  # tags of thoughts, in which no answer is read
 
     def read(self, text: str) -> str | None:
         """The answer in a completion (including the nudge); None if there is none."""
@@ -116,13 +116,12 @@ class AnswerForm:
         if self.forges is None:
             return []
         forging = list(filter(None, map(self.forges, texts)))
-        if not forging:
-            return []
         names = listed(sorted(set().union(*forging)))
-        return [
+        notice = (
             f"{len(forging)} of {len(texts)} completions contain {names}, with which a program "
             "can pass tests without solving them: check the completions that count as right"
-        ]
+        )
+        return [notice] if forging else []
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion's answer is equivalent to the reference answer."""
@@ -148,7 +147,7 @@ def _boxed(text: str, _: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``, with balanced braces;
     the outer one if they are nested."""
     content = None
-    starts: list[int] = []  # of the braces that are open; -1: of no box
+    starts: list[int] = []  # starts of open boxes; -1 for other open braces
     for match in _BOX.finditer(text):
         mark = match[0]
         if len(mark) > 2:
@@ -171,17 +170,14 @@ def _marked(text: str, _: str) -> str | None:
 def _objects(text: str) -> list[dict[str, Any]]:
     """The outermost JSON objects in a text, in order."""
     text = text[-_MOST:]
-    starts = [match.start() for match in re.finditer(r"\{", text)][-_OBJECTS:]
     decoder = json.JSONDecoder()
     found = []
     end = 0
-    for start in starts:
-        if start >= end:
-            try:
-                value, end = decoder.raw_decode(text, start)
-            except (ValueError, RecursionError):
-                continue
-            found.append(value)
+    for match in [*re.finditer(r"\{", text)][-_OBJECTS:]:
+        if match.start() >= end:
+            with suppress(ValueError, RecursionError):
+                value, end = decoder.raw_decode(text, match.start())
+                found.append(value)
     return found
 
 
@@ -202,7 +198,7 @@ def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
 
     def read(text: str, argument: str) -> str | None:
         found = call(argument, text[-_MOST:])
-        # too long, too much memory, or the process ended: this text has no answer
+        # Beyond the limits, or if the process ended, the text has no answer.
         if found is None:
             return None
         if "error" in found:
@@ -333,29 +329,27 @@ def answer_form(
             except re.error as error:
                 raise ValueError(f"a valid regular expression after regex: ({error})") from error
         registered = FORMS[name]
-        form = attrs.evolve(
+        limits = Limits(
+            seconds=WAITING * program_seconds,
+            processor_seconds=program_seconds,
+            partial=partial_sandbox,
+        )
+        return attrs.evolve(
             registered,
             spec=spec,
             argument=argument,
             right=registered.right.replace("{argument}", argument),
             what=registered.what.replace("{argument}", argument),
             instruction=registered.instruction.replace("{argument}", argument),
+            judge=functools.partial(score_programs, limits=limits) if registered.judge else None,
             ignore_case=ignore_case,
             ignore_spaces=ignore_spaces,
             given=given,
             thoughts=thoughts,
         )
-        if form.judge is None:
-            return form
-        limits = Limits(
-            seconds=WAITING * program_seconds,
-            processor_seconds=program_seconds,
-            partial=partial_sandbox,
-        )
-        return attrs.evolve(form, judge=functools.partial(score_programs, limits=limits))
-    expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(
-        f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}"
+        f"one of {', '.join(SPELLINGS)}, {NONE} or file.py:function, found {show(spec)}"
+        f"{did_you_mean(spec, [*SPELLINGS, NONE])}"
     )
 
 
@@ -369,10 +363,8 @@ def fitting_form(
     answers, then the narrowest form.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
-    fields = Counter[str]()
-    for text in texts:
-        for last in _objects(text)[-1:]:
-            fields.update(last.keys())
+    objects = chain.from_iterable(_objects(text)[-1:] for text in texts)
+    fields = Counter(chain.from_iterable(objects))
     names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
     best: tuple[str, int, int] | None = None
     for name in [*names, "letter" if letters else "last_number"]:

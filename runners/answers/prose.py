@@ -4,19 +4,17 @@ Ambiguous text (a number inside an expression, a list or a range, or two letters
 patterns are applied to a limited part of the text.
 """
 
-from __future__ import annotations
-
 import re
 
 from runners.answers.values import CHANGES, CURRENCY, SIGNS, parse_quantity, without_latex
 
-# The lines with digits that are read, and the characters around the last digit of each.
+# Number of lines with digits to read, and of characters around each line's last digit.
 _LINES = 8
 _BEFORE = 300
 _BEHIND = 90
-_CHOICE = 4000  # characters at the end of a text in which a choice is looked for
+_CHOICE = 4000  # characters at the end of a text that are searched for a choice
 _OPERATOR = "[-+*/×÷·^±√]"
-# A run: digits and all that joins them. It is one number, or it is no answer.
+# Digits and everything that joins them: one number, or no answer.
 _RUN = re.compile(
     rf"(?:{_OPERATOR} ?|{CURRENCY} ?|(?<![.\w])\.(?=[0-9]))*[0-9]"
     rf"(?:(?: ?{_OPERATOR}{{1,3}} ?|[ .,:;\u00a0\u2009\u202f]|[eE][+-]?)?"
@@ -24,20 +22,20 @@ _RUN = re.compile(
 )
 _LAST_DIGIT = re.compile(r"[0-9](?=[^0-9\n]*$)", re.MULTILINE)  # of each line
 _LEAD = re.compile(rf"(?:{_OPERATOR} ?)*")
-_WORD_OR_STOP = re.compile(r"[^\W\d_]{2}$|[,.:;]$")  # a dash behind it is punctuation
+_WORD_OR_STOP = re.compile(r"[^\W\d_]{2}$|[,.:;]$")  # a dash after it is punctuation
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
-# What stands before a number that is a part of something else: `5 and`, `minus`, `isn't`,
+# Text before a number that is part of something else: `5 and`, `minus`, `isn't`,
 # `f(`, `2(`.
 _JOINED = re.compile(
     r"[0-9]%?,? (?:and|over|to|divided by)$|\b(?:minus|or|negative|not|plus|times)$|n't$"
     r"|(?:\b[A-Za-z]|[0-9)])\($|\{$"
 )
-# What stands behind one: a word that changes it, or an operator.
+# Text after a number that is part of something else: a word that changes it, an operator.
 _CHANGED = re.compile(
     rf"[ -](?:{'|'.join(sorted(CHANGES))})\b| and (?:a|one) (?:half|third|quarter)\b"
     r"| ?[\\^√π+×÷·/]| [-*] ?[\w(]|-\w|\(\w\b"
 )
-_DENIED = re.compile(  # behind a number or a letter
+_DENIED = re.compile(  # after a number or a letter
     r"\W{0,3}\s(?:(?:is|was|would be)\s(?:not|wrong|incorrect|false|impossible)\b"
     r"|(?:isn't|wasn't|can't|cannot)\b|(?:not|wrong|incorrect|false|impossible)$)"
 )
@@ -45,7 +43,7 @@ _UNIT_END = re.compile(r"[,;:!?()\n\"`|\]}<=]|\.(?!\w)|$")
 
 _EDGE = r"[\s()\[\]<>{}*_\"'`$.:!]*"
 _ALONE = re.compile(rf"{_EDGE}([A-Za-z]){_EDGE}")
-_CAPITAL = r"(?!A\s+[a-z]|I\b(?!\)))([A-Z])(?![\w'])"  # no article, no pronoun
+_CAPITAL = r"(?!A\s+[a-z]|I\b(?!\)))([A-Z])(?![\w'])"  # not an article or a pronoun
 _STATED = re.compile(
     r"\b(?i:(?:answer|option|choice)(?:\s+(?:is|must be|should be|would be)\b|\s*[:=])|answer\b)"
     r"(?i:\s+(?:option|choice|letter)\b)?[\s:=*_(\[\"'`$]{0,12}"
@@ -55,7 +53,7 @@ _STATED = re.compile(
 )
 _MARKED = re.compile(rf"^[-\s(\[*]{{0,4}}{_CAPITAL}(?=[)\].:*])", re.MULTILINE)
 _SINGLE = re.compile(rf"(?<![\w']){_CAPITAL}")
-_ANOTHER = re.compile(  # behind a letter
+_ANOTHER = re.compile(  # after a letter
     r"[)\]*}$]{0,3}(?:(?:\s*(?:[,/&+|-]|\b(?:and|or|nor)\b)){1,3}\s*|\s)"
     rf"[(\[*]{{0,3}}{_CAPITAL}"
 )
@@ -78,7 +76,7 @@ def last_number(text: str) -> str | None:
         for run in reversed([*_RUN.finditer(line)]):
             before, number, behind = line[: run.start()], run[0], line[run.end() :]
             if re.search(r"\w$", before) and number[0] in "0123456789":
-                before, _, number = number.partition(" ")  # a name; a number may follow it
+                before, _, number = number.partition(" ")  # a name, which a number may follow
             if number and not _ORDINAL.match(behind):
                 return _number(before, number, behind)
     return None

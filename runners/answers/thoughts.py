@@ -1,7 +1,5 @@
 """Separates a model's thoughts from its answer; no other code does this."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 TAGS = ("<think>", "</think>")

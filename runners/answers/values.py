@@ -5,16 +5,13 @@ Everything takes linear time, because a policy writes these texts and would find
 backtracking pattern takes exponential time.
 """
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from typing import NamedTuple
 
-# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text
-# cheap.
+# Floats as plain decimals have up to 330; the bound keeps exact arithmetic cheap.
 _MAX_NUMBER_CHARACTERS = 400
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
@@ -27,10 +24,11 @@ _NUMBER = re.compile(
     r"(?P<exponent>[eE][+-]?[0-9]{1,3})?)(?P<behind>.*)"
 )
 _EQUATION = re.compile(r"\A(?:[A-Za-z]\s?)?=\s?")  # x = 5
-_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-_SCALES["trillion"] = 10**12
-# Each unit with its other spellings; the first one has a plural,
-# and may be spelt as the British do.
+_SCALES = {
+    **{"dozen": 12, "hundred": 10**2, "thousand": 10**3},
+    **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
+}
+# Each unit with its spellings; the first one may be plural or British.
 _SPELLINGS = """
 dollar $ usd buck bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct;
 degree ° deg; celsius °c; fahrenheit °f; radian rad;
@@ -48,11 +46,13 @@ coin; pencil; marble; cookie; egg; apple; orange; car
 _UNITS: dict[str, str] = {}
 for _spellings in map(str.split, _SPELLINGS.split(";")):
     _UNITS |= dict.fromkeys(_spellings, _spellings[0])
-_POWERS = {"square": "²", "sq": "²", "squared": "²", "²": "²"}
-_POWERS |= {"cubic": "³", "cu": "³", "cubed": "³", "³": "³"}
+_POWERS = {
+    **dict.fromkeys(("square", "sq", "squared", "²"), "²"),
+    **dict.fromkeys(("cubic", "cu", "cubed", "³"), "³"),
+}
 _POWER = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)\s?(²|³|squared|cubed)?")
 _PER = re.compile(r"\s?/\s?|\s?\b(?:per|an?)\s")
-# Words behind a number or a unit that change nothing.
+# Words after a number or a unit that change nothing.
 _ALSO = re.compile(r"\s?\b(?:altogether|each|in (?:all|total)|left|old|remaining|total)$")
 CHANGES = {
     *("half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth"),
@@ -62,7 +62,7 @@ CHANGES = {
     *("multiplied", "or", "pi", "sqrt"),
 }
 """Words after a number that change its value or make it one of several."""
-# Words behind the number of a reference answer that are no unit: it is a text then.
+# Words that are not units: a reference answer with one after its number is a text.
 _NO_UNITS = CHANGES | {
     *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more"),
     *("not", "of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
@@ -100,7 +100,7 @@ class Quantity(NamedTuple):
     """A number with its unit."""
 
     value: Fraction
-    unit: str = ""  # in one spelling; empty: none
+    unit: str = ""  # in canonical spelling; empty if there is none
 
 
 def answers_agree(

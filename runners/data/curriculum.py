@@ -10,13 +10,11 @@ it was sampled. A prompt's statistics decay with age, passes and weight alike, s
 sampled again once the policy may have changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import mlx.core as mx
@@ -29,22 +27,22 @@ from runners.data.prompts import Example
 from runners.errors import UserError
 from runners.files.json_files import read_lines
 
-_MOST = 1 << 24  # completions of a prompt, which float32 counts exactly
-NEVER = -1  # in place of a step or a rate
-BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
+_MOST = 1 << 24  # completions per prompt; float32 counts up to this number exactly
+NEVER = -1  # replaces a missing step or rate
+BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # upper bounds of first rates
 
 
 @attrs.frozen(eq=False)
 class Estimates:
     """A run's statistics about its N training prompts."""
 
-    passes_n: np.ndarray  # float32: completions that passed, faded up to step_n
-    weight_n: np.ndarray  # float32: completions, faded in the same way
-    step_n: np.ndarray  # int32: the batch step of the last draw; NEVER
-    first_n: np.ndarray  # float32: the first rate that was measured; NEVER
+    passes_n: np.ndarray  # float32: completions that passed, decayed up to step_n
+    weight_n: np.ndarray  # float32: completions, decayed likewise
+    step_n: np.ndarray  # int32: the last batch step with this prompt, or NEVER
+    first_n: np.ndarray  # float32: the first measured rate, or NEVER
 
     @classmethod
-    def of(cls, counts: Sequence[tuple[float, float]]) -> Estimates:
+    def of(cls, counts: Sequence[tuple[float, float]]) -> Self:
         """From (passes, completions) measured before the run; (0, 0) for prompts without a
         measurement.
         """
@@ -55,7 +53,7 @@ class Estimates:
         return cls(passes_n, weight_n, np.full(len(counts), NEVER, np.int32), first_n)
 
 
-# a group's prompt (its number), completions that passed, completions
+# of a group: the number of its prompt, passed completions, all completions
 Outcome = tuple[int, int, int]
 
 
@@ -129,9 +127,8 @@ def passed(
 
 def prompt_id(example: Example) -> str:
     """A hash of a prompt's messages, images and reference answer: the same for every model."""
-    images = [image.name for image in example.images]
-    text = json.dumps([example.messages, images, example.answer], sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    content = [example.messages, [image.name for image in example.images], example.answer]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]:
@@ -161,21 +158,18 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
     files."""
     bad: list[int] = []
     lines = list(read_lines(path, bad=bad))
-    keys = ("prompt", "passes", "samples")
-    kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
-    counted = not kinds - {(str, int, int)}
-    if bad or not (
-        counted and all(0 <= line["passes"] <= line["samples"] <= _MOST for line in lines)
-    ):
-        expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
-        raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
+    kinds = {
+        tuple(type(line.get(key)) for key in ("prompt", "passes", "samples")) for line in lines
+    }
+    is_counted = kinds <= {(str, int, int)} and all(
+        0 <= line["passes"] <= line["samples"] <= _MOST for line in lines
+    )
+    if bad or not is_counted:
+        raise UserError(
+            f'{path}: expected lines {{"prompt": HASH, "samples": K, "passes": from 0 to K}}, as '
+            "`grpo difficulty` writes them"
+        )
     return lines
-
-
-def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
-    """Whether the pass rate of measured (passes, completions) is between low and high."""
-    passes, completions = count
-    return completions > 0 and low <= passes / completions <= high
 
 
 def with_difficulty(
@@ -197,7 +191,8 @@ def with_difficulty(
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        kept = [(each, count) for each, count in kept if _is_within(count, low, high)]
+        rates = [passes / samples if samples else NEVER for passes, samples in counts]
+        kept = [each for each, rate in zip(kept, rates, strict=True) if low <= rate <= high]
         if not kept:
             raise UserError(
                 f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)"
@@ -207,5 +202,5 @@ def with_difficulty(
         "skipped, because their pass rate is outside data.pass_rates or was not measured"
     )
     numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
-    known = Estimates.of([count for _, count in kept])
-    return numbered, known, [notice] if len(kept) < len(examples) else []
+    notices = [notice] if len(kept) < len(examples) else []
+    return numbered, Estimates.of([count for _, count in kept]), notices

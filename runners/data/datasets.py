@@ -27,6 +27,7 @@ from runners.data.row_files import (
     Transform,
     find_split,
     read_file,
+    skip_row,
     split_name,
     table_rows,
     transformed,
@@ -42,12 +43,12 @@ from runners.user_code.worker import Worker
 ROWS = "runners.agents.tasksets:rows"  # the operation that reads a taskset
 
 _MAX_HELD_OUT = 1000
-_LOOKED_AT = 100  # rows whose gold answers say what they are
+_LOOKED_AT = 100  # rows whose reference answers are inspected
 _CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
-_TOGETHER = 1000  # rows that become Python's objects at a time
-_TRAIN = 1000  # problems of a task, if data.max_samples does not say otherwise
-_HELD_OUT = 200  # the same for the held-out ones
-_FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed s is that of s + n
+_TOGETHER = 1000  # rows converted to Python objects at a time
+_TRAIN = 1000  # default number of a task's training problems
+_HELD_OUT = 200  # number of a task's held-out problems
+_FIRST = 1 << 31  # seed of the first held-out problem; problem n with seed s uses s + n
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
@@ -74,18 +75,16 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     train = load_split(config, config.split, folders=folders, key="data.split")
     if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
-            wanted = (
-                "expected at least two usable rows, because one is held out for evaluation, "
-                "found one"
+            raise UserError(
+                f"{config.source}: expected at least two usable rows, because one is held out for "
+                "evaluation, found one"
             )
-            raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
         evaluation = Rows(train[-count:])
         del train[-count:]
     else:
         evaluation = load_split(config, config.eval_split, folders=folders)
-    if config.max_samples:
-        del train[config.max_samples :]
+    del train[config.max_samples or len(train) :]
     return train, evaluation
 
 
@@ -103,9 +102,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
         check_sandbox(partial=config.answer.partial_sandbox)  # before a model is loaded
     rows = list(chain.from_iterable(parts))
     if not any(name in row for row in rows):
-        data = attrs.evolve(config.data, answer="")
-        answer = attrs.evolve(config.answer, form=NONE)
-        return attrs.evolve(config, data=data, answer=answer)
+        return config.having("data", answer="").having("answer", form=NONE)
     for row in rows:
         value = row.get(name)
         with user_errors(f"{row.place}: {name}", ValueError):
@@ -115,8 +112,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
                 raise ValueError(
                     'expected a text or a number; tests of a program require form = "code"'
                 )
-    read = [gold_answer(row.get(name)) for row in rows[:_LOOKED_AT]]
-    golds = [gold for gold in read if gold is not None]
+    golds = list(filter(None, (gold_answer(row.get(name)) for row in rows[:_LOOKED_AT])))
     prompt = config.data.system_prompt
     texts = sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
@@ -133,10 +129,11 @@ def load_split(
 
     `key` is the config key of the split. Raises the errors of `load_rows`.
     """
-    name = config.transform
-    transform = (
-        resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
-    )
+    transform = None
+    if config.transform:
+        transform = resolve_function(
+            config.transform, folders, key="data.transform", takes=("row",)
+        )
     source = _local(config)
     where = f"{config.source} ({split})"
     if source is None:
@@ -163,12 +160,12 @@ def _local(config: DataConfig) -> Path | None:
     source = DATA.get(config.source) or Path(config.source).expanduser()
     if source.exists():
         if config.name:
-            name = f"data.name is {show(config.name)}, a configuration on the Hub"
             raise UserError(
-                f"{name}, but data.source {show(config.source)} is local; omit data.name"
+                f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
+                f"{show(config.source)} is local; omit data.name"
             )
         return source
-    # A Hub name has at most one slash and no suffix of a file.
+    # A Hub name has at most one slash and no file suffix.
     looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
     if looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA:
         raise UserError(
@@ -180,24 +177,19 @@ def _local(config: DataConfig) -> Path | None:
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
     """The rows with a question and an answer; other rows raise an error or are counted."""
     rows = Rows()
-    kept = found
-    if transform is not None:
-        made = [transformed(row, transform) for row in found]
-        kept = [row for row in made if row is not None]
-        rows.dropped = len(found) - len(kept)
+    made = [transformed(row, transform) for row in found]
+    kept = [row for row in made if row is not None]
+    rows.dropped = len(found) - len(kept)
     if config.answer == DataConfig().answer and not any(config.answer in row for row in kept):
-        # the usual name, which data without gold answers lacks
+        # Data without reference answers lacks the default column.
         config = attrs.evolve(config, answer="")
     _check_fields(kept, config, where)
     for row in kept:
         fault = row.fault or _fault(row, config)
-        if not fault:
+        if fault:
+            rows.faults[row.place] = skip_row(row.place, fault, config.on_bad_row)
+        else:
             rows.append(row)
-            continue
-        message = f"{row.place}: {fault}"
-        if config.on_bad_row == "raise":
-            raise UserError(f'{message} (data.on_bad_row = "skip" skips such rows)')
-        rows.faults[row.place] = message
     if not rows:
         raise UserError("; ".join([f"{where} contains no usable row", *rows.notices("its", 0, 0)]))
     return rows
@@ -205,9 +197,8 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
 
 def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
     found = list(dict.fromkeys(chain.from_iterable(rows)))
-    asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
-    named = (("answer", config.answer), ("image", config.image), ("completion", config.completion))
-    for key, field in (asked, *named):
+    for key in ("prompt" if config.prompt else "question", "answer", "image", "completion"):
+        field = getattr(config, key)
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
@@ -258,18 +249,19 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
         raise UserError(f"data.source = {show(config.source)} is {other}")
     import datasets
 
-    try:
+    # The Hub, the network, the disk or the format may fail.
+    with user_errors(
+        f"data.source is {show(config.source)}, {key} {show(split)}, which could not be downloaded",
+        Exception,
+        why=error_line,
+    ):
         found = datasets.load_dataset(
             config.source, config.name or _CONFIGS.get(config.source), split=split
         )
-        # As Arrow's tables: images and sounds stay the bytes of their files.
+        # Arrow tables keep images and sounds as the bytes of their files.
         tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
         rows = enumerate(chain.from_iterable(map(table_rows, tables)), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
-    # from the Hub, the network, the disk or the format: each is shown to the user
-    except Exception as error:
-        place = f"data.source is {show(config.source)}, {key} {show(split)}"
-        raise UserError(f"{place}, which could not be downloaded: {error_line(error)}") from error
 
 
 def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
@@ -300,7 +292,7 @@ def task_rows(config: DataConfig, split: str) -> list[Row]:
 
 def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]:
     try:
-        # an extra
+        # an optional dependency
         from reasoning_gym.factory import (  # pyright: ignore[reportMissingImports]
             DATASETS,
             create_dataset,
@@ -314,15 +306,15 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
         raise UserError(
             f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}"
         )
-    # no JSON, or settings that the task refuses, most often by assertions
+    # Invalid JSON, or settings that the task rejects (usually with an assertion).
     with user_errors(
         f"data.source = {show(config.source)}, data.name = {show(config.name)}",
         Exception,
         why=error_line,
     ):
-        settings = json.loads(config.name or "{}")
-        for number, entry in enumerate(create_dataset(task, **settings, seed=seed, size=size), 1):
-            values: dict[str, Any] = {name: entry[name] for name in ("question", "answer")}
+        problems = create_dataset(task, **json.loads(config.name or "{}"), seed=seed, size=size)
+        for number, entry in enumerate(problems, 1):
             yield Row(
-                {**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}"
+                {"question": entry["question"], "answer": entry["answer"], "entry": dict(entry)},
+                f"{config.source} ({split}), problem {number}",
             )

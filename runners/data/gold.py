@@ -2,25 +2,21 @@
 completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
+from grpo_fn.rollout import FindStop
 from runners.answers.values import value_text
 from runners.config.loading import Config
 from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import end_of_turn, has_template
-from runners.data.row_files import Row, Rows, read_file
+from runners.data.row_files import Row, Rows, read_file, skip_row
 from runners.errors import UserError
 from runners.tokenization.text import encode
-
-if TYPE_CHECKING:
-    from grpo_fn.rollout import FindStop
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +25,7 @@ class GoldReader:
 
     config: Config
     tokenizer: Any  # mlx-lm's wrapper
-    find_stop: FindStop | None  # of rollout.stop
+    find_stop: FindStop | None  # finds rollout.stop
 
     def of_rows(
         self, examples: Sequence[Example], rows: Rows, split: str
@@ -43,12 +39,12 @@ class GoldReader:
         column = data.completion or data.answer
         texts = [gold_text(rows[example.number].get(column)) for example in examples]
         for example, text in zip(examples, texts, strict=True):
-            if not text and data.on_bad_row == "raise":
-                fault = (
-                    f"{rows[example.number].place}: no reference completion in "
-                    f"{column or 'any column'}"
+            if not text:
+                skip_row(
+                    rows[example.number].place,
+                    f"no reference completion in {column or 'any column'}",
+                    data.on_bad_row,
                 )
-                raise UserError(f'{fault} (data.on_bad_row = "skip" skips such rows)')
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:
@@ -72,16 +68,13 @@ class GoldReader:
                 and not row.get("images")
             ):
                 context = row.get("context") or []
-                completion = row.get("completion")
                 turns = context if isinstance(context, list) else [context]
                 messages = [*turns, {"role": "user", "content": row.get("prompt")}]
                 fault = prompt_fault(messages)
                 if fault:
                     raise UserError(f"{row.place}: {fault}")
-                same = repr([messages, completion])
-                found.setdefault(
-                    same, Row({"prompt": messages, "completion": completion}, row.place)
-                )
+                values = {"prompt": messages, "completion": row.get("completion")}
+                found.setdefault(repr(values), Row(values, row.place))
         if not found:
             raise UserError(
                 f"{sft.completions}: none of {len(read)} completions is finished and has a "
@@ -112,8 +105,7 @@ class GoldReader:
             raise UserError(
                 f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} reference "
                 f"completions of the {split} data has "
-                f"{min(len(example.gold) for example in made)} "
-                "tokens"
+                f"{min(len(example.gold) for example in made)} tokens"
             )
         counts = (
             (len(examples) - len(made), "no reference completion"),
@@ -122,8 +114,11 @@ class GoldReader:
                 f"reference completions longer than rollout.max_new_tokens = {limit} tokens",
             ),
         )
-        line = f"{split} data: {{}} of {len(examples)} rows left out: {{}}"
-        return kept, [line.format(count, why) for count, why in counts if count]
+        return kept, [
+            f"{split} data: {count} of {len(examples)} rows left out: {why}"
+            for count, why in counts
+            if count
+        ]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
         """A completion as the model would sample it: after the nudge, up to a stop string or an end
@@ -136,7 +131,7 @@ class GoldReader:
         before = next(
             (n for n in (0, 1) if whole[: len(example.tokens) - n] == example.tokens[n:]), None
         )
-        if before is None:  # tokens across the border, or a prompt with images
+        if before is None:  # a token spans prompt and completion, or there are images
             tokens = encode(self.tokenizer, text, add_special_tokens=False)
         else:
             tokens = whole[len(example.tokens) - before :]

@@ -1,7 +1,5 @@
 """Reads, checks and cleans conversations from a column or a file of prompts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from runners.config.sections import DataConfig
 from runners.data.row_files import SUFFIXES, Row, read_file
 from runners.errors import UserError, did_you_mean, listed, show, user_errors
 
-Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
+Message = dict[str, Any]  # keys: role, content; an assistant's tool_calls, a tool's name
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -114,13 +112,12 @@ def read_prompts(
     found = []
     for row in rows:
         value: Any = row.get(column)
-        fault = row.fault
-        if not fault and column not in row:
+        fault = row.fault or prompt_fault(value)
+        if not row.fault and column not in row:
             fault = (
                 f"no column {show(column)} (--column); found {listed(list(row))}"
                 f"{did_you_mean(column, row)}"
             )
-        fault = fault or prompt_fault(value)
         if fault:
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":

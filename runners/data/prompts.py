@@ -16,6 +16,7 @@ from runners.config.names import REWARD_ARGUMENTS
 from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
 from runners.data.rendering import opening, render
+from runners.data.row_files import Rows, skip_row
 from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_files
 from runners.images.processor import ImageProcessor, load_processor
@@ -28,16 +29,16 @@ GOLD_MARK = "####"
 class Example:
     """One problem, ready for a rollout."""
 
-    messages: tuple[Message, ...]  # the prompt that rewards get, without the nudge
-    text: str  # the rendered prompt, the nudge at its end
-    tokens: tuple[int, ...]  # of the text; an image has one for each of its cells
-    answer: str  # the gold answer; empty if the data has none
-    columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
-    images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
-    # of the row, among the split's usable ones; with a curriculum, among the run's prompts
+    messages: tuple[Message, ...]  # the prompt that rewards receive, without the nudge
+    text: str  # the rendered prompt, including the nudge
+    tokens: tuple[int, ...]  # of the text; each cell of an image is one token
+    answer: str  # the reference answer; empty if there is none
+    columns: dict[str, Any]  # the row's columns for rewards; `answer` is the reference answer
+    images: tuple[ImageFile, ...] = ()  # in the order of the prompt
+    # index among the split's usable rows or, with a curriculum, among the run's prompts
     number: int = 0
-    gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
-    opening: str = ""  # the first words of a completion, before the nudge: the chat template's
+    gold: tuple[int, ...] = ()  # tokens of the reference completion with its end; empty if not read
+    opening: str = ""  # text of the chat template that starts each completion, before the nudge
 
 
 def image_folder(config: DataConfig) -> Path | None:
@@ -63,7 +64,7 @@ def processor_of(
 
 
 def build_examples(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Rows,
     config: DataConfig,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
@@ -100,26 +101,18 @@ def build_examples(
             raw=raw,
         )
         values = {column: row.get(field) for column, field in fields.items()}
-        answers = {"answer": gold} if config.answer else {}
-        return Example(
-            messages, text, tokens, gold, {**values, **answers}, images, number, opening=begun
-        )
+        values |= {"answer": gold} if config.answer else {}
+        return Example(messages, text, tokens, gold, values, images, number, opening=begun)
 
     examples: list[Example] = []
-    faults: dict[str, str] = getattr(rows, "faults", {})
     for number, row in enumerate(rows):
-        place = getattr(row, "place", "") or f"row {number + 1}"
         try:
             examples.append(example_of(row, number))
         except UserError as error:
-            faults[place] = f"{place}: {error}"
-            if config.on_bad_row == "raise":
-                raise UserError(
-                    f'{faults[place]} (data.on_bad_row = "skip" skips such rows)'
-                ) from error
+            rows.faults[row.place] = skip_row(row.place, str(error), config.on_bad_row)
     if rows and not examples:
         raise UserError(
-            f"all {len(rows)} rows are invalid; for example, {list(faults.values())[-1]}"
+            f"all {len(rows)} rows are invalid; for example, {list(rows.faults.values())[-1]}"
         )
     kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
     if rows and not kept:
@@ -179,7 +172,7 @@ def gold_answer(value: object) -> str | None:
         return None
     try:
         text = value_text(value)
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         return None
     if not isinstance(value, str) and not text.lstrip("-")[:1].isdigit():  # nan, inf
         return None

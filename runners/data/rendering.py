@@ -2,8 +2,6 @@
 form.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -82,8 +80,8 @@ def _with_image_parts(
     """The messages in the format for chat templates, with this number of images before the text of
     the last user message (or of the last message).
     """
-    users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    last = users[-1] if users else len(messages) - 1
+    users = (n for n, message in enumerate(messages) if message["role"] == "user")
+    last = max(users, default=len(messages) - 1)
     parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
     return tuple(
         {**message, "content": parts} if n == last else dict(message)
@@ -126,10 +124,12 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
             'data.prompt_form = "raw" uses prompts unchanged'
         ]
     end = end_of_turn(tokenizer, data.chat_template_kwargs)
-    if not end or any(text in end for text in stop):
-        return []
-    ends = set(getattr(tokenizer, "eos_token_ids", ()))
-    if ends.intersection(encode(tokenizer, end, add_special_tokens=False)):
+    end_ids = {*getattr(tokenizer, "eos_token_ids", ())}
+    if (
+        not end
+        or any(text in end for text in stop)
+        or end_ids.intersection(encode(tokenizer, end, add_special_tokens=False))
+    ):
         return []
     return [
         f"the chat template ends a turn with {show(end)}, but none of its tokens ends a "
@@ -148,7 +148,7 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
         text = apply_template(
             tokenizer, turns, template_kwargs=template_kwargs, add_generation_prompt=False
         )
-    except Exception:  # a template may raise anything; the prompts' own rendering reports it
+    except Exception:  # a template may raise anything; rendering the prompts reports it
         return ""
     return text.rpartition(words)[2].strip() if words in text else ""
 
@@ -175,11 +175,13 @@ def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = F
         before = text([question], head=False)
         start = text([question], head=True)
         earlier = _EMPTY_PAIR.sub("", text(turns, head=False))
-    except Exception:  # a template may raise anything; the prompts' own rendering reports it
+    except Exception:  # a template may raise anything; rendering the prompts reports it
         return ""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, earlier, strict=False))
     header = "".join(letter for letter, _ in same)
-    if header.rfind("<") > header.rfind(">"):  # tags that begin alike, such as <think> and </think>
+    if header.rfind("<") > header.rfind(
+        ">"
+    ):  # both tags start with the same characters, such as <think> and </think>
         header = header[: header.rfind("<")]
     if len(header) <= len(before) or not header.startswith(before):
         return ""
@@ -196,14 +198,13 @@ def _dated(template: str, start: datetime) -> str:
     """The template with a fixed date, set by a macro: transformers passes no function to a
     template.
     """
-    flagged = itertools.product(("", "-"), _DATE_CODES)
-    codes = [f"%{flag}{letter}" for flag, letter in flagged]
+    codes = [f"%{flag}{letter}" for flag, letter in itertools.product(("", "-"), _DATE_CODES)]
     filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
     return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{template}"
 
 
 def has_template(tokenizer: Any) -> bool:
-    # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
+    # Templates of mlx-lm's wrapper may be functions; only this attribute indicates them.
     return bool(getattr(tokenizer, "has_chat_template", getattr(tokenizer, "chat_template", None)))
 
 
@@ -238,7 +239,7 @@ def _conversation(
     template_kwargs: Mapping[str, Any],
 ) -> str:
     def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
-        # a template may raise anything, most often jinja2's TemplateError
+        # A template may raise anything, usually jinja2's TemplateError.
         with user_errors("the tokenizer's chat template fails", Exception, why=error_line):
             return apply_template(
                 tokenizer, conversation, tools=tools, template_kwargs=template_kwargs
@@ -264,8 +265,8 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
     """The messages with the tools described in the system message, and the form of a call."""
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in tools]
     form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
-    told = f"To call one, write {form} and end your turn."
-    described = "\n".join(["You can call these tools:", *lines, told])
+    told = ["You can call these tools:", *lines, f"To call one, write {form} and end your turn."]
+    described = "\n".join(told)
     rest = list(messages)
     if rest and rest[0]["role"] == "system":
         described = f"{rest.pop(0)['content']}\n\n{described}"

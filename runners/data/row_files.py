@@ -5,14 +5,11 @@ The parsers are the standard library's and pyarrow's. Unlike the loaders of `dat
 the invalid row and continue, do not guess types, and leave no copy of the file in a cache.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,12 @@ Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
-# older ones of the Hub have a digest at the end
+# Older shards on the Hub end with a digest.
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")
-LEAST = 1 << 26  # bytes that any file may unpack to
+LEAST = 1 << 26  # bytes that every file may unpack to
 RATIO = 64  # larger files may unpack to this many times their own size
-_DEPTH = 100  # of lists and objects inside each other
-_CELL = 16  # bytes that any value takes in addition
+_DEPTH = 100  # of nested lists and objects
+_CELL = 16  # additional bytes per value
 _NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
@@ -51,27 +48,30 @@ class Rows(list[Row]):
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
-        self.dropped = 0  # by data.transform
-        # of bad rows, also those that a template refused: place -> line
-        self.faults: dict[str, str] = {}
+        self.dropped = 0  # number of rows skipped by data.transform
+        self.faults: dict[str, str] = {}  # of invalid rows: place -> message
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
         """Messages about unused data: skipped rows, and `too_long` prompts of more than `limit`
         tokens."""
-        found = []
-        if self.dropped:
-            found.append(f"{split} data: {self.dropped} rows skipped by data.transform")
-        if self.faults:
-            first = next(iter(self.faults.values()))
-            found.append(
-                f"{split} data: {len(self.faults)} invalid rows skipped (the first: {first})"
-            )
-        if too_long:
-            found.append(
-                f"{split} data: {too_long} of {len(self)} prompts skipped, longer than "
-                f"data.max_prompt_length = {limit} tokens"
-            )
-        return found
+        first = next(iter(self.faults.values()), "")
+        counts = (
+            (self.dropped, "rows skipped by data.transform"),
+            (len(self.faults), f"invalid rows skipped (the first: {first})"),
+            (
+                too_long,
+                f"of {len(self)} prompts skipped, longer than data.max_prompt_length = {limit} "
+                "tokens",
+            ),
+        )
+        return [f"{split} data: {count} {what}" for count, what in counts if count]
+
+
+def skip_row(place: str, fault: str, on_bad_row: str) -> str:
+    """A message about an invalid row; raises it as UserError if `on_bad_row` is "raise"."""
+    if on_bad_row == "raise":
+        raise UserError(f'{place}: {fault} (data.on_bad_row = "skip" skips such rows)')
+    return f"{place}: {fault}"
 
 
 def split_name(split: str) -> str:
@@ -97,7 +97,8 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
             found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
     if not found and (folder / "data").is_dir():
         return find_split(folder / "data", split, key)
-    if split_name(split) not in found:
+    files = found.get(split_name(split))
+    if files is None:
         only = (
             f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
         )
@@ -105,23 +106,19 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
             f"{key}: expected {split}.jsonl, .json, .csv or .parquet in {folder}, found "
             f"{', '.join(found) or 'no data file'}{did_you_mean(split, found) or only}"
         )
-    files = found[split_name(split)]
-    shards = [_SHARD.search(path.stem) for path in files]
-    kinds = {
-        (path.suffix.lower(), shard and shard[2]) for path, shard in zip(files, shards, strict=True)
-    }
-    if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
-        names = ", ".join(path.name for path in files)
+    kinds = {(path.suffix.lower(), _shard(path)[1]) for path in files}
+    if len(kinds) > 1 or len(files) != _shard(files[0])[1]:
         raise UserError(
-            f"{key}: expected one complete copy of {show(split)} in {folder}, found {names}"
+            f"{key}: expected one complete copy of {show(split)} in {folder}, found "
+            f"{', '.join(path.name for path in files)}"
         )
-    return sorted(files, key=_shard_number)
+    return sorted(files, key=_shard)
 
 
-def _shard_number(path: Path) -> int:
-    """A shard's number; 0 for a whole file."""
+def _shard(path: Path) -> tuple[int, int]:
+    """The number of a shard and the number of all shards; (0, 1) for a whole file."""
     shard = _SHARD.search(path.stem)
-    return int(shard[1]) if shard else 0
+    return (int(shard[1]), int(shard[2])) if shard else (0, 1)
 
 
 def read_file(path: Path) -> list[Row]:
@@ -136,18 +133,16 @@ def read_file(path: Path) -> list[Row]:
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {show(suffix)}")
     try:
-        if suffix == ".parquet":
-            rows = enumerate(_parquet_rows(path), 1)
-            return [Row(values, f"{path}, row {number}") for number, values in rows]
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        with disk_errors(f"{path} cannot be read"):
+            if suffix == ".parquet":
+                rows = enumerate(_parquet_rows(path), 1)
+                return [Row(values, f"{path}, row {number}") for number, values in rows]
+            text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        byte = error.object[error.start]
         raise UserError(
-            f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
+            f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; save the "
+            "file as UTF-8"
         ) from error
     if suffix == ".csv":
         return list(_csv_rows(path, text))
@@ -163,7 +158,7 @@ def read_file(path: Path) -> list[Row]:
 def _json_row(place: str, line: str) -> Row:
     try:
         return _as_row(place, json.loads(line))
-    # an integer of thousands of digits; thousands of brackets
+    # an integer with thousands of digits, or thousands of brackets
     except (ValueError, RecursionError) as error:
         return Row({}, place, f"not JSON: {error}")
 
@@ -176,15 +171,13 @@ def _as_row(place: str, value: Any) -> Row:
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether a value is nested too deeply for recursive functions."""
-    level = [value]
-    depth = 0
-    while level and depth <= _DEPTH:
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [*chain.from_iterable(x.values() if isinstance(x, dict) else x for x in inner)]
-        depth += 1
-    return depth > _DEPTH
+def _is_deep(value: Any, room: int = _DEPTH) -> bool:
+    """Whether a value is nested more deeply than `room` lists and objects."""
+    if room == 0:
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and any(_is_deep(each, room - 1) for each in value)
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:
@@ -207,18 +200,18 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
 
-def transformed(row: Row, transform: Transform) -> Row | None:
-    """The function's result for a row; None if it skips the row.
+def transformed(row: Row, transform: Transform | None) -> Row | None:
+    """The function's result for a row; None if it skips the row. Without a function, the row.
 
     The function is not called with a row that could not be read. If it raises, or returns anything
     but a row or None, the row is invalid.
     """
-    if row.fault:
+    if transform is None or row.fault:
         return row
     source = getattr(getattr(transform, "__code__", None), "co_filename", None)
     try:
         values = transform(dict(row))
-    # raised by the custom function: reported with the row's place
+    # The user's function may raise anything.
     except (Exception, SystemExit) as error:
         return Row({}, row.place, f"data.transform failed: {error_line(error, source)}")
     if values is None:

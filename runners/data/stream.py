@@ -1,7 +1,5 @@
 """The order in which a run uses its training examples."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ class PromptOrder:
 
     examples: Sequence[Example]
     seed: int
-    # measured pass rates: each epoch goes from easy to hard; None: mixed
+    # measured pass rates, which sort each epoch from easy to hard; None shuffles it
     rates_n: np.ndarray | None = None
 
     def epoch(self, position: int) -> float:
@@ -47,17 +45,17 @@ def _permutation(order: PromptOrder, epoch: int) -> list[int]:
 class Weighted:
     """The prompts of one batch step that are sampled by weight, for an adaptive curriculum."""
 
-    weights_n: np.ndarray  # of each prompt, see `draw_weights`
-    explore: float  # the share of draws that follow the usual order
+    weights_n: np.ndarray  # for each prompt, from `draw_weights`
+    explore: float  # the share of samples that follow the usual order
 
 
 @attrs.frozen(eq=False)
 class Drawn:
-    """Number of examples used so far."""
+    """Sampled examples, and the position of the run after them."""
 
     examples: tuple[Example, ...]
-    position: int  # examples handed out up to here
-    taken: frozenset[int] = frozenset()  # numbers of the prompts drawn in this batch step
+    position: int  # number of examples used so far
+    taken: frozenset[int] = frozenset()  # numbers of the prompts sampled in this batch step
 
 
 def drawn(
@@ -83,8 +81,9 @@ def drawn(
     taken |= frozenset(numbers)
     missing = number - len(numbers)
     numbers += drawn_by_weight(weighted.weights_n, missing, taken, order.seed, position)
-    examples = tuple(order.examples[each] for each in numbers)
-    return Drawn(examples, places.stop, taken | frozenset(numbers))
+    return Drawn(
+        tuple(order.examples[each] for each in numbers), places.stop, taken | frozenset(numbers)
+    )
 
 
 @attrs.frozen
@@ -93,11 +92,11 @@ class RunLength:
 
     batch_steps: int  # rollouts
     updates: int  # optimizer updates, including all passes over each rollout
-    supervised: int = 0  # batch steps: the first ones, on gold completions
+    supervised: int = 0  # number of initial batch steps on reference completions
     supervised_updates: int = 0
 
     @classmethod
-    def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
+    def of(cls, config: Config, examples: int, gold: int = 0) -> "RunLength":
         """From the config and the numbers of training examples and reference completions."""
         optim = config.optim
         sft = config.sft

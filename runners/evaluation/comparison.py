@@ -2,8 +2,6 @@
 differences.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-TABLE_WIDTH = 1000  # columns: tables are never folded
+TABLE_WIDTH = 1000  # columns, so that tables are never wrapped
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 
@@ -35,7 +33,7 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     spread = math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
     half = z / (1 + z * z / trials) * spread
-    # At either end middle and half cancel up to rounding.
+    # At both ends, middle and half cancel up to rounding.
     return Interval(
         0.0 if successes == 0 else max(middle - half, 0.0),
         1.0 if successes == trials else min(middle + half, 1.0),
@@ -93,10 +91,10 @@ class ModelResult:
     """The results of one model on some problems."""
 
     model: str
-    indices: tuple[int, ...]  # which rows of the data
+    indices: tuple[int, ...]  # row numbers in the data
     metrics: dict[str, Metric]  # name -> values in the order of `indices`
     completions: tuple[dict[str, Any], ...]  # JSON rows
-    problems: tuple[str, ...]  # faults in scoring
+    problems: tuple[str, ...]  # messages about faults in scoring
 
 
 def difference(first: Metric, second: Metric) -> Metric:

@@ -1,8 +1,7 @@
 """Samples and scores completions of problems for a run's evaluations and for `grpo eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -23,7 +22,7 @@ from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
-_MANY = 0.9  # share of completions without an answer, or cut off, that a notice is worth
+_MANY = 0.9  # share of completions without an answer, or cut off, that causes a notice
 
 
 @attrs.frozen(kw_only=True)
@@ -31,20 +30,20 @@ class Completion:
     """One completion. For a conversation, `text` is the model's last turn, and the last five fields
     are set."""
 
-    text: str  # with the words in front that chat template and nudge give it
-    answer: str | None  # as the form reads it
-    right: bool | None  # None: there is no gold answer
-    rewards: dict[str, float | None]  # each reward's value; None: it gave none
+    text: str  # including the words of the chat template and the nudge before it
+    answer: str | None  # the answer that the form reads
+    right: bool | None  # None without a reference answer
+    rewards: dict[str, float | None]  # each reward's value; None if it returned none
     reward: float | None  # their weighted sum
-    tokens: int  # that the model sampled
-    finish: str  # see `runners.inference.text_generation`
-    # the environment's reward is high enough; without one, the answer is right
+    tokens: int  # number of sampled tokens
+    finish: str  # a constant of `runners.inference.text_generation`
+    # whether the environment's reward is high enough or, without one, the answer is right
     success: bool | None = None
     turns: int = 0
     calls: int = 0
-    failures: int = 0  # of the calls
-    seconds: float = 0.0  # that the calls took
-    fault: str = ""  # of the environment
+    failures: int = 0  # number of failed calls
+    seconds: float = 0.0  # duration of the calls
+    fault: str = ""  # the environment's fault
     messages: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -58,16 +57,16 @@ class Evaluator:
     """Samples completions of problems, reads their answers and scores them with the run's own
     rewards."""
 
-    engine: Engine  # with the weights that it has loaded
-    scorer: Scorer | None  # None: there are no rewards
-    form: AnswerForm | None  # None: no answers are read
+    engine: Engine  # samples with the weights that it has loaded
+    scorer: Scorer | None  # None without rewards
+    form: AnswerForm | None  # None if no answers are read
     decoder: TextDecoder
     nudge: str
-    rows: int = 0  # completions at a time; 0: 256
-    environments: Player | None = None  # with them each problem is a conversation
+    rows: int = 0  # completions at a time; 0 means 256
+    environments: Player | None = None  # if set, each problem is a conversation
     vision: VisionPart | None = None
-    state: TrainerState = NO_RUN  # for rewards that ask for it
-    problems: dict[str, None] = attrs.field(factory=dict)  # faults so far, a line each
+    state: TrainerState = NO_RUN  # for rewards that accept it
+    problems: dict[str, None] = attrs.field(factory=dict)  # messages about faults so far
 
     def complete(
         self,
@@ -108,7 +107,7 @@ class Evaluator:
             self.problems.update(dict.fromkeys(self.form.doubts(batch.texts)))
             known = [row for row, example in enumerate(asked) if example.answer]
             golds = [asked[row].answer for row in known]
-            # Where the reward is the share of tests, it has been found already.
+            # If a reward runs all tests, their cached outcomes are reused.
             whole = all(reward.name != "correctness_reward_func" for reward in rewards)
             scores = self.form.scores([answers[row] for row in known], golds, whole=whole)
             rights = {row: score == 1 for row, score in zip(known, scores, strict=True)}
@@ -165,56 +164,48 @@ class Evaluator:
             messages=tuple(played.messages),
         )
 
+    def complete_all(
+        self, examples: Sequence[Example], sampling: g.Sampling, key: mx.array
+    ) -> list[Completion]:
+        """Completions of all examples, as in `complete`, in one list."""
+        batches = self.complete(examples, sampling, key)
+        return list(chain.from_iterable(found for found, _ in batches))
+
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
-        """`form_notice` for completions, one per example."""
-        return form_notice(
-            self.form,
-            [each.text for each in found],
-            [example.answer for example in examples],
-            [each.cut for each in found],
-            [each.tokens for each in found],
-            limit,
+        """A message if nine in ten completions, one per example, are cut off at `limit` tokens or
+        lack the answer's form, with a suggested length or the form that most of them have;
+        otherwise empty.
+        """
+        form = self.form
+        many = _MANY * len(found)
+        cut = sum(each.cut for each in found)
+        if found and cut >= many:
+            ended = [each.tokens for each in found if not each.cut]
+            others = f"; finished completions have up to {max(ended)}" if ended else ""
+            return (
+                f"{cut} of {len(found)} completions are cut off at {limit} tokens{others}: set "
+                f"a larger rollout.max_new_tokens, such as {2 * limit}"
+            )
+        lacking = sum(each.answer is None for each in found)
+        if form is None or not found or lacking < many:
+            return ""
+        line = (
+            f"{lacking} of {len(found)} completions lack {form.what}, "
+            f'which answer.form = "{form.spec}" reads'
         )
+        golds = [example.answer for example in examples]
+        fitting = fitting_form([each.text for each in found], golds, form.thoughts)
+        if fitting is None:
+            return f"{line}; request it with data.system_prompt or data.nudge"
+        name, have, right = fitting
+        return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 
     def _read(self, text: str) -> str | None:
         try:
             return self.form.read(text) if self.form else None
-        except UserError as error:  # of the user's own function
+        except UserError as error:  # raised by the user's function
             self.problems[str(error)] = None
             return None
-
-
-def form_notice(
-    form: AnswerForm | None,
-    texts: Sequence[str],
-    golds: Sequence[str],
-    cut: Sequence[bool],
-    lengths: Sequence[int],
-    limit: int,
-) -> str:
-    """A message if nine in ten completions are cut off at `limit` tokens or lack the answer's form,
-    with a suggested length or the form that most of them have; otherwise empty.
-    """
-    many = _MANY * len(texts)
-    if texts and sum(cut) >= many:
-        ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
-        others = f"; finished completions have up to {max(ended)}" if ended else ""
-        return (
-            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set "
-            f"a larger rollout.max_new_tokens, such as {2 * limit}"
-        )
-    lacking = sum(form.read(text) is None for text in texts) if form else 0
-    if form is None or not texts or lacking < many:
-        return ""
-    line = (
-        f"{lacking} of {len(texts)} completions lack {form.what}, "
-        f'which answer.form = "{form.spec}" reads'
-    )
-    fitting = fitting_form(texts, golds, form.thoughts)
-    if fitting is None:
-        return f"{line}; request it with data.system_prompt or data.nudge"
-    name, have, right = fitting
-    return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
 
 
 def _known(value: float) -> float | None:

@@ -1,7 +1,5 @@
 """Evaluates a run: greedy completions of the held-out problems, with the prompts of training."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -27,7 +25,7 @@ class EvalResult:
 
     seconds: float
     completions: tuple[Completion, ...]
-    problems: tuple[str, ...] = ()  # faults in scoring, a line each
+    problems: tuple[str, ...] = ()  # messages about faults in scoring
 
     @property
     def score(self) -> float | None:
@@ -55,10 +53,12 @@ class EvalResult:
         for name in rows[0].rewards if rows else ():
             found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
         if any(each.turns for each in rows):
-            found["eval/success"] = _mean([each.success for each in rows])
-            found["eval/turns"] = _mean([each.turns for each in rows])
-            found["eval/tool_calls"] = _mean([each.calls for each in rows])
-            found["eval/failed_calls"] = _mean([each.failures for each in rows])
+            found |= {
+                "eval/success": _mean([each.success for each in rows]),
+                "eval/turns": _mean([each.turns for each in rows]),
+                "eval/tool_calls": _mean([each.calls for each in rows]),
+                "eval/failed_calls": _mean([each.failures for each in rows]),
+            }
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 
@@ -76,9 +76,7 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
     """Completes all examples greedily; `sampling` determines how completions end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
-    completions: list[Completion] = []
-    for part, _ in evaluator.complete(examples, greedy, mx.random.key(0)):  # nothing is drawn
-        completions += part
+    completions = evaluator.complete_all(examples, greedy, mx.random.key(0))  # nothing is sampled
     seconds = time.perf_counter() - started
     return EvalResult(seconds, tuple(completions), tuple(evaluator.problems))
 

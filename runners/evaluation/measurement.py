@@ -1,7 +1,5 @@
 """Measures a model on a set of problems, for `grpo eval`: exact match, pass@k, rewards, lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from runners.checkpoints.manifest import digest
 from runners.config.loading import Config, load_config, run_of
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
+from runners.data.row_files import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Player
 from runners.errors import UserError
@@ -29,9 +28,16 @@ from runners.machine.startup import Platform
 from runners.rewards.scoring import Reward, Scorer
 from runners.user_code.worker import Worker
 
-Problems = Sequence[Mapping[str, Any]]
-_SAMPLED = ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")  # of [rollout]
-_TRAINED = {  # keys of the other sections that change no evaluation
+_SHARES = ("success", "exact match", "truncated")  # metrics that are percentages
+_SAMPLED = (
+    "stop",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+)  # keys of [rollout] that are compared
+_TRAINED = {  # keys of other sections that do not affect evaluations
     *("max_samples", "curriculum", "difficulty", "pass_rates", "target_rate", "rate_decay"),
     *("explore", "pass_reward", "aggregate", "timeout", "workers", "schedule", "stop_if_all_fail"),
     *("every", "at_start"),
@@ -67,8 +73,10 @@ def config_of_runs(
     other = _measured(configs[-1])
     differ = [name for name in one if one[name] != other.get(name)]
     if differ:
-        places = f"{files[0]} and {files[-1]} differ in {', '.join(differ)}"
-        raise UserError(f"the runs {places}; --config sets one config for both")
+        raise UserError(
+            f"the runs {files[0]} and {files[-1]} differ in {', '.join(differ)}; --config sets one "
+            "config for both"
+        )
     note(
         f"data, prompts and rewards as in the run ({files[0]}); "
         "--config, --data and --set replace them"
@@ -142,12 +150,13 @@ def evaluator_of(
         environments=environments,
         vision=model.vision,
     )
-    sampling = sampling_of(config, model.eos_ids)
-    return evaluator, attrs.evolve(sampling, num_generations=1, with_entropy=False)
+    return evaluator, attrs.evolve(
+        sampling_of(config, model.eos_ids), num_generations=1, with_entropy=False
+    )
 
 
 def choose_problems(
-    rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
+    rows: Rows, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
     """The problems, keyed by row number (the same `eval.samples` as in training), and the number of
     prompts longer than `data.max_prompt_length`. `tools`: schemas shown in the prompts.
@@ -189,9 +198,7 @@ def measure(
     json_rows: list[dict[str, Any]] = []
 
     def completed(kind: str, sampling: g.Sampling) -> list[Completion]:
-        found: list[Completion] = []
-        for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
-            found += part
+        found = evaluator.complete_all(examples, sampling, evaluation_key(config))
         for place, one in enumerate(found):
             problem, sample = divmod(place, sampling.num_generations)
             number, example = numbered[problem]
@@ -209,12 +216,12 @@ def measure(
         if None not in good:
             counts = [sum(map(bool, good[n : n + num])) for n in range(0, len(good), num)]
             for k in ks:
-                values = np.array([pass_at_k(num, count, k) for count in counts])
-                metrics[f"pass@{k}"] = Metric(values, percent=True)
+                rates = np.array([pass_at_k(num, count, k) for count in counts])
+                metrics[f"pass@{k}"] = Metric(rates, percent=True)
         details |= _metrics(sampled, num, "sampled ")
         details.pop("sampled exact match", None)
-    notice = evaluator.notice(greedy, examples, sampling.max_new_tokens)
-    faults = (*evaluator.problems, *filter(None, [notice]))
+    notices = filter(None, [evaluator.notice(greedy, examples, sampling.max_new_tokens)])
+    faults = (*evaluator.problems, *notices)
     return ModelResult(name, tuple(chosen), metrics | details, tuple(json_rows), faults)
 
 
@@ -229,34 +236,35 @@ def _row(
     name: str, kind: str, number: int, example: Example, sample: int, one: Completion
 ) -> dict[str, Any]:
     """A completion as a JSON row."""
-    row: dict[str, Any] = {
+    row = {
         "model": name,
         "kind": kind,
         "problem": number,
         "sample": sample,
         "prompt": example.text,
-    }
-    if example.images:
-        row["images"] = [image.name for image in example.images]
-    if example.answer:
-        row["answer"] = example.answer
-    row["completion"] = one.text
-    if one.right is not None:
-        row |= {"extracted": one.answer, "correct": one.right}
-    row |= {
+        "images": [image.name for image in example.images],
+        "answer": example.answer,
+        "completion": one.text,
+        "extracted": one.answer,
+        "correct": one.right,
         "tokens": one.tokens,
         "finish": one.finish,
         "reward": one.reward,
         "rewards": one.rewards,
+        "messages": one.messages,
+        "success": one.success,
+        "turns": one.turns,
+        "calls": one.calls,
+        "failures": one.failures,
+        "fault": one.fault,
     }
-    if one.messages:
-        row["messages"] = one.messages
-        if one.success is not None:
-            row["success"] = one.success
-        row |= {"turns": one.turns, "calls": one.calls, "failures": one.failures}
-    if one.fault:
-        row["fault"] = one.fault
-    return row
+    unjudged = {"extracted", "correct"} if one.right is None else set()
+    single = set() if one.messages else {"messages", "success", "turns", "calls", "failures"}
+    unknown = {
+        each for each in ("images", "answer", "success", "fault") if row[each] in ([], "", None)
+    }
+    omitted = unjudged | single | unknown
+    return {key: value for key, value in row.items() if key not in omitted}
 
 
 def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Metric]:
@@ -272,18 +280,19 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
     for name in rows[0].rewards:
         columns[f"reward/{name}"] = [row.rewards[name] for row in rows]
     if rows[0].turns:
-        columns["turns"] = [row.turns for row in rows]
-        columns["calls"] = [row.calls for row in rows]
-        columns["failed calls"] = [row.failures for row in rows]
-        columns["tool seconds"] = [row.seconds for row in rows]
+        columns |= {
+            "turns": [row.turns for row in rows],
+            "calls": [row.calls for row in rows],
+            "failed calls": [row.failures for row in rows],
+            "tool seconds": [row.seconds for row in rows],
+        }
     columns["length"] = [row.tokens for row in rows]
     columns["truncated"] = [row.cut for row in rows]
     metrics = {}
     for name, column in columns.items():
         values = np.array(column, np.float64).reshape(-1, num)
         known = ~np.isnan(values)
-        with np.errstate(invalid="ignore"):  # NaN for a row without values
+        with np.errstate(invalid="ignore"):  # 0 / 0 is NaN for a row without values
             means = np.where(known, values, 0.0).sum(axis=1) / known.sum(axis=1)
-        is_share = name in ("success", "exact match", "truncated")
-        metrics[prefix + name] = Metric(means, percent=is_share)
+        metrics[prefix + name] = Metric(means, percent=name in _SHARES)
     return metrics

@@ -5,8 +5,6 @@ answers. A reward that cannot distinguish them has no useful gradient. Without r
 if no correct completion is known, they score neutral texts, which only shows whether they run.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -39,8 +37,7 @@ from runners.tokenization.text import TextDecoder, encode
 GOLD = "reference answer"
 BARE = "answer without form"
 WRONG = "wrong answer"
-NO_ANSWER = "no-such-answer"
-SENTENCE = "This is a sentence."
+
 _READ_ANSWERS = ("correctness_reward_func", "task_score")
 
 
@@ -48,17 +45,17 @@ _READ_ANSWERS = ("correctness_reward_func", "task_score")
 class RewardCheck:
     """The results of the checks."""
 
-    prompt: str  # the first, as the model gets it
-    train: int  # examples
-    evaluation: int  # problems on which a run is evaluated
-    held_out: int  # all problems that are not trained on
-    lengths: tuple[int, ...]  # tokens of the training prompts in use, ascending
+    prompt: str  # the first prompt, as the model receives it
+    train: int  # number of training examples
+    evaluation: int  # number of problems in an evaluation
+    held_out: int  # number of all held-out problems
+    lengths: tuple[int, ...]  # numbers of tokens of the training prompts, ascending
     kinds: tuple[str, ...]  # kinds of scored texts
     rewards: tuple[str, ...]
     values_kan: np.ndarray  # [reward, kind of text, problem]; NaN: no reward
-    knows_right: bool  # False: the form reads answers, but no right completion is known
+    knows_right: bool  # False if the form reads answers, but no correct completion is known
     warnings: tuple[str, ...]
-    images: tuple[tuple[str, int], ...]  # of the first prompt: names, and tokens of each
+    images: tuple[tuple[str, int], ...]  # names and numbers of tokens of the first prompt's images
 
 
 def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
@@ -77,12 +74,12 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, data.chat_template)
     processor = processor_of(data, path, read_json(path / "config.json"))
-    ends = tuple(sorted(tokenizer.eos_token_ids))
+    end_ids = tuple(sorted(tokenizer.eos_token_ids))
     decoder = TextDecoder(tokenizer)
     environments = build_environments(
-        config.env, data, tokenizer, decoder, ends, config.folders, worker
+        config.env, data, tokenizer, decoder, end_ids, config.folders, worker
     )
-    # Without an episode there is nothing that these could score.
+    # These rewards can only score episodes.
     if environments is not None:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
     tools = environments.schemas if environments else ()
@@ -91,7 +88,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     )
     form = config.answer_form
     tried = train[:problems]
-    # Without a form, rewards of one's own may look at the bare answer.
+    # Without a form, the user's rewards may read the bare answer.
     right = PLACE if any(example.answer for example in tried) else ""
     if form is not None:
         tried = [attrs.evolve(example, answer=form.gold(example.answer)) for example in tried]
@@ -105,7 +102,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         *rows[1].notices("eval", dropped_there, data.max_prompt_length),
         *template_notices(tokenizer, data, config.rollout.stop),
         *faults,
-        # What a pattern or a function of the user reads is not known here.
+        # It is unknown which answers the user's pattern or function reads.
         *(_judge(rewards, kinds, values_kan, form, tried) if knows_right else []),
     ]
     return RewardCheck(
@@ -146,11 +143,17 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
     empty form).
     """
     if not form:
-        words = example.messages[-1]["content"]
-        return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
+        return {
+            "prompt's words": nudge + example.messages[-1]["content"],
+            "one sentence": f"{nudge}This is a sentence.",
+            "empty": nudge,
+        }
     if form == PLACE:
-        right = nudge + example.answer
-        return {GOLD: right, WRONG: nudge + _wrong(example.answer), "empty": nudge}
+        return {
+            GOLD: nudge + example.answer,
+            WRONG: nudge + _wrong(example.answer),
+            "empty": nudge,
+        }
     return {
         GOLD: form.replace(PLACE, example.answer),
         WRONG: form.replace(PLACE, _wrong(example.answer)),
@@ -176,7 +179,7 @@ def _wrong(answer: str) -> str:
     if len(answer) == 1 and answer.isalpha():
         return "B" if answer in "Aa" else "A"
     number = parse_number(answer)
-    return NO_ANSWER if number is None else str(number + 1)
+    return "no-such-answer" if number is None else str(number + 1)
 
 
 def _score(
@@ -203,7 +206,7 @@ def _score(
         begun = [_behind(examples[0].opening, text) for text in texts]
         tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in begun]
         scores = scorer.score(
-            [decoder.decode(each) for each in tokens],  # as a run would give them
+            [decoder.decode(each) for each in tokens],  # as in a run
             [list(example.messages) for example in examples],
             columns_of(examples),
             [list(each) for each in tokens],
@@ -236,10 +239,12 @@ def _judge(
             right_n = values_an[kinds.index(GOLD)]
             wrong_n = values_an[kinds.index(WRONG)]
             worse = [example.answer for example in itertools.compress(examples, right_n < wrong_n)]
-            # A reward of one's own may depend on the length, which differs by chance.
+            # The user's reward may depend on the length, which differs by chance.
             if len(worse) == len(examples) or (worse and reward.name in REWARD_NAMES):
-                less = f"less for the reference answer {show(worse[0])} than for a wrong one"
-                found.append(f"{reward.name} returned {less}")
+                found.append(
+                    f"{reward.name} returned less for the reference answer {show(worse[0])} than "
+                    "for a wrong one"
+                )
     if form is None or not rewards:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)
@@ -247,7 +252,7 @@ def _judge(
     weights = np.array([reward.weight for reward in rewards])
     totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
     gold = totals_a[list(kinds).index(GOLD)]
-    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right
+    # The user's rewards may ignore the answer, but must not prefer a bad completion to a correct
     # one.
     reads = any(reward.name in _READ_ANSWERS for reward in rewards)
     preferred = (totals_a > gold) | (reads & (totals_a == gold))

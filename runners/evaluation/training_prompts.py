@@ -2,8 +2,6 @@
 difficulty`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import time
@@ -26,7 +24,7 @@ from runners.evaluation.measurement import evaluation_key, evaluator_of, open_mo
 from runners.files.json_files import JsonLines
 from runners.machine.startup import Platform
 
-# prompts done, those in all, and seconds that are left
+# receives the number of completed prompts, of all prompts, and the remaining seconds
 Progress = Callable[[int, int, float], None]
 
 
@@ -72,14 +70,10 @@ def sample_completions(
     warnings.
     """
     evaluator, sampling, examples, notices = open_problems(config, machine, count)
-    found: list[Completion] = []
-    for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
-        found += part
-    warnings = [*notices, *evaluator.problems]
+    found = evaluator.complete_all(examples, sampling, evaluation_key(config))
     notice = evaluator.notice(found, examples, sampling.max_new_tokens)
-    if notice:
-        warnings.append(notice)
-    return list(zip(examples, found, strict=True)), tuple(warnings)
+    warnings = (*notices, *evaluator.problems, *filter(None, [notice]))
+    return list(zip(examples, found, strict=True)), warnings
 
 
 def measure_difficulty(
@@ -110,10 +104,9 @@ def measure_difficulty(
     begun = time.perf_counter()
     sampling = attrs.evolve(one_each, num_generations=samples)
     before = len(known)
-    left = {prompt_id(each): each for each in prompts}
-    for measured_before in known:
-        left.pop(str(measured_before["prompt"]), None)
-    examples = list(left.values())
+    by_id = {prompt_id(each): each for each in prompts}
+    measured_ids = {line["prompt"] for line in known}
+    examples = [each for name, each in by_id.items() if name not in measured_ids]
     numbered = [each.number for each in examples]
     lines = JsonLines(path, keep=None if overwrite else sys.maxsize)
     try:
@@ -154,8 +147,7 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 def _measured(config: Config, samples: int) -> str:
     """A digest of everything besides the prompt that pass rates depend on."""
     values = config.to_dict()
-    facts = [
-        values[name] for name in ("model", "answer", "reward", "rollout", "env") if name in values
-    ]
+    sections = ("model", "answer", "reward", "rollout", "env")
+    facts = [values[name] for name in sections if name in values]
     text = repr((samples, config.run.seed, config.data.nudge, config.data.pass_reward, facts))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]

@@ -31,11 +31,6 @@ Completions = Sequence[Sequence[dict[str, str]]]
 Function = Callable[..., list[float | None]]
 
 CORRECT = 2.0
-INTEGER = 0.5
-STRICT_FORMAT = 0.5
-SOFT_FORMAT = 0.5
-TAG_PAIR = 0.25
-TRAILING_CHARACTER = 0.001
 
 _JUNCTION = re.compile(r"</reasoning>\s*<answer>")
 _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
@@ -91,7 +86,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         answers = [
             (form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)
         ]
-        return [INTEGER * bool(_INTEGER.fullmatch(answer)) for answer in answers]
+        return [0.5 * bool(_INTEGER.fullmatch(answer)) for answer in answers]
 
     functions = (
         correctness_reward_func,
@@ -111,7 +106,7 @@ def strict_format_reward_func(
 
     Each of the four tags must occur once, with only white space between and around the two pairs.
     """
-    return [STRICT_FORMAT * _is_shell(text.strip()) for text in spoken(completions, thought_tags)]
+    return [0.5 * _is_shell(text.strip()) for text in spoken(completions, thought_tags)]
 
 
 def soft_format_reward_func(
@@ -122,7 +117,7 @@ def soft_format_reward_func(
 
     Only white space may be between the two pairs; any text may be around and inside them.
     """
-    return [SOFT_FORMAT * _holds_shell(text) for text in spoken(completions, thought_tags)]
+    return [0.5 * _holds_shell(text) for text in spoken(completions, thought_tags)]
 
 
 def xmlcount_reward_func(
@@ -145,10 +140,9 @@ int_reward_func = REWARDS["int_reward_func"]
 
 
 def _is_shell(text: str) -> bool:
-    if any(text.count(tag) != 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END)):
-        return False
     return (
-        text.startswith(REASONING)
+        all(text.count(tag) == 1 for tag in (REASONING, REASONING_END, ANSWER, ANSWER_END))
+        and text.startswith(REASONING)
         and text.endswith(ANSWER_END)
         and _JUNCTION.search(text) is not None
     )
@@ -165,8 +159,8 @@ def _holds_shell(text: str) -> bool:
 def _count_tags(text: str) -> float:
     pairs = _has_pair(text, REASONING, REASONING_END) + _has_pair(text, ANSWER, ANSWER_END)
     _, closing, trailing = text.rpartition(ANSWER_END)
-    penalty = TRAILING_CHARACTER * len(trailing.strip()) if closing else 0.0
-    return min(max(TAG_PAIR * pairs - penalty, 0.0), 0.5)
+    penalty = 0.001 * len(trailing.strip()) if closing else 0.0
+    return min(max(0.25 * pairs - penalty, 0.0), 0.5)
 
 
 def _has_pair(text: str, opening: str, closing: str) -> bool:

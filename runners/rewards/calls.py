@@ -6,8 +6,6 @@ plain values. `trainer_state`, `log_extra` and `log_metric` are the same as in T
 functions written for it run unchanged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -15,7 +13,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -25,12 +23,12 @@ from runners.errors import Failure, error_line, show
 from runners.metrics import ENDED_PROGRAMS, METRICS
 from runners.user_code.process import finished, is_async
 
-GET_REWARD = "get_reward"  # in place of a name: the environments' own
-GET_TURN_REWARDS = "get_turn_rewards"  # the same, for turns
-TURN_REWARDS = "turn_rewards"  # the column that the second one logs
-_LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
+GET_REWARD = "get_reward"  # name of the environments' reward
+GET_TURN_REWARDS = "get_turn_rewards"  # name of the environments' rewards of turns
+TURN_REWARDS = "turn_rewards"  # the column that the rewards of turns log
+_LARGEST = 1e15  # limit of a reward, because advantages square it and weights multiply it
 
-# values, faults, failures, whether its process ended; of the log extras, metrics
+# keys: values, faults, failures, ended; extras and metrics of the log
 Result = dict[str, Any]
 Store = dict[Any, Any]
 
@@ -54,7 +52,7 @@ class RewardLog:
     """The texts and numbers that rewards have logged in one call of the scorer."""
 
     size: int  # completions
-    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> one entry per completion
     # name -> each value that was logged
     metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
@@ -101,11 +99,11 @@ class Parameters:
     """The arguments that a reward's function accepts by name."""
 
     names: tuple[str, ...]
-    needed: tuple[str, ...]  # those of them without a default
-    takes_all: bool = False  # it has ``**kwargs``
+    needed: tuple[str, ...]  # names without a default
+    takes_all: bool = False  # whether it has ``**kwargs``
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Parameters:
+    def of(cls, function: Callable[..., Any]) -> Self:
         """The arguments that a function in this process accepts."""
         every = inspect.signature(function).parameters.values()
         named = [
@@ -205,18 +203,18 @@ def _read(result: Any, log: RewardLog) -> Result:
     """The usable values of a reward's result (NaN: no reward), messages about the others, and the
     number of completions without a reward.
     """
-    # Arrays are read where the call ran: a lazy one of MLX can be evaluated only in that thread.
+    # Arrays are read here because only this thread can evaluate MLX's lazy arrays.
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple):
-        expected = f"a list of {log.size} numbers or None"
-        return nothing(log.size, f"returned {type(values).__name__}; expected {expected}")
+        return nothing(
+            log.size,
+            f"returned {type(values).__name__}; expected a list of {log.size} numbers or None",
+        )
     if len(values) != log.size:
         return nothing(log.size, f"returned {len(values)} values for {log.size} completions")
-    numbers_b = []
+    read = [_as_float(value) for value in values]
     faults = dict[str, list[int]]()
-    for index, value in enumerate(values):
-        number, fault = _as_float(value)
-        numbers_b.append(number)
+    for index, (_, fault) in enumerate(read):
         if fault:
             faults.setdefault(fault, []).append(index)
     lines = []
@@ -224,8 +222,14 @@ def _read(result: Any, log: RewardLog) -> Result:
         quoted = values[first].found if isinstance(values[first], Failure) else show(values[first])
         more = f" and {len(others)} more" if others else ""
         lines.append(f"{fault}, at completion {first}" + (f" ({quoted})" if quoted else "") + more)
-    found = {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values()))}
-    return {**found, "ended": False, "extras": log.extras, "metrics": log.metrics}
+    return {
+        "values": [number for number, _ in read],
+        "faults": lines,
+        "failures": sum(map(len, faults.values())),
+        "ended": False,
+        "extras": log.extras,
+        "metrics": log.metrics,
+    }
 
 
 def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Result:
@@ -251,7 +255,7 @@ def _as_float(value: Any) -> tuple[float, str]:
         return math.nan, f"returned {type(value).__name__}, expected a number or None"
     try:
         number = float(value)
-    except Exception:  # an integer too large for floats; a class of the reward's own
+    except Exception:  # an integer too large for floats, or a custom class
         number = math.nan
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"

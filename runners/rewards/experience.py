@@ -2,8 +2,6 @@
 advantages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -24,7 +22,7 @@ from runners.engines.rollouts import Talk, grouped
 from runners.rewards.calls import TURN_REWARDS
 from runners.rewards.scoring import Failed, Scores
 
-FAULT = "environment: "  # in front of why an episode has no reward
+FAULT = "environment: "  # prefix of the reason why an episode has no reward
 COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """The counts of a conversation; "cut" is the number of truncated results."""
 
@@ -35,22 +33,20 @@ class FinishedEpisode:
 
     messages: Sequence[Message]  # after the prompt, in TRL's form for rewards
     environment: int | None  # its number
-    counts: Mapping[str, int]  # by the names of `COUNTS`
-    fault: str  # why the row has no reward; empty: it has one
-    sampled: Sequence[int]  # tokens
-    seconds: float  # of its calls
-    # rows of the episode besides the one in the rollout, which is its last: each began where a
-    # prompt did not continue the row before
+    counts: Mapping[str, int]  # keys: `COUNTS`
+    fault: str  # reason why the row has no reward; empty if it has one
+    sampled: Sequence[int]  # the tokens that the model sampled
+    seconds: float  # duration of its calls
+    # The episode's rows before its last one, which is in the rollout. A new row starts when a
+    # prompt does not continue the row before.
     earlier: Sequence[Talk] = ()
-    printed: Mapping[str, Any] | None = None  # the last object of JSON that its program printed
+    printed: Mapping[str, Any] | None = None  # the last JSON object that its program printed
 
 
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
     """A message for each kind of error."""
-    found = Counter(each.fault for each in played if each.fault)
-    return [
-        f"{FAULT}{fault} ({n} times)" if n > 1 else f"{FAULT}{fault}" for fault, n in found.items()
-    ]
+    counts = Counter(each.fault for each in played if each.fault).items()
+    return [f"{FAULT}{fault}" + (f" ({n} times)" if n > 1 else "") for fault, n in counts]
 
 
 @attrs.frozen(eq=False)
@@ -60,32 +56,32 @@ class Experience:
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
-    # B = P·G completions as for rewards: with their given first words.
+    # B = P·G completions as rewards receive them, with the nudge.
     texts: tuple[str, ...] = attrs.field(converter=tuple)
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
     advantages_pg: mx.array  # [P,G], or of turns [P,G,S]
-    sampled_tokens: int  # tokens drawn, including those of replaced groups
+    sampled_tokens: int  # including the tokens of replaced groups
     seconds: dict[str, float]  # "rollout", "reward"
     resampled: int = 0  # groups that dynamic sampling replaced
-    # faults in scoring, a line each
+    # messages about faults in scoring
     problems: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    # columns that rewards logged, B entries each
+    # columns logged by rewards, B entries each
     extras: dict[str, list[Any]] = attrs.field(factory=dict)
-    logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
-    # of the rows of values_kb
+    logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics logged by rewards
+    # names of the rows of values_kb
     reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
-    played: Sequence[FinishedEpisode] | None = None  # conversations; None: single turns
-    # the length penalty that is part of rewards_pg; None: there is none
+    outcomes: tuple[Outcome, ...] = ()  # of all sampled groups, including replaced ones
+    played: Sequence[FinishedEpisode] | None = None  # conversations; None if there is a single turn
+    # the length penalty in rewards_pg; None if it is off
     penalty_b: np.ndarray | None = None
     # rewards that failed at all completions
     failed: Mapping[str, Failed] = attrs.field(factory=dict)
-    position: int = 0  # training examples handed out, up to these
-    fallback: str | None = None  # why the sampler gave up its few-bit weights meanwhile
-    rows: int = 0  # completions that the engine decodes together afterwards
-    # Rewards that were too slow, or ended their process, at all completions: in how many batch
-    # steps in a row.
+    position: int = 0  # number of training examples used so far, including these
+    fallback: str | None = None  # reason why the sampler stopped using its quantized weights
+    rows: int = 0  # number of completions that the engine decodes together from now on
+    # Rewards that were too slow, or ended their process, for all completions, with the number of
+    # consecutive batch steps.
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
@@ -113,7 +109,7 @@ def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
     prompts = tuple(chain.from_iterable([prompt] * size for prompt in rollout.prompts))
     parts = [attrs.evolve(rollout, prompts=prompts, num_generations=1)]
     episodes = [*range(len(prompts))]
-    first_turns = [0] * len(prompts)  # of each row, among those of its episode
+    first_turns = [0] * len(prompts)  # number of each row's first turn in its episode
     for episode, each in enumerate(experience.played or ()):
         if each.earlier:
             parts.append(grouped(each.earlier, 1, with_entropy=rollout.entropy_bt is not None))
@@ -190,7 +186,14 @@ def join_experiences(parts: list[Experience]) -> Experience:
         rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
         problems=chain.from_iterable(part.problems for part in parts),
         seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
-        extras={column: _column(parts, column) for column in columns},
+        extras={
+            column: list(
+                chain.from_iterable(
+                    part.extras.get(column, [None] * len(part.texts)) for part in parts
+                )
+            )
+            for column in columns
+        },
         logged={
             name: list(chain.from_iterable(part.logged.get(name, ()) for part in parts))
             for name in names
@@ -202,13 +205,6 @@ def join_experiences(parts: list[Experience]) -> Experience:
             for name, fault in parts[0].failed.items()
             if all(name in part.failed for part in parts)
         },
-    )
-
-
-def _column(parts: Sequence[Experience], column: str) -> list[Any]:
-    """A logged column of all parts; its entries are None for parts without that column."""
-    return list(
-        chain.from_iterable(part.extras.get(column, [None] * len(part.texts)) for part in parts)
     )
 
 
@@ -243,8 +239,7 @@ def _regrouped(part: Experience, size: int) -> Experience:
     """The same rows in groups of another size, each with the prompt of its first row, without
     advantages."""
     rollout = part.rollout
-    old = part.rollout.num_generations
-    groups = [row // old for row in range(0, len(part.texts), size)]
+    groups = [row // rollout.num_generations for row in range(0, len(part.texts), size)]
     images = None if rollout.images is None else tuple(rollout.images[p] for p in groups)
     prompts = tuple(rollout.prompts[p] for p in groups)
     return attrs.evolve(
@@ -286,8 +281,8 @@ def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> lis
         column[row] = None
     if not excess:
         return []
-    row = excess[0]
-    more = f" and {len(excess) - 1} more" if len(excess) > 1 else ""
+    row, *others = excess
+    more = f" and {len(others)} more" if others else ""
     return [
         f"get_turn_rewards: expected at most {turns_b[row]} numbers, one for each of the model's "
         f"turns, found {lengths[row]}, at completion {row}{more}; it has no reward"
@@ -301,8 +296,9 @@ def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards
     rewards_pg = experience.rewards_pg
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state
     if experience.played is None or not by_turn:
-        rewards = mx.array(rewards_pg.astype(np.float32))
-        return g.group_advantages(rewards, baseline=loss.baseline, scale=loss.scale)
+        return g.group_advantages(
+            mx.array(rewards_pg.astype(np.float32)), baseline=loss.baseline, scale=loss.scale
+        )
     states_pgs = turn_states(experience)
     column = experience.extras[TURN_REWARDS] if with_turn_rewards else [None] * rewards_pg.size
     others_kb = experience.values_kb[:-1] if with_turn_rewards else experience.values_kb

@@ -1,7 +1,5 @@
 """A reward from a model: a server with an OpenAI-compatible API scores each completion."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect
@@ -40,9 +38,9 @@ Reason in a few sentences. Then end with one line, a number from {low} (worst) t
 SCORE: number"""
 CRITERIA = "The response answers the question correctly, and its working is sound."
 
-_PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")  # a name in double braces is none
+_PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")  # names in double braces are excluded
 _OWN = ("completion", "prompt", "question", "fence")
-_MOST = 10_000  # characters at the end of an answer that are read
+_MOST = 10_000  # number of last characters of an answer that are read
 _MARKS = r"[\s*_`\"$]*"
 _NUMBER = r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))"
 # A number, perhaps "of" the best mark, up to the end of the line, a remark in brackets or another
@@ -122,17 +120,17 @@ def judge_reward(
                     answer = await client.post(f"{base}/chat/completions", json=body)
             except TimeoutError:
                 failure = Failure(f"did not answer within {timeout:g} s")
-                continue
             except httpx2.HTTPError as error:
                 failure = Failure(f"received no answer from {base}: {safe(error_line(error))}")
-                continue
-            if answer.status_code == 200:
-                return read_mark(answer.text, scale)
-            failure = Failure(
-                f"received HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}"
-            )
-            if answer.status_code < 500 and answer.status_code not in _PASSING:
-                break
+            else:
+                status = answer.status_code
+                if status == 200:
+                    return read_mark(answer.text, scale)
+                failure = Failure(
+                    f"received HTTP {status} from {base}: {show(safe(answer.text[:300]))}"
+                )
+                if status < 500 and status not in _PASSING:
+                    break
         return failure
 
     async def reward(
@@ -181,10 +179,9 @@ def judge_reward(
 
     reward.check_ready = check_ready  # pyright: ignore[reportFunctionMemberAccess]
     arguments = ["completions", "prompts", "thought_tags", *sorted(names - {*fixed, *_OWN})]
-    kind = inspect.Parameter.KEYWORD_ONLY
     # The scorer passes the arguments in a reward's signature, and refuses a run without such a
     # column.
-    parameters = [inspect.Parameter(each, kind) for each in arguments]
+    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in arguments]
     reward.__signature__ = inspect.Signature(parameters)  # pyright: ignore
     return reward
 

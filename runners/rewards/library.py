@@ -1,7 +1,5 @@
 """Rewards to use or to extend: mathematics, and functions of plain texts."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Compares two texts as mathematics, in a separate process (`library.math_verify_reward`)."""
 
-from __future__ import annotations
-
 import logging
 
 # math-verify's own limits need signals of a main thread. They are off, and each call would say so.

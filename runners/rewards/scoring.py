@@ -4,8 +4,6 @@ their results.
 A failure results in no reward (NaN) and a message; no failure is silent.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,7 +79,6 @@ def resolve_rewards(
     dirs = tuple(base_dirs)
     rewards = list[Reward]()
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
-        short = name.rpartition(":")[2]
         if ":" not in name:
             if name not in REWARDS:
                 raise UserError(
@@ -93,10 +90,9 @@ def resolve_rewards(
             function = ready_function(name, dirs)
         else:
             found = load_reward(worker.load, name, dirs)
-            taken, needed, takes_all = found["parameters"]
-            takes = Parameters(taken, needed, takes_all)
+            takes = Parameters(*found["parameters"])
             function = UserFunction(worker, name, takes, found["is_async"], found["file"])
-        rewards.append(Reward(short, function, weight))
+        rewards.append(Reward(name.rpartition(":")[2], function, weight))
     count = Counter(reward.name for reward in rewards)
     both = zip(rewards, names, strict=True)
     return tuple(
@@ -167,9 +163,10 @@ class Scorer:
     _turn: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @property
-    def _worker(self) -> Worker | None:
+    def _worker(self) -> Worker:
         functions = [reward.function for reward in self.rewards]
-        return next((each.worker for each in functions if isinstance(each, UserFunction)), None)
+        workers = (each.worker for each in functions if isinstance(each, UserFunction))
+        return next(workers, Worker())
 
     def score(
         self,
@@ -194,15 +191,16 @@ class Scorer:
         `on_error` is "raise".
         """
         check_columns(self.rewards, columns, environments=environments is not None)
-        completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
         size = len(texts)
         lists = {
             **columns,
-            "completions": completions,
+            "completions": conversations
+            or [[{"role": "assistant", "content": text}] for text in texts],
             "prompts": prompts,
             "completion_ids": completion_ids,
+            "environments": environments,
+            "printed": printed,
         }
-        lists |= {"environments": environments, "printed": printed}
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
         outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
@@ -223,9 +221,8 @@ class Scorer:
             if notes and found["failures"] == size:
                 failed[k] = Failed(notes[0], found["ended"])
             problems += notes
-        if self._worker is not None:
-            problems += self._worker.notices
-            self._worker.notices.clear()
+        problems += self._worker.notices
+        self._worker.notices.clear()
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
@@ -234,10 +231,9 @@ class Scorer:
         """
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
-        calls = None if self._worker is None else Calls(self._worker)
+        calls = Calls(self._worker)
 
         def start(k: int, function: UserFunction, mode: str) -> None:
-            assert calls is not None
             environments = called[k].pop("environments", None)
             calls.submit(
                 k,
@@ -259,9 +255,9 @@ class Scorer:
                     outcomes[k] = Outcome(_called_here(function, called[k], size))
                 elif not function.is_async:
                     start(k, function, MAIN)
-                    while calls is not None and k not in outcomes:
+                    while k not in outcomes:
                         outcomes |= calls.collect(1)
-        while calls is not None and len(outcomes) < len(called):
+        while len(outcomes) < len(called):
             outcomes |= calls.collect(1)
         return [outcomes[k] for k in range(len(called))]
 

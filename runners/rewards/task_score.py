@@ -2,8 +2,6 @@
 "reasoning-gym:TASK"`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

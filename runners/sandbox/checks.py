@@ -4,8 +4,6 @@ In the program's process, `assert f(1) == 2` becomes a report of the value of `f
 here. A report is an untrusted claim of the program, and is read as plain data.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import operator
@@ -46,8 +44,8 @@ class Test:
     contain."""
 
     source: str
-    checks: list[Callable[..., Any]]  # by number: from the reported values to the verdict
-    required: frozenset[int]  # the checks that each whole run of the test reports
+    checks: list[Callable[..., Any]]  # by number: computes the verdict from the reported values
+    required: frozenset[int]  # numbers of the checks that every complete run of the test reports
 
     def passed(self, reports: list[list[Any]]) -> bool:
         """Whether the test has ended and all its checks are true, according to its reports (number,
@@ -137,7 +135,7 @@ def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | Non
     if known and not isinstance(kind, ast.In | ast.NotIn):
         return [right], lambda found: holds(known[0], found)
     if isinstance(kind, ast.Eq | ast.NotEq):
-        # One report: they are no plain data, and it says whether their classes call them equal.
+        # A single report means that they are not plain data: it contains their own comparison.
         return [left, right], lambda found, *other: holds(found, *(other or [True]))
     return None
 

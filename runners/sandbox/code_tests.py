@@ -1,7 +1,5 @@
 """Checks whether a program written by a model passes its tests; each test runs in the sandbox."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -21,12 +19,12 @@ from runners.errors import show
 from runners.sandbox.checks import read_reports, read_test
 from runners.sandbox.sandbox import DEFAULT, Limits, check_sandbox, end_programs, run_program
 
-_MOST = 20_000  # characters of a text without a block that are read as Python
-_REPORTS = 4  # times a program's output: what its tests may report
+_MOST = 20_000  # characters that are read as Python in a text without a block
+_REPORTS = 4  # limit of the tests' reports, as a multiple of the limit of a program's output
 _PYTHON = ("python", "py", "python3")
 _BLOCK = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
-# What a program has that looks into its own process, or says itself what equals what.
+# Names in programs that inspect their own process or redefine equality.
 _FORGES = re.compile(
     r"\b(__eq__|__ne__|builtins|__builtins__|_getframe|currentframe|f_back|f_locals|f_globals"
     r"|tb_frame|settrace|setprofile|ctypes|get_objects|get_referrers|__check__)\b"
@@ -56,7 +54,7 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         for read in (json.loads, ast.literal_eval):
-            # it may be a statement
+            # a statement may start with a bracket
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 value = read(value)
                 break
@@ -69,16 +67,17 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
         isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests
     ):
         return [{name: str(test[name]) for name in ("input", "output")} for test in tests]
-    wanted = 'Python statements, or a list of {"input": …, "output": …}'
-    raise ValueError(f"expected {wanted}, found {show(value)}")
+    raise ValueError(
+        f'expected Python statements, or a list of {{"input": …, "output": …}}, found {show(value)}'
+    )
 
 
 @attrs.frozen
 class Verdict:
     """The outcome of a program."""
 
-    passed: list[bool]  # by test
-    ended: bool = False  # at a limit of time
+    passed: list[bool]  # one entry per test
+    ended: bool = False  # whether a time limit ended it
 
     @property
     def share(self) -> float:
@@ -141,13 +140,13 @@ def score_programs(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             return list(pool.map(judge, texts, tests))
-        except BaseException:  # an interrupt: nobody waits for what still runs
+        except BaseException:  # after an interrupt, the remaining programs are ended
             pool.shutdown(wait=False, cancel_futures=True)
             end_programs()
             raise
 
 
-# Once for a program that rewards and evaluation both ask about, and for the tests of a group.
+# Rewards and evaluation judge the same programs, and a group has the same tests.
 _known = functools.lru_cache(maxsize=4096)(judge_program)
 _read_test = functools.lru_cache(maxsize=4096)(read_test)
 

@@ -5,8 +5,6 @@ can only access the standard library (read-only) and an empty folder. `confined.
 process per core.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -5,8 +5,6 @@ the address space (files in memory, shared segments, rings), nor keys, namespace
 settings of other processes.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import struct

@@ -5,8 +5,6 @@ Its main thread imports the user's files and calls plain rewards, for code that 
 thread. It computes nothing for the run, and imports MLX only if the user's code does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import faulthandler
@@ -24,18 +22,18 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
 from runners.errors import UserError, error_line
 
-LARGEST = 1 << 26  # bytes of an answer
+LARGEST = 1 << 26  # largest answer in bytes
 
 Act = Callable[[], Any]
 
-# How a call runs. MAIN: one after another, in the main thread of the worker process. THREAD: each
-# in its own. TOGETHER: as many as there are, coroutines, whose threads wait for one event loop.
+# How a call runs. MAIN: in the main thread of the worker process, one call after another. THREAD:
+# in a separate thread. TOGETHER: as a coroutine in the shared event loop.
 MAIN = "main"
 THREAD = "thread"
 TOGETHER = "together"
@@ -46,15 +44,15 @@ class Outcome:
     """The outcome of a call."""
 
     value: Any = None
-    fault: str = ""  # one line; empty: it returned
-    refused: bool = False  # the fault is a UserError's message
-    # it was too slow, called sys.exit or ended its process, instead of raising an error
+    fault: str = ""  # a message of one line; empty if the call returned
+    refused: bool = False  # whether the fault is a UserError's message
+    # whether it was too slow, called sys.exit or ended its process
     ended: bool = False
     timed_out: bool = False
     seconds: float = 0.0
 
     @classmethod
-    def failed(cls, error: BaseException) -> Outcome:
+    def failed(cls, error: BaseException) -> Self:
         """The outcome of a call that raised."""
         if isinstance(error, UserError):
             return cls(fault=str(error), refused=True)
@@ -63,7 +61,7 @@ class Outcome:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling the function returns a coroutine: an ``async def``, or an object with one."""
-    # The kind of the method is asked, not whether it exists.
+    # Every class has this method; only its kind matters.
     method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
@@ -80,13 +78,15 @@ def finished(value: Any) -> Any:
 class _Server:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.lock = threading.Lock()  # of messages
+        self.lock = threading.Lock()  # one message is sent at a time
         self.pid = os.getpid()
-        self.store: dict[Any, Any] = {}  # what operations keep from call to call
+        self.store: dict[Any, Any] = {}  # data that operations keep between calls
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
-        self.threads: dict[int, int] = {}  # of running calls
-        self.coroutines: dict[int, Future[Outcome]] = {}  # of those of them that wait for one
+        self.threads: dict[int, int] = {}  # thread of each running call
+        self.coroutines: dict[
+            int, Future[Outcome]
+        ] = {}  # coroutine of each call that waits for one
         self.loop = asyncio.new_event_loop()
         self.new_thread(self.loop.run_forever)
 
@@ -99,7 +99,7 @@ class _Server:
             act = functools.partial(self.operate, name, arguments)
             try:
                 if not name:
-                    self.cancel(number)
+                    self.cancel(number, mode)
                 elif mode == MAIN:
                     self.main_calls.put((number, act))
                 else:
@@ -130,7 +130,7 @@ class _Server:
             finally:
                 self.threads.pop(number, None)
                 self.coroutines.pop(number, None)
-        except BaseException as error:  # also SystemExit and KeyboardInterrupt of the user's code
+        except BaseException as error:  # includes the user's SystemExit and KeyboardInterrupt
             outcome = Outcome.failed(error)
         self.answer(number, outcome, begun)
 
@@ -143,25 +143,24 @@ class _Server:
         except BaseException as error:
             outcome = Outcome.failed(error)
         if os.getpid() != self.pid:
-            # a child that the call has forked, and that came back from it: it shares the loop
+            # This is a child forked by the call; it must not use the parent's event loop.
             os._exit(0)
         return outcome
 
-    def cancel(self, number: int) -> None:
-        """Ends a call that is a coroutine or runs Python code, and reports it; a blocking call
-        continues.
+    def cancel(self, number: int, mode: str) -> None:
+        """Ends a call that is a coroutine or runs Python code. A blocking call continues; it is
+        reported as ended unless it blocks the main thread.
         """
         coroutine = self.coroutines.get(number)
-        if coroutine:  # its thread answers, unless another coroutine blocks the loop
-            self.loop.call_soon_threadsafe(coroutine.cancel)
-            return
         thread = self.threads.get(number)
-        if thread == self.main_thread:
-            signal.pthread_kill(self.main_thread, signal.SIGINT)
+        if coroutine:  # its thread answers unless another coroutine blocks the loop
+            self.loop.call_soon_threadsafe(coroutine.cancel)
+        elif mode != MAIN:
+            error = ctypes.py_object(SystemExit)  # ignored for 0, which is no thread
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), error)
+            self.send(json.dumps([number, None, "the call was cancelled"]))
         elif thread:
-            error = ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-        self.send(json.dumps([number]))
+            signal.pthread_kill(thread, signal.SIGINT)
 
     def interrupted(self, *_: Any) -> None:
         """Handles SIGINT: ends the main thread's call, which has exceeded its time limit. No signal
@@ -177,15 +176,17 @@ class _Server:
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
         """Sends an outcome as JSON, because reading JSON runs no code."""
         timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
-        fault = f"returned more than {LARGEST:,} bytes"
         try:
             data = json.dumps([number, *attrs.astuple(timed, recurse=False)])
-            if len(data) <= LARGEST:
-                self.send(data)
-                return
-        except (TypeError, ValueError, RecursionError) as error:  # an integer of 5,000 digits
-            fault = error_line(error)
-        self.send(json.dumps([number, *attrs.astuple(Outcome(fault=fault), recurse=False)]))
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # such as an integer with 5,000 digits
+            data = json.dumps([number, None, error_line(error)])
+        if len(data) > LARGEST:
+            data = json.dumps([number, None, f"returned more than {LARGEST:,} bytes"])
+        self.send(data)
 
     def send(self, message: str) -> None:
         """Sends a message."""
@@ -201,7 +202,7 @@ def serve(stdout: str) -> None:
     connection = Connection(os.dup(1))
     os.dup2(int(stdout), 1)
     os.close(int(stdout))
-    faulthandler.enable()  # a crash shows where it was
+    faulthandler.enable()  # a crash prints its location
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     server = _Server(connection)
     signal.signal(signal.SIGINT, server.interrupted)
@@ -219,6 +220,6 @@ def serve(stdout: str) -> None:
             os._exit(0)
 
     threading.Thread(target=read, name="grpo-read", daemon=True).start()
-    while True:  # the main thread: one call after another
+    while True:  # runs calls in the main thread, one after another
         number, act = server.main_calls.get()
         server.run(number, act)

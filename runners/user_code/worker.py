@@ -5,8 +5,6 @@ results are returned as JSON. It is a session leader, so Ctrl-C in the terminal 
 its children.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -19,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from math import inf
 from multiprocessing.connection import Pipe
@@ -32,13 +30,12 @@ from runners.machine.bounded_process import python_command
 from runners.user_code.process import LARGEST, MAIN, THREAD, Outcome
 
 _LOOK = 0.05  # seconds between two calls of `check`
-GRACE = 2.0  # seconds in which the process has to react when a call is too late
-_RELOADING = 600.0  # seconds for importing the user's files once more
-# A shell leads the process group. The run holds its standard input: whatever ends the run closes
-# that, and the shell ends the group, whatever the worker and its children are doing.
+GRACE = 2.0  # seconds that the process has to cancel a call
+_RELOADING = 600.0  # seconds for importing the user's files again
+# A shell leads the process group. The run holds the shell's standard input, which closes when the
+# run ends for any reason; the shell then kills the group.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
 _SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
-_ENDED = Outcome(fault="its process ended", ended=True)
 _numbers = itertools.count(1)
 
 
@@ -47,11 +44,10 @@ class Call:
     """A call that has been started."""
 
     mode: str
-    timeout: float = 0.0  # seconds; 0: no limit
-    latest: float = inf  # when it is too late, by the monotonic clock
+    timeout: float = 0.0  # seconds; 0 means no limit
+    latest: float = inf  # deadline on the monotonic clock
     number: int = attrs.field(factory=_numbers.__next__)
     outcome: Future[Outcome] = attrs.field(factory=Future)
-    let_go: threading.Event = attrs.field(factory=threading.Event)  # it blocks no other call
 
 
 class _Process:
@@ -59,10 +55,10 @@ class _Process:
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
-        self.dead = ""  # why it has ended
+        self.dead = ""  # reason for its end
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection, theirs = Pipe()
-        stdout = os.dup(1)  # in its place the process gets its end of the connection
+        stdout = os.dup(1)  # the process's own standard output is its end of the connection
         with theirs:
             self._process = subprocess.Popen(
                 ["sh", "-c", _GUARD, "sh", *python_command(_SERVE), str(stdout)],
@@ -88,7 +84,7 @@ class _Process:
         """
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
-            if not call.let_go.wait(GRACE):
+            if wait([call.outcome], GRACE).not_done:
                 self.kill("a call exceeded its time limit and could not be interrupted")
 
     def kill(self, why: str = "the run has ended") -> None:
@@ -119,24 +115,19 @@ class _Process:
     def _receive(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, *rest = json.loads(self._connection.recv_bytes(LARGEST + 1024))
-                call = self.calls.get(number)
-                if rest:
-                    self._end(number, Outcome(*rest))
-                elif call is not None and call.mode != MAIN:  # it reacts to being given up
-                    call.let_go.set()
+                number, *outcome = json.loads(self._connection.recv_bytes(LARGEST + 1024))
+                self._end(number, Outcome(*outcome))
         self.kill("the previous process ended by itself (os._exit, a crash)")
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
         call = self.calls.pop(number, None)
         if call is not None:
-            call.let_go.set()
             call.outcome.set_result(outcome)
 
     def _end_all(self) -> None:
         for number in list(self.calls):
-            self._end(number, _ENDED)
+            self._end(number, Outcome(fault="its process ended", ended=True))
 
 
 _PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
@@ -156,7 +147,7 @@ class Worker:
         self.notices: list[str] = []
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
-        self._starting = threading.RLock()  # one thread at a time starts the process again
+        self._starting = threading.RLock()  # only one thread restarts the process
 
     def preload(self, name: str, *arguments: Any) -> None:
         """Starts an operation that later calls depend on; it is repeated in each new process."""
@@ -169,7 +160,7 @@ class Worker:
         try:
             return self._loaded((name, *arguments))
         except UserError:
-            del self._loads[name, *arguments]  # a new process does without it
+            del self._loads[name, *arguments]  # not repeated in a new process
             raise
 
     def submit(self, name: str, *arguments: Any, mode: str) -> Call:
@@ -206,8 +197,7 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                line = f"user code cannot be reloaded: {error_line(error)}"
-                raise RewardError(line) from error
+                raise RewardError(f"user code cannot be reloaded: {error_line(error)}") from error
         return self._process
 
     def _loaded(self, load: tuple[Any, ...], seconds: float | None = None) -> Any:
@@ -225,7 +215,6 @@ class Calls:
         self.worker = worker
         self._workers = workers
         self._running: dict[Any, Call] = {}
-        self._done: queue.SimpleQueue[tuple[Any, Call]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
@@ -245,11 +234,11 @@ class Calls:
         """
         found: dict[Any, Outcome] = {}
         while True:
-            while not self._done.empty():
-                self._take(found, self._done.get())
             now = time.monotonic()
             for key, call in list(self._running.items()):
-                if now >= call.latest:
+                if call.outcome.done():
+                    found[key] = self._running.pop(key).outcome.result()
+                elif now >= call.latest:
                     self.worker.cancel(self._running.pop(key))
                     found[key] = Outcome(
                         fault=f"timed out after {call.timeout:g} s",
@@ -265,8 +254,8 @@ class Calls:
                 check()
                 latest = min(latest, time.monotonic() + _LOOK)
             rest = None if latest == inf else max(latest - time.monotonic(), 0.0)
-            with suppress(queue.Empty):
-                self._take(found, self._done.get(timeout=rest))
+            running = [call.outcome for call in self._running.values()]
+            wait(running, rest, return_when=FIRST_COMPLETED)
 
     def _start_waiting(self) -> None:
         while self._waiting:
@@ -280,9 +269,3 @@ class Calls:
         call.timeout = timeout
         call.latest = time.monotonic() + (timeout or inf)
         self._running[key] = call
-        call.outcome.add_done_callback(lambda _: self._done.put((key, call)))
-
-    def _take(self, found: dict[Any, Outcome], done: tuple[Any, Call]) -> None:
-        key, call = done
-        if self._running.get(key) is call:  # else it was given up
-            found[key] = self._running.pop(key).outcome.result()

@@ -1,4 +1,4 @@
-"""`answer.form = "code"`: a program's answer is what its tests say."""
+"""`answer.form = "code"`: a program is right if it passes its tests."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
 
 
 def test_programs_that_a_limit_ends_are_counted():
-    """Of those that have tests, in the log's metric."""
+    """The metric counts ended programs among those with tests."""
     log = RewardLog(4)
     texts = [RIGHT, "```python\nwhile True: pass\n```", HALF, RIGHT]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
@@ -57,7 +57,7 @@ def test_the_config_limits_processor_time(tmp_path, seconds, score):
 
 
 def test_no_program_passes_nothing():
-    """Not even tests that an empty one would pass."""
+    """A missing program fails even tests that an empty program would pass."""
     assert FORM.scores([FORM.read(text) for text in ("", "I cannot.")], ["assert True"] * 2) == [0.0, 0.0]
 
 
@@ -75,7 +75,7 @@ def test_tests_may_be_a_list_in_the_data_and_answer_no_other_form(tmp_path):
 
 
 def test_a_partial_sandbox_needs_its_key(tmp_path, monkeypatch):
-    """Before a model is loaded, and for the scores."""
+    """The key is required before a model is loaded and for scoring."""
     monkeypatch.setattr(sandbox, "_missing", lambda: ["namespaces (no)"])
     row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)

@@ -1,4 +1,4 @@
-"""What each form of answers reads, and what it refuses: tables of texts written by hand."""
+"""Tables of texts that each form of answers reads or refuses."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ TABLES = Path(__file__).parent / "tables"
 
 
 def cases_of(name: str) -> dict[str, list[tuple[str, str]]]:
-    """The right and the wrong texts of a table, each behind its reference answer."""
+    """The right and the wrong texts of a table, each with its reference answer."""
     found: dict[str, list[tuple[str, str]]] = {}
     for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines()[1:]:
         if " | " not in line:
@@ -26,7 +26,7 @@ def cases_of(name: str) -> dict[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("name", ["xml", "last_number", "boxed", "gsm8k", "letter", "json", "exact"])
 def test_the_table_of_a_form(name):
-    """A right text has the reference answer, a wrong one does not: at least 60 of each."""
+    """A form finds the reference answer in at least 60 right texts, and not in at least 60 wrong texts."""
     form: Any = answer_form("json:x" if name == "json" else name)
     cases = cases_of(name)
     misjudged = [
@@ -40,7 +40,7 @@ def test_the_table_of_a_form(name):
 
 
 def test_the_table_of_a_judge_s_marks():
-    """A right text has the mark; a wrong one has another, or none."""
+    """The mark is read from right texts, and not from wrong texts."""
     cases = cases_of("judge")
     replies = {
         text: json.dumps({"choices": [{"message": {"content": text}}]})

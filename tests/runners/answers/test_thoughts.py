@@ -1,4 +1,4 @@
-"""Thoughts are no answer: of the splitter, of every form, of every built-in reward."""
+"""Thoughts are not answers: the splitter, all forms, and all built-in rewards."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +22,8 @@ PARTS = st.sampled_from([*TAGS, "18", "\n", "<answer>"])
     ("text", "thoughts", "answer"),
     [
         *(("18", "", "18"), ("", "", ""), ("<think>a</think>18", "<think>a</think>", "18")),
-        *(
-            ("a</think>18", "a</think>", "18"),
-            ("<think>18", "<think>18", None),
-            ("18<think>", "18<think>", None),
-        ),
+        *(("a</think>18", "a</think>", "18"), ("<think>18", "<think>18", None)),
+        ("18<think>", "18<think>", None),
         *(("<think>a</think>", "<think>a</think>", ""), ("1<think>a</think>2", "1<think>a</think>", "2")),
         ("<think>a</think>1<think>b</think>2", "<think>a</think>1<think>b</think>", "2"),
         ("<think>a<think>b</think>18", "<think>a<think>b</think>", "18"),
@@ -34,7 +31,7 @@ PARTS = st.sampled_from([*TAGS, "18", "\n", "<answer>"])
     ],
 )
 def test_where_thoughts_end(text, thoughts, answer):
-    """Behind the last closing tag, wherever the first began; an open thought has no answer."""
+    """The answer follows the last closing tag; an open thought has no answer."""
     assert split_thoughts(text) == (thoughts, answer)
 
 
@@ -47,14 +44,7 @@ def test_no_character_is_lost(text):
 
 
 FORMS = (
-    "xml",
-    "last_number",
-    "boxed",
-    "gsm8k",
-    "letter",
-    "json:x",
-    "exact",
-    "code",
+    *("xml", "last_number", "boxed", "gsm8k", "letter", "json:x", "exact", "code"),
     "regex:is (\\d+)",
     "own",
 )
@@ -62,7 +52,7 @@ FORMS = (
 
 @pytest.mark.parametrize("spec", FORMS)
 def test_every_form_reads_behind_the_thoughts(spec, tmp_path):
-    """Also a text that begins inside them; a form has no answer inside, and none where they were cut off."""
+    """A form reads no answer inside thoughts; a text may start inside them or end inside them."""
     (tmp_path / "read.py").write_text("def whole(text):\n    return text\n")
     spec = spec.replace("own", f"{tmp_path}/read.py:whole")
     form: Any = answer_form(spec, thoughts=("[T]", "[/T]"))
@@ -80,7 +70,7 @@ def test_every_form_reads_behind_the_thoughts(spec, tmp_path):
 
 
 def test_a_nudge_may_open_the_thoughts():
-    """Of an exact answer it is removed only where it is not their beginning."""
+    """The nudge is removed from an exact answer unless it opens the thoughts."""
     form: Any = answer_form("exact", given="<think>\n")
     assert form.read("<think>\nso it is</think>18") == "18" and form.read("<think>\nit is 18") is None
 
@@ -90,22 +80,17 @@ RIGHT = "<reasoning>a</reasoning><answer>18</answer>"
 
 @pytest.mark.parametrize("tags", [TAGS, ("[T]", "[/T]")])
 def test_every_built_in_reward_reads_behind_the_thoughts(tags):
-    """With the tags of the config, which the scorer passes on."""
+    """The scorer passes the configured tags to the rewards."""
     rewards = resolve_rewards([*built_in()], form=answer_form("xml", thoughts=tags))
     opening, closing = tags
-    texts = [
-        RIGHT,
-        f"{opening}7{closing}{RIGHT}",
-        f"7{closing}{RIGHT}",
-        f"{opening}{RIGHT}",
-        f"{RIGHT}{closing}",
-    ]
+    opened = (f"{opening}7{closing}{RIGHT}", f"7{closing}{RIGHT}")
+    texts = [RIGHT, *opened, f"{opening}{RIGHT}", f"{RIGHT}{closing}"]
     scores = Scorer(rewards, thoughts=tags).score(texts, [[]] * 5, {"answer": ["18"] * 5})
     assert scores.values_kb.sum(axis=0).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0]
 
 
 def test_rewards_of_one_s_own_get_the_tags():
-    """As an argument; `completions` has the thoughts."""
+    """The tags are an argument; `completions` includes the thoughts."""
     given = []
     (reward,) = resolve_rewards(["xmlcount_reward_func"])
     function = lambda completions, thought_tags: given.append((completions, thought_tags)) or [0.0]  # noqa: E731
@@ -114,7 +99,7 @@ def test_rewards_of_one_s_own_get_the_tags():
 
 
 def test_the_config_s_tags_reach_evaluation():
-    """Forms and rewards; training is in test_key_effects.py."""
+    """Forms and rewards use the tags; test_key_effects.py tests training."""
     config = load_config(None, ["model.path=embedded", 'data.thoughts=["a","b"]'])
     decoder: Any = SimpleNamespace(find_stop=lambda stops: None)
     model: Any = SimpleNamespace(engine=None, decoder=decoder, vision=None, eos_ids=frozenset())
@@ -125,9 +110,7 @@ def test_the_config_s_tags_reach_evaluation():
 
 @pytest.mark.parametrize("tags", ['["<t>"]', '["a", "a"]', '["", "b"]', '["a", "b", "c"]'])
 def test_tags_are_an_opening_and_a_closing_one(tags):
-    """Or none."""
-    with pytest.raises(
-        ConfigError, match=r"data\.thoughts: expected a list of strings: an opening and a closing"
-    ):
+    """Tags are an opening and a closing tag, or an empty list."""
+    with pytest.raises(ConfigError, match=r"data\.thoughts: expected a list of strings: an opening and"):
         load_config(None, ["model.path=embedded", f"data.thoughts={tags}"])
     assert load_config(None, ["model.path=embedded", "data.thoughts=[]"]).data.thoughts == ()

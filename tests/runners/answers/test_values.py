@@ -1,4 +1,4 @@
-"""Answers as people mean them: exact values, units, shares, LaTeX; other texts letter by letter."""
+"""Comparison of answers: exact values, units, shares, LaTeX, and other texts."""
 
 from fractions import Fraction
 
@@ -24,7 +24,7 @@ from runners.answers.values import answers_agree, parse_number
     ],
 )
 def test_every_spelling_has_its_exact_value(value, spellings) -> None:
-    """Signs, currencies, groups of three, decimals, fractions, units, scales and LaTeX around them."""
+    """Signs, currencies, thousands, decimals, fractions, units, scales and LaTeX are read exactly."""
     assert [parse_number(text) for text in spellings] == [value] * len(spellings)
 
 
@@ -38,13 +38,13 @@ def test_every_spelling_has_its_exact_value(value, spellings) -> None:
     ],
 )
 def test_what_is_not_one_number_is_a_text(text: str) -> None:
-    """Several numbers, wrong groups, other digits, factors that are letters."""
+    """Several numbers, wrong groups, other digits and letters as factors are not numbers."""
     assert parse_number(text) is None
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(0, 6))
 def test_spellings_of_one_number_agree(digits: int, places: int) -> None:
-    """A decimal means the same plain, grouped, with a currency sign, a unit, zeros and blanks added."""
+    """A decimal is equal in all spellings: grouped, with a currency sign, a unit, zeros or spaces."""
     value = Fraction(digits, 10**places)
     sign, size = ("-" if digits < 0 else ""), abs(digits)
     whole, rest = divmod(size, 10**places)
@@ -57,7 +57,7 @@ def test_spellings_of_one_number_agree(digits: int, places: int) -> None:
 
 @given(st.text(max_size=150))
 def test_any_text_can_be_read(text: str) -> None:
-    """No text raises, and what is read as a number is also read with blanks around it."""
+    """No text raises, and spaces around a number do not matter."""
     assert parse_number(f"\n {text} ") == parse_number(text)
     assert answers_agree(text, text)
 
@@ -74,11 +74,11 @@ def test_any_text_can_be_read(text: str) -> None:
     ],
 )
 def test_answers_agree(a: str, b: str, expected: bool) -> None:
-    """Numbers exactly as numbers, a unit only against another one, other texts as texts; both ways round."""
+    """Numbers are compared exactly, units only with units, other texts as texts, in both directions."""
     assert answers_agree(a, b) is answers_agree(b, a) is expected
 
 
 def test_options_of_texts() -> None:
-    """Case and blanks count unless they are to be ignored."""
+    """Case and spaces matter unless an option ignores them."""
     assert answers_agree("New York", "new york", ignore_case=True)
     assert answers_agree("a b\nc", "abc", ignore_spaces=True) and not answers_agree("a b", "ab")

@@ -1,4 +1,4 @@
-"""Prompts for base models: raw texts, a template of one's own, and lines on templates that do not fit."""
+"""Prompts for base models: raw texts, a custom template, and messages about templates that do not fit."""
 
 import json
 
@@ -10,6 +10,7 @@ from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.rendering import render
+from runners.data.row_files import Row, Rows
 from runners.errors import ConfigError, UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import read_prompt
@@ -31,7 +32,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(base):
-    """Its tokenizer, whose template a test may replace."""
+    """The model's tokenizer; a test may replace its template."""
     return load_tokenizer(base)
 
 
@@ -45,15 +46,16 @@ def trained(folder, notes=None, **data):
 
 
 def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
-    """With the nudge that is set, without roles; BOS where the tokenizer adds it."""
+    """A raw prompt has the configured nudge, no roles, and BOS if the tokenizer adds it."""
     assert render(tokenizer, ASKED, " ", raw=True)[0] == "Q: 1+1?\nA: "
     config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
-    (example,), _ = build_examples([{"question": "Q:", "answer": "2"}], config, tokenizer)
+    rows = Rows([Row({"question": "Q:", "answer": "2"}, "row 1")])
+    (example,), _ = build_examples(rows, config, tokenizer)
     assert example.text == "Q:" and example.messages == ({"role": "user", "content": "Q:"},)
 
 
 def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
-    """The prompts of a chat are not set silently; what needs a chat is refused with its key."""
+    """A raw config sets no chat prompts; options that require a chat are refused by their keys."""
     monkeypatch.chdir(tmp_path)
     common = ["model.path=embedded", "data.source=embedded", 'data.prompt_form="raw"']
     data = load_config(None, common).data
@@ -70,7 +72,7 @@ def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
 
 
 def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
-    """Its folder says so to generate, whose --raw does the same to any model."""
+    """`grpo generate` reads the raw format from the run's folder; --raw does the same for any model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     final = trained(tmp_path, prompt_form="raw") / "final"
@@ -86,7 +88,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
 
 
 def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):
-    """Into prompts and final/; the base keeps its own."""
+    """The template is used for prompts and saved in final/; the base model keeps its template."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     (tmp_path / "own.jinja").write_text(OWN)

@@ -1,4 +1,4 @@
-"""Which prompts a run draws by their pass rates: the draw, what is known of a prompt, and the files."""
+"""The curriculum: sampling by pass rates, statistics of prompts, and the files of `grpo difficulty`."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ def naive_weight(history: list[tuple[int, int, int]], step: int, common: float) 
 
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.integers(0, 8)), max_size=5))
 def test_weights_are_those_of_the_formula(steps):
-    """Histories of groups at steps 0, 1, …, one after the other, against sums over each prompt's history."""
+    """The weights after groups at steps 0, 1, … equal sums over each prompt's history."""
     known, histories = Estimates.of([(0, 0)] * 4), [[] for _ in range(4)]
     for step, groups in enumerate(steps):
         known = updated(known, [(n, passes, 8) for n, passes in groups.items()], step, 0.9)
@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_formula(steps):
 
 @given(COUNTS, st.integers(0, 2**40), st.integers(1, 6), st.integers(0, 2**31 - 1))
 def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, number, position):
-    """Without replacement, the same each time; prompts that are taken come last."""
+    """Sampling is deterministic and without replacement; taken prompts come last."""
     weights_n = draw_weights(Estimates.of([(each, 8) for each in passes]), 3, **HOW)
     taken = set(range(0, len(passes), 2))
     first, again = (drawn_by_weight(weights_n, number, taken, seed, position) for _ in range(2))
@@ -84,7 +84,7 @@ def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, numbe
 
 
 def test_prompts_are_drawn_as_often_as_their_weights_say():
-    """The first of a draw, over many keys, against weights with a ratio of 1 to 2 to 5."""
+    """Over many keys, first samples are distributed as the weights 1 : 2 : 5."""
     weights_n, found = np.array([1.0, 2.0, 5.0]), np.zeros(3)
     for position in range(2000):
         found[drawn_by_weight(weights_n, 1, (), 0, position)[0]] += 1
@@ -93,7 +93,7 @@ def test_prompts_are_drawn_as_often_as_their_weights_say():
 
 @given(st.floats(0, 1), st.integers(0, 5000))
 def test_exploring_draws_go_through_the_usual_order(share, number):
-    """Their places are 0, 1, 2, … without a gap, and as many as the share says."""
+    """Exploring samples use the places 0, 1, 2, … without a gap, as often as the share says."""
     places = [place for n in range(number) if (place := explores(n, share)) is not None]
     assert places == list(range(int(number * share)))
 
@@ -101,7 +101,7 @@ def test_exploring_draws_go_through_the_usual_order(share, number):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("explore", [0.0, 0.25, 0.6, 1.0])
 def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore, seed):
-    """Two streams of one state, the second resumed at the step; rounds of a step share what is taken."""
+    """Two streams from one state sample alike; the rounds of a step share the taken prompts."""
     config, prompts = adaptive(explore=explore), examples(9)
     known = Estimates.of([(n % 9, 8) for n in range(9)])
     position = 0
@@ -125,7 +125,7 @@ def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore, 
 
 
 def test_without_a_curriculum_the_order_is_the_usual_one():
-    """With measured rates each epoch goes from easy to hard."""
+    """With measured rates, each epoch is sorted from easy to hard."""
     rates = np.array([0.5, 0.1, 0.5, 0.9, 0.1, 0.5])
     ordered = PromptOrder(examples(6), 1, rates)
     for epoch in range(2):
@@ -134,7 +134,7 @@ def test_without_a_curriculum_the_order_is_the_usual_one():
 
 
 def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
-    """Numbers are new, and a line tells how many; adaptive keeps all, with what was measured."""
+    """A static curriculum renumbers the remaining prompts and reports the others; adaptive keeps all."""
     path, prompts = tmp_path / "rates.jsonl", examples(5)
     with path.open("w") as file:
         for one, passes in zip(prompts, (0, 8, 4, 2), strict=False):
@@ -159,30 +159,27 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "{}",
-        '{"prompt": "a", "samples": 1, "passes": 2}',
-        '{"prompt": 1, "samples": 1, "passes": 1}',
-        "[1]",
-        '{"prompt": "a", "samples": 1, "passes": -1}',
+        *("{}", '{"prompt": "a", "samples": 1, "passes": 2}', '{"prompt": 1, "samples": 1, "passes": 1}'),
+        *("[1]", '{"prompt": "a", "samples": 1, "passes": -1}'),
         f'{{"prompt": "a", "samples": {10**400}, "passes": 1}}',
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path, line):
-    """Not a measurement, impossible counts, another type, not an object."""
+    """Lines that are not measurements, impossible counts and other types are refused."""
     (tmp_path / "rates.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=r"rates.jsonl: expected lines \{\"prompt\": HASH"):
         read_difficulty(tmp_path / "rates.jsonl")
 
 
 def test_a_completion_passes_if_it_is_right_or_earns_enough():
-    """The built-in comparison with the gold answer decides where it is among the rewards."""
+    """The built-in correctness reward decides if it is among the rewards."""
     values_kb, totals_b = np.array([[0.0, 1.0, np.nan], [2.0, 0.0, np.nan]]), np.array([2.0, 1.0, np.nan])
     assert passed(["mine", "correctness_reward_func"], values_kb, totals_b, 9.0).tolist() == [1, 0, 0]
     assert passed(["mine", "yours"], values_kb, totals_b, 1.0).tolist() == [1, 1, 0]
 
 
 def test_metrics_by_first_rates():
-    """A new prompt is of no band yet; rates are of completions, shares of groups."""
+    """New prompts belong to no band; rates count completions, shares count groups."""
     found = rate_metrics([(NEVER, 1, 8), (0.0, 0, 8), (0.2, 2, 4), (0.25, 4, 8), (1.0, 8, 8)])
     assert found["groups/share/hard"] == 0.4
     rates = {name: found[f"groups/pass_rate/{name}"] for name in ("new", "hard", "medium", "easy")}

@@ -1,4 +1,4 @@
-"""Rows from files, folders and the Hub: what is read, what is held out, and how faults are reported."""
+"""Rows from files, folders and the Hub: reading, held-out rows, and reports of faults."""
 
 import json
 from decimal import Decimal
@@ -25,7 +25,7 @@ ROWS = [
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
-    """Write rows as JSON lines; a str is written as it stands."""
+    """Write rows as JSON lines; a str is written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
@@ -37,7 +37,7 @@ def load(source: object, **changes: Any) -> tuple[Rows, Rows]:
 
 
 def refused(source: object, **changes: Any) -> str:
-    """The one line with which a source is refused."""
+    """The one-line message about a refused source."""
     with pytest.raises(UserError) as caught:
         load(source, **changes)
     message = str(caught.value)
@@ -52,15 +52,13 @@ CELLS = "".join(f'"{row["question"]}","{row["answer"]}",{row["level"]}\n' for ro
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.jsonl", LINES),
-        ("lines.json", LINES),
+        *(("rows.jsonl", LINES), ("lines.json", LINES)),
         ("rows.json", json.dumps(ROWS, indent=2).encode()),
-        ("rows.CSV", f"\nquestion,answer,level\n{CELLS}".encode()),
-        ("rows.parquet", None),
+        *(("rows.CSV", f"\nquestion,answer,level\n{CELLS}".encode()), ("rows.parquet", None)),
     ],
 )
 def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None) -> None:
-    """A file gives its rows in order, all columns kept: the last tenth to evaluate on, the rest to train."""
+    """A file's rows keep their order and columns; the last tenth is held out for evaluation."""
     path = tmp_path / name
     if content is None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
@@ -75,7 +73,7 @@ def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None
 
 
 def test_a_folder_of_splits(tmp_path: Path) -> None:
-    """A folder gives the file of each split, in any format; validation has several names."""
+    """A folder has a file for each split, in any format; validation has several names."""
     jsonl(tmp_path / "train.jsonl", ROWS[:10])
     (tmp_path / "dev.json").write_text(json.dumps(ROWS[10:15]), encoding="utf-8")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "test.parquet")
@@ -89,7 +87,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
 
 
 def test_shards_are_joined_in_order(tmp_path: Path) -> None:
-    """Files numbered as on the Hub, also in the folder `data`, with a digest, without zeros, or from 1."""
+    """Shards may be in the folder `data`, have a digest, lack zeros, or start at 1."""
     (tmp_path / "hub" / "data").mkdir(parents=True)
     jsonl(tmp_path / "hub" / "data" / "test-00000-of-00001-a09b74b3ef9c3b56.jsonl", ROWS)
     for n in range(12):
@@ -110,7 +108,7 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
 
 
 def test_missing_splits_list_those_found(tmp_path: Path) -> None:
-    """A split that is not there is answered with those that are, under the key that asked for it."""
+    """The message about a missing split names its key and lists the existing splits."""
     assert "found no data file" in refused(tmp_path)
     jsonl(tmp_path / "train.jsonl", ROWS)
     jsonl(tmp_path / "tests.jsonl", ROWS)
@@ -124,7 +122,7 @@ def test_missing_splits_list_those_found(tmp_path: Path) -> None:
 
 @given(n=st.integers(2, 40), cap=st.integers(0, 50))
 def test_held_out_rows_are_never_trained_on(n: int, cap: int, tmp_path_factory: Any) -> None:
-    """However many rows a file has, training and evaluation share none, and only max_samples drops any."""
+    """For any number of rows, training and evaluation share none, and only max_samples drops rows."""
     rows = [{"question": f"{k}?", "answer": k} for k in range(n)]
     path = jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", rows)
     train, evaluation = load(path, max_samples=cap)
@@ -140,11 +138,9 @@ GOOD = {"question": "1+1?", "answer": "2"}
     ("bad", "fault"),
     [
         ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter"),
-        ("[" * 100_000, "not JSON"),
-        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not JSON"),
+        *(("[" * 100_000, "not JSON"), ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not JSON")),
         ('["question"]', "expected an object with named fields, found list"),
-        ({"answer": "2"}, "no question"),
-        ({"question": " \n", "answer": "2"}, "question is blank"),
+        *(({"answer": "2"}, "no question"), ({"question": " \n", "answer": "2"}, "question is blank")),
         ({"question": 7, "answer": "2"}, "question: expected text, found int"),
         ({"question": "a"}, 'expected an answer in "answer", found'),
         ({"question": "a", "answer": ""}, 'an answer in "answer", found ""'),
@@ -153,7 +149,7 @@ GOOD = {"question": "1+1?", "answer": "2"}
     ],
 )
 def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
-    """A bad row is named by its line, or left out and counted, as the config says."""
+    """An invalid row is reported with its line, or skipped and counted, depending on the config."""
     path = jsonl(tmp_path / "train.jsonl", [GOOD, "", bad, GOOD, bad, GOOD])
     message = refused(path)
     assert message.startswith(f"{path}, line 3: ")
@@ -181,7 +177,7 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     ],
 )
 def test_unusable_files(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
-    """A file that is empty, in another encoding or broken is refused as a whole, whatever on_bad_row says."""
+    """An empty or damaged file, or one in another encoding, is refused regardless of on_bad_row."""
     (tmp_path / name).write_bytes(content)
     message = refused(tmp_path / name, on_bad_row="skip")
     assert str(tmp_path / name) in message
@@ -189,7 +185,7 @@ def test_unusable_files(tmp_path: Path, name: str, content: bytes, expected: str
 
 
 def test_missing_fields(tmp_path: Path) -> None:
-    """A field that no row has is named with its key, those found and the nearest, even when skipping."""
+    """A missing field is reported with its key, the existing fields and the nearest name."""
     path = jsonl(tmp_path / "rows.jsonl", [{"qestion": "a", "gold": 1}] * 3)
     message = refused(path, on_bad_row="skip")
     assert 'no field named "question" (data.question); found qestion, gold; did' in message
@@ -200,7 +196,7 @@ def test_missing_fields(tmp_path: Path) -> None:
 
 
 def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hub name goes to load_dataset with its configuration, once for each split."""
+    """load_dataset receives a Hub name and its configuration, once for each split."""
     source, calls = "openai/gsm8k", []
 
     def load_dataset(path, config=None, *, split):
@@ -214,7 +210,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever load_dataset raises becomes a line with source and split; a bad row has its number."""
+    """Any error of load_dataset becomes a message with source and split; an invalid row has its number."""
     bad = datasets.Dataset.from_list([ROWS[0], {**ROWS[1], "question": None}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, **__: {"train": bad}[split])
     message = refused("a/b", on_bad_row="skip")
@@ -237,13 +233,13 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gold_answer(field: object, gold: str | None) -> None:
-    """The text after the last mark, else the whole field, numbers as plain decimals; else nothing."""
+    """The answer is the text after the last mark or the whole field, with numbers as plain decimals."""
     assert gold_answer(field) == gold and gold_answer(10**5000) is None
 
 
 @given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_epoch_order(n: int, seed: int, epoch: int) -> None:
-    """Each epoch takes every example once, the same way every time."""
+    """Each epoch contains every example once, in a reproducible order."""
     order = epoch_order(n, seed, epoch)
     assert sorted(order.tolist()) == list(range(n))
     np.testing.assert_array_equal(order, epoch_order(n, seed, epoch))
@@ -252,7 +248,7 @@ def test_epoch_order(n: int, seed: int, epoch: int) -> None:
 
 
 def test_data_without_answers(tmp_path):
-    """With `data.answer = ""`, or without the usual column, rows need none; another name is missed."""
+    """Rows need no answer if `data.answer` is empty or only the default column is missing."""
     rows = [{"question": f"Go {n} steps.", "level": n} for n in range(20)]
     source = jsonl(tmp_path / "maze.jsonl", rows)
     assert refused(source, answer="x").endswith(
@@ -267,7 +263,7 @@ def test_data_without_answers(tmp_path):
 
 
 def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
+    """The float32 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
     answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())
     table = pyarrow.table({"question": ["a"] * 3, "answer": answers, "half": answers.cast(pyarrow.float16())})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")

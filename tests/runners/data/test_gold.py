@@ -1,4 +1,4 @@
-"""Gold completions: what is read from a row or a run's completions, and their tokens."""
+"""Reference completions from rows or a run's completions, and their tokens."""
 
 import json
 from typing import Any
@@ -23,12 +23,12 @@ MESSAGES = {"prompt": "chat", "completion": "chat", "answer": ""}  # no rewards 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model's folder, of whose tokenizer a turn ends with <|im_end|>."""
+    """A model's folder; its tokenizer ends a turn with <|im_end|>."""
     return make_model_folder(tmp_path_factory.mktemp("gold") / "model")
 
 
 def read(tmp_path, model, rows, *, data=(), rollout=(), sft=()):
-    """The reader of a config with these rows, its examples, the tokenizer and the rows."""
+    """The reader, the examples, the tokenizer and the rows of a config with this data."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[-1]]))
     source = {"source": "rows.jsonl", "eval_split": "test", "nudge": "", "system_prompt": "", **dict(data)}
     sft = {**dict(sft), "only": True}
@@ -70,7 +70,7 @@ def test_gold_tokens_are_those_of_the_chat_template(tmp_path, model, row, data):
     ],
 )
 def test_gold_is_as_a_sampled_completion_would_be(tmp_path, model, answer, data, rollout, prompt, gold):
-    """Behind the nudge, up to a stop string, else the model's end; a raw text keeps its blanks."""
+    """Tokens start after the nudge and end at a stop string or the end token; raw texts keep their spaces."""
     row = {"question": "7+5", "answer": answer}
     reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data, rollout=rollout)
     (example,), _ = reader.of_rows(examples, rows, "train")
@@ -80,7 +80,7 @@ def test_gold_is_as_a_sampled_completion_would_be(tmp_path, model, answer, data,
 
 
 def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
-    """As other data; a missing one is a bad row, and if nothing is left that is an error."""
+    """Long completions are skipped with a message; missing ones are invalid rows; none left is an error."""
     rows = [{"question": "7+5?", "answer": "12", "text": text} for text in ("12", "12 " * 40, None)]
     data = {"completion": "text", "on_bad_row": "skip"}
     reader, examples, _, loaded = read(tmp_path, model, rows, data=data)
@@ -100,7 +100,7 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
 
 
 def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
-    """Finished ones, each once; the nudge that they begin with stands in the prompt."""
+    """Finished completions are used once; the nudge at their start is part of the prompt."""
     right = {"prompt": "7+5?", "completion": "So 12", "reward": 1.0, "finished": True}
     context = [{"role": "system", "content": "Be short."}]
     changes = ({}, {}, {"reward": 0.9}, {"finished": False, "completion": "So 1"})
@@ -121,7 +121,7 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
 
 
 def test_messages_that_the_assistant_ends_name_the_key_that_reads_them(tmp_path, model):
-    """The line of a row names `data.completion`; with that key of another column it does as well."""
+    """The message about a row names `data.completion`, also if that key names another column."""
     for data in ({"prompt": "chat"}, {"prompt": "chat", "completion": "text"}):
         with pytest.raises(UserError, match=r'data\.completion = "chat" uses that turn'):
             read(tmp_path, model, [{"chat": [ASKED, TURN], "text": "x", "answer": "12"}], data=data)

@@ -1,4 +1,4 @@
-"""What a run leaves opens in mlx-lm's own commands, each in a process of its own."""
+"""mlx-lm's commands load the results of a run, each in a separate process."""
 
 import os
 import re
@@ -18,14 +18,14 @@ OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of each kind, and each one's base."""
+    """A full run, a LoRA run, and their base model."""
     folder = tmp_path_factory.mktemp("runs")
     found = {tune: train(folder, tune, tune) for tune in ("full", "lora")}
     return {**found, "base": folder / "base-lora"}
 
 
 def mlx(*arguments):
-    """`python -m mlx_lm …`, its output; it must end well."""
+    """The output of a successful `python -m mlx_lm …`."""
     command = [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
     done = subprocess.run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def generate(folder, *options):
 
 
 def test_mlx_lm_generates_from_a_run(runs):
-    """The reply is the greedy one of these very weights, which training has moved."""
+    """The reply is the greedy reply of the trained weights, which differ from the base."""
     folder = runs["full"] / "final"
     assert generate(folder) == expected(folder)
     trained, base = (mlx_lm.load(str(path))[0](TOKENS) for path in (folder, runs["base"]))
@@ -62,13 +62,13 @@ def test_mlx_lm_generates_from_a_run(runs):
 
 
 def test_mlx_lm_generates_with_the_adapters_of_a_checkpoint(runs):
-    """--adapter-path takes the folder as it is."""
+    """--adapter-path accepts the checkpoint folder unchanged."""
     adapter = runs["lora"] / "checkpoint-2"
     assert generate(runs["base"], "--adapter-path", adapter) == expected(runs["base"], adapter)
 
 
 def test_mlx_lm_fuses_the_adapters(runs, tmp_path):
-    """What `mlx_lm fuse` makes of base and adapters is what final/ holds already."""
+    """`mlx_lm fuse` produces the model that final/ contains."""
     adapter, fused = runs["lora"] / "final", tmp_path / "fused"
     mlx("fuse", "--model", runs["base"], "--adapter-path", adapter, "--save-path", fused)
     fused, final = (mlx_lm.load(str(path))[0](TOKENS) for path in (fused, adapter))

@@ -1,4 +1,4 @@
-"""The first words of a completion that the chat template writes, such as an opening tag of thoughts."""
+"""Text of the chat template that starts each completion, such as an opening tag of thoughts."""
 
 import json
 
@@ -37,7 +37,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_opening_is_what_follows_the_header(family):
-    """An open tag or words; no header, no pair of tags that the template closes itself."""
+    """The opening is a tag or words, without the header and without a pair of tags that is already closed."""
     turn, start, expected = FAMILIES[family]
     wrapped = tokenizer(USER + turn + READY + start + "{% endif %}")
     assert opening(wrapped, {}) == expected
@@ -46,7 +46,7 @@ def test_the_opening_is_what_follows_the_header(family):
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, NO_SYSTEM, "{{ raise_exception('no') }}", "x"])
 def test_a_template_without_a_known_header_has_no_opening(template):
-    """Also one that fails, and none at all."""
+    """A failing template and a missing one have no opening either."""
     assert opening(tokenizer(template), {}) == ""
 
 
@@ -66,7 +66,7 @@ def closed(completions, **_):
 
 @pytest.fixture
 def prefilled(tmp_path, monkeypatch):
-    """A config whose chat template opens each reply with a tag, and a nudge behind it."""
+    """A config whose chat template opens each reply with a tag, followed by a nudge."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "prefilled.jinja").write_text(PREFILLED)
@@ -81,7 +81,7 @@ def prefilled(tmp_path, monkeypatch):
 
 
 def test_rewards_and_evaluations_read_the_templates_opening(tmp_path, prefilled):
-    """In front of the nudge, in training, evaluation and log."""
+    """The opening precedes the nudge in training, evaluation and log."""
     run = ran(tmp_path, text=prefilled)
     assert run.updates[0]["rewards/opened/mean"] == 1.0
     assert [record["eval/reward"] for record in run.log if "eval/reward" in record] == [1.0, 1.0]
@@ -91,13 +91,13 @@ def test_rewards_and_evaluations_read_the_templates_opening(tmp_path, prefilled)
 
 
 def test_grpo_check_scores_completions_that_close_the_opening(prefilled):
-    """A right completion is one that the model can write behind the opening."""
+    """The correct completion continues the opening."""
     checked = check_rewards(load_config("train.toml", ['reward.functions=["rewards.py:closed"]']).check())
     assert checked.values_kan[0, list(checked.kinds).index(GOLD)].tolist() == [1.0] * 8
 
 
 def test_supervised_completions_leave_the_opening_to_the_prompt(tmp_path, prefilled):
-    """A gold completion with the tag is trained from behind it, as one without the tag."""
+    """A reference completion with the tag has the same tokens as one without it."""
     rows = [
         {"question": f"q{n}", "answer": "1", "gold": start + "2+2</thoughts>4"}
         for n, start in enumerate(["<thoughts>\nSo ", "<thoughts>", "So ", ""] * 3)

@@ -1,4 +1,4 @@
-"""Prompts out of files: lines, rows, conversations, and what is none of them."""
+"""Prompts from files: lines, rows, conversations, and invalid prompts."""
 
 import io
 import json
@@ -17,7 +17,7 @@ def user(text):
 
 
 def test_lines_of_a_text_file_and_of_standard_input(tmp_path, monkeypatch):
-    """One prompt a line, blank ones left out, the system message in front of each."""
+    """Each non-blank line is a prompt after the system message."""
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n  tw\xe2\x80\xa8o \n")
     assert read_prompts(str(tmp_path / "p.txt"), "prompt") == [[user("one")], [user("tw\u2028o")]]
     monkeypatch.setattr("sys.stdin", io.StringIO("eins\nzwei\n"))
@@ -25,7 +25,7 @@ def test_lines_of_a_text_file_and_of_standard_input(tmp_path, monkeypatch):
 
 
 def test_rows_with_texts_or_conversations(tmp_path):
-    """A column of a file: texts and lists of messages."""
+    """A file's column contains texts and lists of messages."""
     talk = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
     rows = [{"q": "one"}, {"q": [SYSTEM, *talk]}, {"q": talk[:1]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -46,7 +46,7 @@ def test_rows_with_texts_or_conversations(tmp_path):
     ],
 )
 def test_what_is_no_prompt_is_reported(tmp_path, rows, message):
-    """With the line; a file without any is refused as well."""
+    """An invalid prompt is reported with its line; a file without prompts is refused."""
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(UserError, match=message):
         read_prompts(str(tmp_path / "p.jsonl"), "question", "Be brief.")

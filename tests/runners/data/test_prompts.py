@@ -1,4 +1,4 @@
-"""Prompts: chat templates and their quirks, the plain fallback, and what becomes of a row."""
+"""Prompts: chat templates, the plain fallback, and the examples of rows."""
 
 import json
 from datetime import datetime
@@ -18,6 +18,7 @@ from runners.data.datasets import load_rows
 from runners.data.messages import conversation, prompt_fault
 from runners.data.prompts import build_examples, columns_of, reward_columns
 from runners.data.rendering import render
+from runners.data.row_files import Row, Rows
 from runners.errors import UserError
 
 SPECIAL = {"<s>": 256, "</s>": 257, "<|user|>": 258, "<|end|>": 259, "<|bot|>": 260}
@@ -33,7 +34,7 @@ MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def tokenizer(template: str | None, adds: str = "") -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte, which adds to a text what `adds` says: "<s> $A", say."""
+    """A tokenizer with one token per byte; `adds` is its template for special tokens, such as "<s> $A"."""
     alphabet = {character: k for k, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = Tokenizer(models.BPE(vocab={**alphabet, **SPECIAL}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +52,7 @@ def tokenizer(template: str | None, adds: str = "") -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("wrap", [lambda plain: plain, TokenizerWrapper])
 @pytest.mark.parametrize("adds", ["", "<s> $A", "<s> $A </s>"])
 def test_chat_template(wrap: Any, adds: str) -> None:
-    """The template's text, the nudge after it, and exactly one BOS: the template's own."""
+    """A prompt is the template's text and the nudge, with exactly one BOS (the template's)."""
     text, tokens = render(wrap(tokenizer(TEMPLATE, adds)), MESSAGES, "<reasoning>")
     assert text == "<s><|user|>system: Be brief.<|end|><|user|>user: 1+1?<|end|><|bot|><reasoning>"
     assert tokens[:2] == (256, 258) and tokens.count(256) == 1 and 257 not in tokens
@@ -73,7 +74,7 @@ DATES = (
 def test_a_template_writes_the_date_of_the_runs_start(
     dated: str, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What transformers writes at that time, now; also of several named templates."""
+    """The text equals what transformers wrote at that time, also with several named templates."""
     start = datetime(2026, 3, 7, 4, 5, 6)
     both: Any = {"default": dated + TEMPLATE, "tool_use": "tools" + dated + TEMPLATE}
     plain = tokenizer(both if named else dated + TEMPLATE)
@@ -89,7 +90,7 @@ def test_a_template_writes_the_date_of_the_runs_start(
 
 @pytest.mark.parametrize("template", [NO_SYSTEM, DROPS_SYSTEM])
 def test_templates_without_a_system_role(template: str) -> None:
-    """Where the template refuses or drops the system role, its text opens the user's message."""
+    """If the template refuses or drops the system role, its text starts the user's message."""
     text, _ = render(tokenizer(template), MESSAGES)
     assert text == "<s><|user|>user: Be brief.\n\n1+1?<|end|><|bot|>"
     assert render(tokenizer(template), MESSAGES[1:])[0] == "<s><|user|>user: 1+1?<|end|><|bot|>"
@@ -103,7 +104,7 @@ def test_templates_without_a_system_role(template: str) -> None:
     ("adds", "first"), [("", 260), ("<s> $A", 256), ("<s> $A </s>", 256), ("$A </s>", 260)]
 )
 def test_plain_fallback(wrap: Any, adds: str, first: int) -> None:
-    """Without a template: named turns, BOS only if the tokenizer adds it by default, and never its EOS."""
+    """Without a template, turns have names, BOS depends on the tokenizer, and EOS is never added."""
     plain = tokenizer(None, adds)
     text, tokens = render(wrap(plain), MESSAGES, "<reasoning>")
     assert text == "System: Be brief.\n\nUser: 1+1?\n\nAssistant: <reasoning>"
@@ -112,11 +113,9 @@ def test_plain_fallback(wrap: Any, adds: str, first: int) -> None:
 
 
 def test_examples() -> None:
-    """A row becomes messages, a prompt, a gold answer, and its columns with `answer` the gold one."""
-    rows = [
-        {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "prompts": "clash"},
-        {"q": "2+2?", "solution": 4, "answer": "raw"},
-    ]
+    """A row becomes messages, a prompt, a reference answer and its columns."""
+    first_row = {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "prompts": "clash"}
+    rows = Rows([Row(first_row, "row 1"), Row({"q": "2+2?", "solution": 4, "answer": "raw"}, "row 2")])
     config = DataConfig(question="q", answer="solution", system_prompt="Be brief.", nudge="<reasoning>")
     examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
     assert too_long == 0
@@ -134,8 +133,8 @@ def test_examples() -> None:
 
 
 def test_long_prompts_are_left_out_and_counted() -> None:
-    """A prompt at the limit stays, one token more goes; if all go, the shortest length is reported."""
-    rows = [{"question": "x" * n, "answer": "1"} for n in (5, 6, 7)]
+    """Prompts longer than the limit are skipped; if none is left, the shortest length is reported."""
+    rows = Rows(Row({"question": "x" * n, "answer": "1"}, f"row {n}") for n in (5, 6, 7))
     fit = len(render(tokenizer(TEMPLATE), ({"role": "user", "content": "x" * 6},), "<r>")[1])
     config = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit)
     examples, too_long = build_examples(rows, config, tokenizer(TEMPLATE))
@@ -144,7 +143,7 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     short = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit - 2)
     with pytest.raises(UserError, match=f"is {fit - 2}, but the shortest of 3 prompts has {fit - 1}"):
         build_examples(rows, short, tokenizer(TEMPLATE))
-    assert build_examples([], short, tokenizer(TEMPLATE)) == ([], 0)
+    assert build_examples(Rows(), short, tokenizer(TEMPLATE)) == ([], 0)
 
 
 ALTERNATING = (
@@ -154,7 +153,7 @@ ALTERNATING = (
 
 
 def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
-    """It is named with its place, or left out, counted and reported; the others keep their numbers."""
+    """The row is reported with its place, or skipped and counted; other rows keep their numbers."""
     rows: list[Any] = [{"prompt": f"{n}+1?", "answer": n + 1} for n in range(9)]
     rows[3]["prompt"] = [{"role": "user", "content": "3+1?"}, {"role": "user", "content": "Be brief."}]
     path = tmp_path / "rows.jsonl"
@@ -175,7 +174,7 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
 
 
 def test_messages_as_arrow_gives_them() -> None:
-    """A struct has each key in every message, None where it lacks it; parts of text are one text."""
+    """Keys without a value are removed, and text parts become one text."""
     calls = [{"id": None, "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
     keys = {"tool_calls": None, "name": None}
     talk = [

@@ -1,4 +1,4 @@
-"""From a row's column of images to the prompt: where files lie, how the template shows them."""
+"""From a row's column of images to the prompt: the folder of the files and the chat template."""
 
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 
 
 class Processor:
-    """Stands in for a model's: each image is three tokens."""
+    """A processor for which each image is three tokens."""
 
     template = "the processor's"
 
@@ -26,30 +26,30 @@ class Processor:
 
 
 class Tokenizer:
-    """A template that shows images, and letters as tokens."""
+    """A tokenizer whose template shows images and whose tokens are letters."""
 
     chat_template = "yes"
 
     def apply_chat_template(self, messages, add_generation_prompt, tokenize, chat_template):
-        """The only message's parts."""
+        """The parts of the only message."""
         assert chat_template == Processor.template
         content = messages[-1]["content"]
         parts = content if isinstance(content, list) else [{"text": content}]
         return " ".join(part.get("text", "<image>") for part in parts)
 
     def encode(self, text, add_special_tokens):
-        """A token a letter."""
+        """One token per letter."""
         return [ord(letter) for letter in text]
 
 
 def data_config(tmp_path, **changes):
-    """Of `write_vision_data`'s file."""
+    """The config for `write_vision_data`'s file."""
     own = {"image": "image", "system_prompt": "", "nudge": "", **changes}
     return DataConfig(source=str(tmp_path / "train.jsonl"), **own)
 
 
 def test_files_lie_beside_the_data(tmp_path):
-    """A file's folder, or the folder that is the source."""
+    """Paths are relative to the source's folder or to data.image_folder."""
     write_vision_data(tmp_path)
     assert image_folder(data_config(tmp_path)) == tmp_path
     assert image_folder(DataConfig(source=str(tmp_path), image="image")) == tmp_path
@@ -57,7 +57,7 @@ def test_files_lie_beside_the_data(tmp_path):
 
 
 def test_examples_have_their_images_and_rewards_the_column(tmp_path):
-    """Messages stay texts; the column is as the data has it; the template shows images first."""
+    """Messages stay texts, the column stays unchanged, and the template shows images first."""
     write_vision_data(tmp_path)
     config, shown = data_config(tmp_path), cast(Any, Processor())
     examples, _ = build_examples(load_rows(config)[0], config, Tokenizer(), processor=shown)
@@ -72,7 +72,7 @@ def test_examples_have_their_images_and_rewards_the_column(tmp_path):
 
 
 def test_images_of_the_hub_come_as_files(monkeypatch):
-    """Not as pixels: images, lists of them, and what no command asks for, such as sounds."""
+    """Images, lists of images and sounds are read as files, not as pixels."""
     from PIL import Image
 
     pixels = Image.new("RGB", (4, 2), (1, 2, 3))

@@ -23,10 +23,8 @@ SCORED = {
     "json": [
         ('```json\n{"name": "Ana", "item": "tea", "count": 2}\n```', 1.0),
         ('{"name": "Ana", "item": "coffee", "count": 2}', 0.8),
-        ('{"name": "Ana", "item": "tea", "count": 2, "by": "Friday"}', 0.8),
-        ('{"name": "Ana"}', 0.4),
-        ("[]", 0.1),
-        ("tea for Ana", 0.0),
+        *(('{"name": "Ana", "item": "tea", "count": 2, "by": "Friday"}', 0.8), ('{"name": "Ana"}', 0.4)),
+        *(("[]", 0.1), ("tea for Ana", 0.0)),
     ],
     "choice": [("4 and 6 are even. The answer is C.", 2.0), ("B", 0.0), ("seven", 0.0)],
     "label": [(" Good. ", 0.5), ("bad", 0.0), ("very good", -0.5)],
@@ -52,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gym(monkeypatch):
-    """reasoning-gym, or what stands in for it: sums with one setting, and a score with half marks."""
+    """reasoning-gym, or a replacement: sums with one setting, and a score that may be 0.5."""
     try:
         return importlib.import_module("reasoning_gym")
     except ImportError:
@@ -79,7 +77,7 @@ def gym(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(SCORED))
 def test_a_config_of_the_page_has_its_rewards_and_trains(folder, name):
-    """A right completion gets the most, a fault costs what the page says; exact match where a form is."""
+    """A correct completion scores highest, faults cost what the page says; exact match requires a form."""
     config = load_config(f"{name}.toml").check()
     texts, wanted = zip(*SCORED[name], strict=True)
     row = load_rows(config.data, [folder])[0][0]
@@ -94,7 +92,7 @@ def test_a_config_of_the_page_has_its_rewards_and_trains(folder, name):
 
 
 def test_a_task_of_reasoning_gym_trains(folder, gym):
-    """With its own score as the reward, on problems that are always the same, none of them held out."""
+    """The task's score is the reward; problems are reproducible and disjoint from the held-out ones."""
     config = load_config("gym.toml", [*SMALL, "run.name=r", "reward.timeout=0"]).check()
     train, held_out = load_rows(config.data)
     again = load_rows(config.data)
@@ -116,11 +114,10 @@ def test_a_task_of_reasoning_gym_trains(folder, gym):
     [
         ("data.source=reasoning-gym:chain_summ", "no task .chain_summ.; did you mean chain_sum"),
         ('data.name="x"', r"data\.name = .x.: JSONDecodeError"),
-        ("data.name='{\"terms\": 1}'", "terms"),
-        ("data.name='{\"max_terms\": 0}'", "max_terms"),
+        *(("data.name='{\"terms\": 1}'", "terms"), ("data.name='{\"max_terms\": 0}'", "max_terms")),
     ],
 )
 def test_a_task_that_is_not_there_is_one_line(folder, gym, change, line):
-    """As is a setting that the task does not have or refuses."""
+    """Unknown tasks and invalid settings are one-line errors."""
     with pytest.raises(UserError, match=line):
         load_rows(load_config("gym.toml", [change]).check().data)

@@ -1,4 +1,4 @@
-"""`data.transform`: rows made of rows, rows left out, and faults with their place."""
+"""`data.transform`: new rows, skipped rows, and faults with their place."""
 
 import json
 
@@ -22,7 +22,7 @@ def problem(row):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with rows of one number each and own.py."""
+    """The current folder with own.py and rows that contain one number each."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(12)))
     (tmp_path / "own.py").write_text(TRANSFORM)
@@ -35,7 +35,7 @@ def config_of(transform="own.py:problem", **changes):
 
 
 def test_rows_are_made_left_out_and_counted(folder):
-    """None leaves a row out; a fault is a bad row; the rest is what the function made."""
+    """None skips a row, a fault makes it invalid, and other rows are the function's results."""
     config = config_of(on_bad_row="skip")
     train, held_out = load_rows(config, [folder])
     assert [row["n"] for row in (*train, *held_out)] == [1, 2, 4, 8, 10, 11]
@@ -58,7 +58,7 @@ def test_rows_are_made_left_out_and_counted(folder):
     ],
 )
 def test_a_fault_has_the_rows_place_and_the_functions_line(folder, code, fault):
-    """It raises, gives something else than a row, ends the process, or leaves out all rows."""
+    """The function raises, returns no row, ends the process, or skips all rows."""
     (folder / "odd.py").write_text(f"def odd(row):\n    {code}\n")
     with pytest.raises(UserError, match=fault):
         load_rows(config_of("odd.py:odd"), [folder])

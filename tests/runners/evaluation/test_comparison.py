@@ -1,4 +1,4 @@
-"""Estimates against brute force over all choices, intervals against their definitions and coverage."""
+"""Estimates against brute force, and intervals against published values and definitions."""
 
 import itertools
 import math
@@ -15,9 +15,7 @@ from runners.evaluation.comparison import bootstrap, pass_at_k, wilson
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
+        *((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)),
         (1, 29, 0.0061, 0.1718),
         (20, 20, 0.8389, 1.0),  # the mirror image of 0 of 20
     ],
@@ -30,7 +28,7 @@ def test_wilson_s_interval_has_the_published_values(successes, trials, low, high
 
 @given(n=st.integers(1, 9), data=st.data())
 def test_pass_at_k_is_the_mean_over_all_choices(n, data):
-    """Every choice of k of n samples, counted."""
+    """The estimate equals the count over all choices of k of n samples."""
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     samples = [True] * c + [False] * (n - c)
     choices = list(itertools.combinations(samples, k))
@@ -39,7 +37,7 @@ def test_pass_at_k_is_the_mean_over_all_choices(n, data):
 
 
 def test_the_bootstrap_interval_is_about_that_of_the_mean():
-    """For many values it is mean ± 1.96 standard errors; one seed gives one interval."""
+    """For many values, the interval is mean ± 1.96 standard errors; it depends only on the seed."""
     values: Any = np.random.default_rng(1).random(2000)
     error = 1.96 * values.std() / math.sqrt(2000)
     found = bootstrap(values)

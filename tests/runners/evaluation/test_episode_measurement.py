@@ -1,4 +1,4 @@
-"""`grpo eval` with tools and environments: success, turns, calls and rewards, as a run measures itself."""
+"""`grpo eval` with tools and environments: the same success, turns, calls and rewards as in a run."""
 
 import json
 
@@ -62,7 +62,7 @@ ODD = ToolCall("ask", {"a": 2})
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with an environment and data; the model's first turn is a call whatever it writes."""
+    """A folder with an environment and data; the model's first turn is always a call."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "even.py").write_text(SOURCE)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -97,14 +97,14 @@ def problems_of(model, config):
 
 
 def measured(model, config, rewards=(), **how):
-    """As `grpo eval` measures."""
+    """The measurement of `grpo eval`."""
     environments, chosen = problems_of(model, config)
     every = all_rewards(rewards, environments)
     return measure(model, "it", chosen, config, every, environments=environments, **{"rows": 3, **how})
 
 
 def evaluated(model, config):
-    """As a run measures itself."""
+    """The evaluation of a run."""
     environments, chosen = problems_of(model, config)
     sampling = sampling_of(config, model.eos_ids)
     evaluator = Evaluator(
@@ -115,7 +115,7 @@ def evaluated(model, config):
 
 
 def test_figures_of_an_environment(place, model):
-    """By hand: rewards, success from 1.0 on, calls and failures of each problem; and the same in a run."""
+    """Rewards, success, calls and failures of each problem are as computed by hand, also in a run."""
     found, own = measured(model, config_of()), evaluated(model, config_of())
     answers = np.array([int(row["answer"]) for row in ROWS])
     failing = answers % 10 == 5
@@ -141,7 +141,7 @@ def test_figures_of_an_environment(place, model):
 
 
 def test_samples_and_functions_without_a_class(place, model):
-    """Without get_reward an episode succeeds with the gold answer; pass@k is there as well."""
+    """Without get_reward, an episode succeeds with the right answer; pass@k is included."""
     config = config_of("env.factory=", "env.tools=['even.py:double']", "reward.functions=['int_reward_func']")
     rewards = resolve_rewards(config.reward.functions)
     found = measured(model, config, rewards, num=2, ks=(1, 2), rows=5)
@@ -153,7 +153,7 @@ def test_samples_and_functions_without_a_class(place, model):
 
 
 def test_data_without_answers(place, model):
-    """The environment says what succeeds: no exact match, pass@k of successes, no answers in the rows."""
+    """The environment determines success: pass@k counts successes, and there is no exact match."""
     source = SOURCE.replace("reset(self, answer,", "reset(self, question,")
     (place / "even.py").write_text(source.replace("int(answer)", "int(question.split('+')[0])"))
     (place / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+3"}) + "\n" for n in range(4)))
@@ -166,7 +166,7 @@ def test_data_without_answers(place, model):
 
 
 def test_results_of_several_ranks_are_in_the_problems_order():
-    """Rank r of N has the problems r, r + N, …; the slowest rank's time counts."""
+    """Rank r of N has the problems r, r + N, …; the time is that of the slowest rank."""
     rest = {"answer": None, "right": None, "rewards": {"r": None}, "reward": None, "tokens": 1}
     each = tuple(Completion(text=text, **rest, finish="stop", turns=2) for text in "abcde")
     whole = EvalResult(2.0, each, ("odd",))
@@ -175,7 +175,7 @@ def test_results_of_several_ranks_are_in_the_problems_order():
 
 
 def test_the_command(place):
-    """A table with success first, and JSON."""
+    """The command prints a table that starts with success, and writes JSON."""
     keys = "env.factory=even.py:Even", "env.max_turns=2", "reward.functions=[]", "rollout.stop=['e', '1']"
     options = "--data rows.jsonl --split train --samples 4 --max-tokens 30 --out rows.out --json scores.json"
     result = grpo("eval", "embedded", *options.split(), *(f"--set={key}" for key in keys))

@@ -1,13 +1,16 @@
-"""The line on completions that lack the form of an answer or are cut off, and a run without gold answers."""
+"""The notice about completions without an answer or cut off, and a run without reference answers."""
 
 import json
 import re
+from typing import Any
 
 import pytest
 
 from runners.answers.forms import answer_form
 from runners.config.loading import load_config
-from runners.evaluation.completions import form_notice
+from runners.data.prompts import Example
+from runners.evaluation.completions import Completion, Evaluator
+from runners.inference.text_generation import LENGTH
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
@@ -21,21 +24,27 @@ PROSE = ["The answer is 18 dollars."] * 9
         ("xml", [*PROSE, RIGHT], 0, r'9 of 10 .* lack <answer>…</answer>, .*10 fit .*"last_number", 10 of'),
         ("boxed", ["no"] * 10, 0, r"10 of 10 .* lack \\boxed{…}, .*data.system_prompt or data.nudge"),
         ("xml", [*PROSE, "x"], 9, r"9 of 10 .* cut off at 64 tokens; .* up to 5: .*max_new_tokens, .* 128"),
-        ("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None),
-        ("xml", [], 0, None),
+        *(("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None), ("xml", [], 0, None)),
     ],
 )
 def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
-    """The form that most completions do have, or the length that the others need; fewer are worth none."""
-    count = len(texts)
-    cuts = [number < cut for number in range(count)]
-    lengths = [64 if each else 5 for each in cuts]
-    found = form_notice(answer_form(form), texts, ["18"] * count, cuts, lengths, 64)
+    """The notice suggests a form or a length if nine in ten completions need it."""
+    read: Any = answer_form(form)
+    nothing: Any = None
+    same: dict[str, Any] = {"right": None, "rewards": {}, "reward": None}
+    ends = [(64, LENGTH)] * cut + [(5, "stop")] * (len(texts) - cut)
+    completions = [
+        Completion(text=text, answer=read.read(text), tokens=tokens, finish=finish, **same)
+        for text, (tokens, finish) in zip(texts, ends, strict=True)
+    ]
+    evaluator = Evaluator(engine=nothing, scorer=None, form=read, decoder=nothing, nudge="")
+    examples = [Example((), "", (), "18", {})] * len(texts)
+    found = evaluator.notice(completions, examples, 64)
     assert re.match(line, found) if line else found == ""
 
 
 def test_prompts_alone_are_data(tmp_path, monkeypatch):
-    """No exact match anywhere: the run's own reward on held-out prompts stops it and ranks checkpoints."""
+    """Without exact match, the reward on held-out prompts stops the run and ranks checkpoints."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Say {n}."} for n in range(20)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Evaluation: the numbers by hand, the same problems and answers as in training, and two models compared."""
+"""Evaluation: numbers computed by hand, the problems of training, and comparisons of models."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def measured(model):
-    """It, measured with four samples of each of twelve problems."""
+    """The embedded model, measured with four samples of each of twelve problems."""
     config = config_of()
     chosen, too_long = choose_problems(load_rows(config.data)[1], model, config)
     assert too_long == 0
@@ -109,7 +109,7 @@ def test_the_metrics_follow_from_the_completions(measured):
 
 
 def test_intervals_are_wilson_s_for_shares_and_resampled_else():
-    """NaN is no value; percentages that are not 0 or 1 are means."""
+    """Shares of 0 and 1 use Wilson's interval, other means the bootstrap; NaN is ignored."""
     binary = Metric(np.array([1.0, 0.0, 1.0, np.nan]), percent=True)
     assert binary.mean == pytest.approx(2 / 3) and binary.interval == wilson(2, 3)
     share = Metric(np.array([0.5, 1.0, 0.25]), percent=True)
@@ -129,7 +129,7 @@ def made(name, indices, values):
 
 
 def test_two_models_are_compared_pair_by_pair():
-    """On the problems that both had; the interval is of the differences."""
+    """Only shared problems are compared; the interval is that of the differences."""
     both = made("a", [0, 1, 2, 3, 5], [1, 0, 0, 0, 1]), made("b", [1, 2, 3, 5, 9], [1, 1, 1, 1, 0])
     one, other = shared(both)
     assert one.indices == other.indices == (1, 2, 3, 5)
@@ -156,7 +156,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_a_table_and_writes_both_files(folder):
-    """A run's own config, samples, JSON lines and JSON."""
+    """The command prints a table and writes JSON lines and JSON."""
     (folder / "c.json").write_text(json.dumps(config_of().check().to_dict()))
     options = "--config c.json --samples 5 --k 1,2 --max-tokens 20 --out rows.jsonl --json scores.json"
     result = grpo("eval", "embedded", *options.split())
@@ -170,7 +170,7 @@ def test_the_command_prints_a_table_and_writes_both_files(folder):
 
 @pytest.mark.parametrize(("model", "preset"), SHIPPED_PRESETS.items())
 def test_a_shipped_model_is_measured_as_its_preset_trains_it(folder, model, preset):
-    """On its own problems, without a network, and with the line that says so."""
+    """A shipped model is measured on its preset's problems, offline, with a message."""
     arguments = ("--samples", "12", "--out", "rows.jsonl")
     found = grpo("eval", model, *arguments)
     assert f"data, prompts and rewards as in the preset {preset};" in found.stderr
@@ -215,7 +215,7 @@ def rows_of(folder):
 
 @pytest.mark.parametrize("place", ["final", ""])
 def test_a_run_s_model_is_measured_on_its_own_data(folder, run, place):
-    """Its problems, prompts, limits and rewards without --config; a line says where from."""
+    """Without --config, problems, prompts, limits and rewards are the run's; a message says so."""
     config = run / "config.resolved.json"
     found = grpo("eval", run / place, "--out", "rows.jsonl")
     assert f"data, prompts and rewards as in the run ({config})" in found.stderr
@@ -226,7 +226,7 @@ def test_a_run_s_model_is_measured_on_its_own_data(folder, run, place):
 
 
 def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, run):
-    """A config that nobody has trained with here may name code; other data needs none of it."""
+    """A foreign config may name code, so it must be named explicitly or not be used."""
     ran = run.parents[1] / "ran"
     assert "reward/mine" in grpo("eval", run).stdout and ran.exists()
     ran.unlink()
@@ -241,7 +241,7 @@ def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, 
 
 
 def test_a_moved_model_is_asked_as_in_training(folder, run):
-    """grpo_prompt.json alone says the prompts and limits; data and rewards are the command's."""
+    """grpo_prompt.json determines prompts and limits; the command determines data and rewards."""
     shutil.copytree(run / "final", folder / "moved")
     arguments = ("--data", PROBLEMS, "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
     result = grpo("eval", "embedded", "moved", *arguments)
@@ -254,7 +254,7 @@ def test_a_moved_model_is_asked_as_in_training(folder, run):
 
 
 def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run):
-    """Two runs, or two files, that differ; the message says in what."""
+    """The message names the keys in which two runs or files differ."""
     other = shutil.copytree(run, folder / "other")
     content = json.loads((other / "config.resolved.json").read_text())
     content["data"] |= {"nudge": "x", "max_samples": 7, "curriculum": "adaptive"}
@@ -281,6 +281,6 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
     ],
 )
 def test_faults_end_with_code_2_and_a_line(folder, arguments, message):
-    """Before anything is generated."""
+    """Invalid options are reported before anything is generated."""
     result = grpo("eval", *arguments.split(), code=2)
     assert result.stdout == "" and message in result.stderr

@@ -1,4 +1,4 @@
-"""Rewards that fail for every completion of a batch step: the run ends, and can be gone on with."""
+"""Rewards that fail for every completion of a batch step end the run, which can be resumed."""
 
 import signal
 
@@ -46,7 +46,7 @@ def prepared(folder, *overrides):
 
 
 def test_a_resumed_run_repeats_the_failed_step(tmp_path):
-    """With the reward mended, the result is that of a run whose reward never failed."""
+    """After the reward is fixed, the result equals that of a run without a failure."""
     straight = straight_run(*SHORT, "checkpoint.every=0")
     config = prepared(tmp_path / "b")
     (tmp_path / "broken").touch()
@@ -67,7 +67,7 @@ def test_a_resumed_run_repeats_the_failed_step(tmp_path):
 
 
 def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
-    """The evaluation after the first update is its third call: the update is saved before the run ends."""
+    """The third call, in the evaluation after the first update, fails; the update is saved."""
     (tmp_path / "third.py").write_text(FAILS_AT_THE_THIRD_CALL)
     reward = [f"reward.functions=['{tmp_path}/third.py:fails']", "reward.on_error='raise'", "eval.every=1"]
     config, notes = config_in(tmp_path / "a", *SHORT, *reward, "checkpoint.every=0"), Notes()
@@ -77,7 +77,7 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
 
 
 class Impatient(Killer):
-    """Asks the run to stop while it saves."""
+    """Requests a stop while the run saves."""
 
     def _tick(self, what):
         if what == self.what:
@@ -85,7 +85,7 @@ class Impatient(Killer):
 
 
 def test_a_run_that_is_stopped_while_it_saves_for_a_failed_reward_has_saved(tmp_path):
-    """The signal ends it, with the steps before and the promise of a resume."""
+    """The signal ends the run after the checkpoint is saved."""
     config = prepared(tmp_path / "b")
     (tmp_path / "broken").touch()
     with pytest.raises(Stopped) as stopped:
@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_while_it_saves_for_a_failed_reward_has_saved(tmp_
 
 @pytest.mark.parametrize(("steps", "updates"), [("0 1 3 4", 5), ("1 2 3", None)])
 def test_a_slow_call_ends_the_run_at_the_third_batch_step_in_a_row(tmp_path, steps, updates):
-    """One is a line and no reward; where the run ends, the steps before are saved."""
+    """A single slow call gives no reward and a message; the run saves before it ends."""
     reward = [f"reward.functions=['{tmp_path}/letters.py:slow']", "reward.timeout=1.0", "optim.max_steps=5"]
     config, notes = prepared(tmp_path / "a", *reward), Notes()
     (tmp_path / "slow").write_text(steps)

@@ -1,4 +1,4 @@
-"""What a reward gets in a run: each row of the table of arguments in docs/rewards.md."""
+"""The arguments of a reward in a run, as in the table of docs/rewards.md."""
 
 import json
 from typing import Any
@@ -77,7 +77,7 @@ def test_a_reward_gets_what_its_page_promises(tmp_path, timeout):
 
 
 def test_columns_named_like_arguments():
-    """The reference answers of `answer` itself are no column of one's own, and no column is lost."""
+    """The reference answers are the column `answer`, and no other column is lost."""
     row = {"answer": "1", "prompts": "a", "column_prompts": "b", "x": 2}
     renamed = {"column_column_prompts": "prompts", "column_prompts": "column_prompts", "x": "x"}
     assert reward_columns([row]) == {"answer": "answer", **renamed}

@@ -1,4 +1,4 @@
-"""From a reward's name to its function: built-in, module and file, and every way that can fail."""
+"""The function of a reward's name: built-in, from a module or a file, and all errors."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from runners.rewards.scoring import resolve_rewards
 
 @pytest.fixture(autouse=True)
 def clean_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Python's path and the modules of a test's rewards go when the test goes."""
+    """Restores Python's path and modules after each test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = set(sys.modules)
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     ids=["a file", "beside files that it imports late", "a package", "an object"],
 )
 def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, value: float) -> None:
-    """In the first base folder that has it; by its whole path it is the same function."""
+    """The first base folder with the file is used; its full path names the same function."""
     reward: Any
     (reward,) = resolve_rewards([name], base_dirs=[folder, folder / "b"])
     assert reward.name == name.partition(":")[2] and reward.function(completions=[0]) == [value]
@@ -72,18 +72,15 @@ def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, 
     ("name", "expected"),
     [
         ("corectness_reward_func", "did you mean correctness_reward_func?"),
-        ("mine.py:Counter", "found the class Counter"),
-        ("none.py:f", "no file at {folder}/none.py"),
+        *(("mine.py:Counter", "found the class Counter"), ("none.py:f", "no file at {folder}/none.py")),
         ("mine_missing.inner:f", "no module named mine_missing on Python's path or in {folder}"),
-        ("mine.py:", "expected package.module:function"),
-        ("raises.py:f", "line 2: ZeroDivisionError"),
-        ("leaves:f", "SystemExit: 3"),
-        ("mine.py:lenght", "has no lenght; did you mean length?"),
+        *(("mine.py:", "expected package.module:function"), ("raises.py:f", "line 2: ZeroDivisionError")),
+        *(("leaves:f", "SystemExit: 3"), ("mine.py:lenght", "has no lenght; did you mean length?")),
         ("mine.py:LIMIT", "expected a function, found int"),
     ],
 )
 def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: str) -> None:
-    """Again at each call: a name, a file, an import that fails, a thing that cannot be called."""
+    """Each call reports the invalid name, file, import or object in one line."""
     for _ in range(2):
         with pytest.raises(UserError, match=re.escape(expected.format(folder=folder))) as caught:
             resolve_rewards([name], base_dirs=[folder])
@@ -91,7 +88,7 @@ def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expec
 
 
 def test_resolve_rewards(folder: Path) -> None:
-    """Weights go with their functions in order; functions of one name are logged under their full texts."""
+    """Weights and functions keep their order; functions of the same name are logged in full."""
     names = [*REWARDS, "mine.py:f", "pack.inner:f"]
     weights = [0.5 * n for n in range(len(names))]
     rewards: Any = resolve_rewards(names, weights, [folder])

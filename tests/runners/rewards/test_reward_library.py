@@ -10,12 +10,12 @@ from runners.rewards.scoring import resolve_rewards
 
 
 def completions(*texts):
-    """As rewards get them."""
+    """Completions as rewards receive them."""
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def tagged(answer):
-    """A text with an answer between the tags."""
+    """A completion with an answer in tags."""
     return f"<reasoning>x</reasoning><answer>{answer}</answer>"
 
 
@@ -34,7 +34,7 @@ def tagged(answer):
     ],
 )
 def test_mathematics_is_compared_as_mathematics(gold, text, value):
-    """Fractions, LaTeX, expressions, sets; None where the reference answer is none."""
+    """Fractions, LaTeX, expressions and sets are compared; the reward is None without a reference answer."""
     assert math_verify_reward(completions(text), [gold]) == [value]
 
 
@@ -47,13 +47,13 @@ def test_mathematics_is_compared_as_mathematics(gold, text, value):
     ],
 )
 def test_one_endless_comparison_costs_only_its_own_reward(gold, text):
-    """Big integers keep the GIL, so that no thread's time limit would fire; what follows is unharmed."""
+    """Big integers hold the GIL, so a thread could not limit them; other completions are scored."""
     rewards = math_verify_reward(completions(tagged("3"), text, tagged("0.5")), ["3", gold, "1/2"])
     assert rewards == [1.0, None, 1.0]
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
-    """The line says what to install."""
+    """The message says what to install."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
     # A config's rewards are resolved before its model is loaded.
     with pytest.raises(UserError, match=r"requires math-verify: .*pip install -e '\.\[math\]' in a clone"):

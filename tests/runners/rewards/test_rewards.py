@@ -38,12 +38,12 @@ def completions(*texts: str) -> list[list[dict[str, str]]]:
     ],
 )
 def test_correctness(text: str, gold: object, reward: float | None) -> None:
-    """2.0 if the last answer is right in any spelling: listing guesses does not pay. None without gold."""
+    """The reward is 2.0 if the last answer is right in any spelling, and None without a reference answer."""
     assert correctness_reward_func(completions(text), answer=[gold]) == [reward]
 
 
 def test_correctness_reads_the_form_of_the_task() -> None:
-    """Built for `answer.form`: the last number, not what stands in tags; an integer has no unit."""
+    """The rewards read the configured form; an integer has no unit."""
     made = built_in(answer_form("last_number"))
     texts = completions("It is 18 dollars.", "<answer>18</answer>, no, 19", "none")
     assert made["correctness_reward_func"](texts, answer=["18"] * 3) == [2.0, 0.0, 0.0]
@@ -58,32 +58,28 @@ def test_correctness_reads_the_form_of_the_task() -> None:
     ],
 )
 def test_int_reward(answer: str, reward: float) -> None:
-    """0.5 for an answer written as an integer."""
+    """The reward is 0.5 for an answer written as an integer."""
     assert int_reward_func(completions(f"<answer>{answer}</answer>")) == [reward]
 
 
 @pytest.mark.parametrize(
     ("text", "strict", "soft", "count"),
     [
-        (SHELL, 0.5, 0.5, 0.5),
-        ("<reasoning></reasoning><answer></answer>", 0.5, 0.5, 0.5),
-        (f"So: {SHELL}", 0.0, 0.5, 0.5),
-        (f"{SHELL} done", 0.0, 0.5, 0.496),
+        *((SHELL, 0.5, 0.5, 0.5), ("<reasoning></reasoning><answer></answer>", 0.5, 0.5, 0.5)),
+        *((f"So: {SHELL}", 0.0, 0.5, 0.5), (f"{SHELL} done", 0.0, 0.5, 0.496)),
         (f"{SHELL}{SHELL}", 0.0, 0.5, 0.5),
         ("<reasoning>a</reasoning> so <answer>1</answer>", 0.0, 0.0, 0.5),
         ("<reasoning><reasoning>a</reasoning><answer>1</answer>", 0.0, 0.5, 0.5),
         ("<reasoning>a <answer>1</answer></reasoning>", 0.0, 0.0, 0.488),
         ("<answer>1</answer><reasoning>a</reasoning>", 0.0, 0.0, 0.476),
-        ("<reasoning>a</reasoning><answer>1", 0.0, 0.0, 0.25),
-        ("<answer>1</answer>", 0.0, 0.0, 0.25),
+        *(("<reasoning>a</reasoning><answer>1", 0.0, 0.0, 0.25), ("<answer>1</answer>", 0.0, 0.0, 0.25)),
         ("<answer>1</answer><answer>2</answer>", 0.0, 0.0, 0.25),
-        (f"{SHELL}{'x' * 499}", 0.0, 0.5, 0.001),
-        (f"{SHELL}{'x' * 501}", 0.0, 0.5, 0.0),
+        *((f"{SHELL}{'x' * 499}", 0.0, 0.5, 0.001), (f"{SHELL}{'x' * 501}", 0.0, 0.5, 0.0)),
         ("", 0.0, 0.0, 0.0),
     ],
 )
 def test_format_rewards(text: str, strict: float, soft: float, count: float) -> None:
-    """The shell whole, anywhere, and tag by tag."""
+    """The format is checked strictly, anywhere in the text, and tag by tag."""
     assert strict_format_reward_func(completions(text)) == [strict]
     assert soft_format_reward_func(completions(text)) == [soft]
     assert xmlcount_reward_func(completions(text)) == [pytest.approx(count, abs=1e-12)]
@@ -91,7 +87,7 @@ def test_format_rewards(text: str, strict: float, soft: float, count: float) -> 
 
 @given(st.lists(tagged_texts, max_size=4))
 def test_rewards_keep_their_range(texts: list[str]) -> None:
-    """One value per completion, within the reward's range, the same for a text alone as among others."""
+    """A reward returns a value in its range for each completion, independently of the others."""
     for name, function in REWARDS.items():
         high = 2.0 if name == "correctness_reward_func" else 0.5
         values = function(completions(*texts), answer=["12"] * len(texts), other=[None] * len(texts))
@@ -105,7 +101,7 @@ TAGS = ("<answer>", "</answer>", "<reasoning>", "</reasoning>", "</reasoning> ",
 
 @pytest.mark.parametrize("unit", [*TAGS, "<reasoning></reasoning><answer>", "1", "1,234,", " ", "<"])
 def test_hostile_texts_take_linear_time(unit: str) -> None:
-    """A megabyte of repeats, bare or inside an answer, takes all five under a second of the thread's time."""
+    """All five rewards score a megabyte of repeats in less than a second of processor time."""
     text = unit * (1_000_000 // len(unit))
     start = time.thread_time()
     for function in REWARDS.values():

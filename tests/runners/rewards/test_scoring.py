@@ -1,4 +1,4 @@
-"""Running rewards: what they are given, what of their results counts, and that no failure is silent."""
+"""Running rewards: their arguments, their usable results, and reports of all failures."""
 
 import asyncio
 import re
@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import UserError
 from runners.rewards.scoring import Reward, Scorer, Scores
 
@@ -26,30 +25,6 @@ def score(*functions: Any, on_error: Any = "skip") -> Scores:
 def assert_row(values: np.ndarray, expected: list[float | None]) -> None:
     """A row equals the expected values, NaN standing for None."""
     np.testing.assert_array_equal(values, np.array(expected, dtype=np.float64))
-
-
-def test_arguments_by_name() -> None:
-    """A function gets exactly the arguments that it names, with keywords; one with **kwargs gets them all."""
-    seen: dict[str, Any] = {}
-
-    def noted(name: str, found: Any) -> list[float]:
-        seen[name] = found
-        return [0.0] * 3
-
-    rewards = [
-        Reward("two", lambda completions, *, level: noted("two", (completions, level))),
-        Reward("all", lambda **columns: noted("all", columns)),
-        Reward("ids", lambda completion_ids, completions, absent=1: noted("ids", (completion_ids, absent))),
-    ]
-    columns = {"level": [1, 2, 3], "answer": ["x", "y", "z"]}
-    scores = Scorer(rewards).score(TEXTS, ["p", "q", "r"], columns, completion_ids=[[1], [2], [3]])
-    assert scores.problems == []
-    wrapped = [[{"role": "assistant", "content": text}] for text in TEXTS]
-    assert seen["two"] == (wrapped, [1, 2, 3])
-    everything = {*REWARD_ARGUMENTS, "level", "answer"} - {"environments", "printed"}  # there are none
-    assert set(seen["all"]) == everything
-    assert seen["all"]["prompts"] == ["p", "q", "r"]
-    assert seen["ids"] == ([[1], [2], [3]], 1)
 
 
 BEYOND = "returned a number beyond 1e+15, whose square exceeds float32, at completion 0"
@@ -77,20 +52,19 @@ BEYOND = "returned a number beyond 1e+15, whose square exceeds float32, at compl
     ids=lambda part: type(part).__name__,
 )
 def test_what_counts_of_a_result(result: Any, expected: list[float | None], note: str) -> None:
-    """Numbers of every common kind, True as 1; else no reward, only there, and one line that says why."""
+    """All common numbers count; any other value is no reward for that completion, with one message."""
     scores = score(lambda completions: result, lambda completions: [1.0, 1.0, 1.0])
     assert_row(scores.values_kb[0], expected)
     assert_row(scores.values_kb[1], [1.0, 1.0, 1.0])
-    assert [line.startswith('reward "f0" ') and note in line for line in scores.problems] == [True] * bool(
-        note
-    )
+    told = [line.startswith('reward "f0" ') and note in line for line in scores.problems]
+    assert told == [True] * bool(note)
     if note:
         with pytest.raises(UserError, match=re.escape(note)):
             score(lambda completions: result, on_error="raise")
 
 
 def test_a_note_is_one_line_with_the_place() -> None:
-    """Of plain and async rewards, whatever the error's text holds."""
+    """Errors of plain and async rewards are one printable line with their place."""
 
     def fails(completions):
         raise OSError("\x1b[31m\nred\x9b")
@@ -106,7 +80,7 @@ def test_a_note_is_one_line_with_the_place() -> None:
 
 
 def test_a_reward_that_fails_at_every_completion_is_named() -> None:
-    """`failed` has those that raised, and those whose every value was none; None itself is no failure."""
+    """`failed` contains rewards that raised or returned only invalid values; None is valid."""
     nan = float("nan")
     results = ["a", 1.0, 1.0], ["a", nan, nan], [None, None, None]
     rewards = [lambda completions, result=result: result for result in results]
@@ -116,7 +90,7 @@ def test_a_reward_that_fails_at_every_completion_is_named() -> None:
 
 
 def test_async_results_behind_a_plain_function() -> None:
-    """A plain function that gives an awaitable is awaited as well, also if the caller has a running loop."""
+    """An awaitable returned by a plain function is awaited, also if the caller has a running loop."""
 
     async def later():
         await asyncio.sleep(0)
@@ -133,7 +107,7 @@ def test_async_results_behind_a_plain_function() -> None:
 
 
 def test_a_rewards_lists_are_its_own() -> None:
-    """One that sorts or empties them changes nothing for the next, nor for the caller."""
+    """A reward that changes its lists affects neither other rewards nor the caller."""
 
     def spoils(completions, tags):
         texts = [completion[0]["content"] for completion in completions]
@@ -147,23 +121,21 @@ def test_a_rewards_lists_are_its_own() -> None:
 
 
 def test_a_missing_column_is_never_scored_around() -> None:
-    """It is named with the nearest one; what every reward gets is never missed, but for environments."""
+    """The message contains the nearest column; only environments may be missing among the fixed arguments."""
 
     def needy(completions, prompts, answer, hint=None, **columns):
         return [float(completions[0][0]["content"] == "a")]
 
     scorer = Scorer([Reward("f", needy)])
     assert_row(scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]}).values_kb[0], [1.0])
-    with pytest.raises(
-        UserError, match="requires the column answer; the data has anwser; did you mean anwser"
-    ):
+    with pytest.raises(UserError, match="requires the column answer; the data has anwser; did you mean anws"):
         scorer.score(["a"], ["p"], {"anwser": ["1"]})
     with pytest.raises(UserError, match=r'reward "g" requires environments, but env\.factory is not set'):
         Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
 
 
 def test_names_of_the_log_are_refused() -> None:
-    """An error of the reward."""
+    """A reserved name is an error of the reward."""
 
     def logs(completions, log_metric):
         log_metric("accuracy", 1.0)

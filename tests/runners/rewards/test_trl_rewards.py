@@ -1,4 +1,4 @@
-"""Reward functions as TRL's users write them run as they are: parameters, formats, logging, async, None."""
+"""TRL's reward functions run unchanged: parameters, formats, logging, async, None."""
 
 import asyncio
 import json
@@ -30,13 +30,13 @@ def score(*functions, **settings):
 
 
 def think_form(completions, **kwargs):
-    """The whole text is one thought in its tags, then anything."""
+    """Rewards a text that starts with one thought."""
     form = re.compile(r"^<think>(?!.*<think>).*?</think>", re.DOTALL)
     return [1.0 if form.match(completion[0]["content"]) else 0.0 for completion in completions]
 
 
 def right_number(completions, solution, log_extra: Any = None, log_metric: Any = None, **kwargs):
-    """The last number is the solution; None where the row has none."""
+    """Rewards the right last number; None for rows without a solution."""
     found = [(re.findall(r"\d+", completion[0]["content"]) or [""])[-1] for completion in completions]
     given = [None if want is None else float(got == want) for got, want in zip(found, solution, strict=True)]
     log_extra("found", found)
@@ -45,7 +45,7 @@ def right_number(completions, solution, log_extra: Any = None, log_metric: Any =
 
 
 class SoftOverlong:
-    """A penalty on length as an object, which takes token ids and no completions (TRL makes such ones)."""
+    """A length penalty that is an object and accepts only token ids, as in TRL."""
 
     __name__ = "soft_overlong"
 
@@ -58,7 +58,7 @@ class SoftOverlong:
 
 
 async def judged(prompts, completions, task, **kwargs):
-    """Asks about each completion at once; nothing to say about essays."""
+    """Scores completions concurrently; returns None for essays."""
 
     async def ask(prompt, completion, kind):
         await asyncio.sleep(0.01)
@@ -69,7 +69,7 @@ async def judged(prompts, completions, task, **kwargs):
 
 
 def test_conversations_columns_and_none():
-    """Conversational completions, a column by name, None for a row, an object, an async function: at once."""
+    """One call scores with a plain function, a column, None, an object and an async function."""
     scores = score(think_form, right_number, SoftOverlong(20, 4), judged)
     assert scores.problems == []
     nan = math.nan
@@ -77,7 +77,7 @@ def test_conversations_columns_and_none():
 
 
 def test_a_reward_can_log():
-    """`log_extra` gives a column, `log_metric` a number; a column of another length is the reward's fault."""
+    """`log_extra` logs a column, `log_metric` a number; a column of another length is an error."""
     scores = score(right_number, think_form)
     assert scores.extras == {"found": ["4", "4", "5"]}
     assert scores.metrics == {"solved": [2 / 3]}
@@ -90,7 +90,7 @@ def test_a_reward_can_log():
 
 
 def test_functions_of_plain_texts():
-    """TRL's standard format: strings in, sync or async, with the parameters of the function wrapped."""
+    """`on_texts` passes strings to plain and async functions and keeps their parameters."""
 
     def mentions(prompts, completions, task):
         return [float(p == f"question {n}") * (completions[n] == TEXTS[n]) for n, p in enumerate(prompts)]

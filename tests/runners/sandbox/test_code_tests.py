@@ -27,6 +27,7 @@ except UserError as error:
 
 ADD = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
+ENDS = ("exit()", "exit(0)", "quit()", "raise SystemExit")
 DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
 
 
@@ -48,21 +49,15 @@ def test_code_is_the_last_block_of_python(text, code):
 @pytest.mark.parametrize(
     ("program", "passed"),
     [
-        (ADD, [True, True, False]),
-        (f"Here it is.\n```python\n{ADD}\n```", [True, True, False]),
+        *((ADD, [True, True, False]), (f"Here it is.\n```python\n{ADD}\n```", [True, True, False])),
         (ADD + "\nprint(0, 1)\nimport sys; print(sys.argv, file=sys.stderr)", [True, True, False]),
-        ("def add(a, b): return 3", [True, False, True]),
-        ("def add(a, b):", [False] * 3),
+        *(("def add(a, b): return 3", [True, False, True]), ("def add(a, b):", [False] * 3)),
         ("import os; os._exit(0)", [False] * 3),
         ("import os\nfor n in range(3, 9):\n    os.write(n, b'0\\n1\\n2\\n')", [False] * 3),
-        *(
-            (f"{ADD}\n{end}", [True, True, False])
-            for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")
-        ),
+        *((f"{ADD}\n{end}", [True, True, False]) for end in ENDS),
         (ADD + "\nexit(1)", [False] * 3),
         (ADD + "\nimport warnings; warnings.warn('old')", [True, True, False]),
-        (ADD + "\n# \ud800", [False] * 3),
-        (ADD + "\n# \0", [False] * 3),
+        *((ADD + "\n# \ud800", [False] * 3), (ADD + "\n# \0", [False] * 3)),
     ],
 )
 def test_a_program_passes_the_tests_that_it_should(program, passed):
@@ -92,41 +87,21 @@ VALUES = "import collections, decimal, enum, fractions, typing\n" + "\n".join(
 @pytest.mark.parametrize(
     "test",
     [
-        "plain() == {'a': (1, 2.5, None, True), 2: [b'x', {3}, frozenset([4])]}",
-        "plain() != {'a': 1}",
-        "plain()['a'] == (1, 2.5, None, True)",
-        "plain()['a'] != [1, 2.5, None, True]",
-        "(1, 2.5, None, True) == plain()['a']",
-        "plain()['a'][2] is None",
-        "plain()['a'][3] is True",
-        "plain()['a'][1] is not None",
-        "counts() == {'a': 2, 'b': 1}",
-        "counts().most_common(1)[0][0] == 'a'",
-        "pair() == (1, 2) and pair().y == 2",
-        "grown() == {1: [2]}",
-        "half() == 0.5",
-        "half() == fractions.Fraction(1, 2)",
-        "tenth() == decimal.Decimal('0.1')",
-        "number() == 1",
-        "keys() == {1}",
-        "large() == 2 ** 200",
-        "wide() == float('inf')",
-        "abs(half() - 0.4) < 0.2",
-        "0.1 < half()",
-        "half() in (0.5, 1)",
-        "1 in counts().values()",
-        "point()() == point()() or True",
-        "list(numbers()) == [1, 2]",
-        "text() == '\\ud800'",
-        "isinstance(plain(), dict)",
-        "not plain().get('b')",
-        "0 < half() < 1",
-        "plain(), 'with a message'",
-        "all(n < 3 for n in numbers())",
+        *("plain() == {'a': (1, 2.5, None, True), 2: [b'x', {3}, frozenset([4])]}", "plain() != {'a': 1}"),
+        *("plain()['a'] == (1, 2.5, None, True)", "plain()['a'] != [1, 2.5, None, True]"),
+        *("(1, 2.5, None, True) == plain()['a']", "plain()['a'][2] is None", "plain()['a'][3] is True"),
+        *("plain()['a'][1] is not None", "counts() == {'a': 2, 'b': 1}"),
+        *("counts().most_common(1)[0][0] == 'a'", "pair() == (1, 2) and pair().y == 2"),
+        *("grown() == {1: [2]}", "half() == 0.5", "half() == fractions.Fraction(1, 2)"),
+        *("tenth() == decimal.Decimal('0.1')", "number() == 1", "keys() == {1}", "large() == 2 ** 200"),
+        *("wide() == float('inf')", "abs(half() - 0.4) < 0.2", "0.1 < half()", "half() in (0.5, 1)"),
+        *("1 in counts().values()", "point()() == point()() or True", "list(numbers()) == [1, 2]"),
+        *("text() == '\\ud800'", "isinstance(plain(), dict)", "not plain().get('b')", "0 < half() < 1"),
+        *("plain(), 'with a message'", "all(n < 3 for n in numbers())"),
     ],
 )
 def test_right_values_pass_and_the_opposite_does_not(test):
-    """Checks outside of the program find what Python's own comparison would."""
+    """Checks outside the program's process agree with Python's comparison."""
     assert passed_tests(VALUES, [f"assert {test}"]) == [True]
     negated = test.partition(", 'with")[0]
     if test != "point()() == point()() or True":
@@ -145,8 +120,7 @@ def test_right_values_pass_and_the_opposite_does_not(test):
         ("if add(1, 1) == 3:\n    assert add(1, 1) == 3", True),
         ("import math\nassert math.isclose(add(.1, .2), .3)", True),
         ("assert all(add(n, 1) == 0 for n in range(3))", False),
-        ("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True),
-        ("assert add(", False),
+        *(("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True), ("assert add(", False)),
         ("assert add(1, 1) == 2\nraise ValueError", False),
     ],
 )
@@ -160,28 +134,23 @@ def test_statements_around_checks_keep_their_meaning(test, passed):
     "test", ["add(1, 2) == 30", "30 == add(1, 2)", "add(1, 2) in (30, 31)", "abs(add(1, 2) - 30) < 0.5"]
 )
 def test_no_program_passes_a_value_that_it_does_not_know(program, test):
-    """The value stays outside of the program's process."""
+    """The expected value stays outside the program's process."""
     assert passed_tests(program, [f"assert {test}"]) == [False]
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        FORGED[name]
-        for name in ("an object that equals everything", "built-in names", "reports with the mark")
-    ],
-)
+NAMED = ("an object that equals everything", "built-in names", "reports with the mark")
+
+
+@pytest.mark.parametrize("program", [FORGED[name] for name in NAMED])
 def test_what_a_program_could_forge_with_has_a_name(program):
-    """What is left: tests whose truth is found inside."""
+    """Programs can only forge tests that are evaluated inside their process."""
     assert looks_forged(program) and not looks_forged(ADD)
 
 
 def test_all_tests_of_a_program_have_one_deadline():
-    """Waiting and computing, for inputs and for statements."""
-    for program, limits in (
-        ("import time; time.sleep(60)", Limits(seconds=1.5)),
-        ("while True: pass", Limits()),
-    ):
+    """The deadline includes waiting and computing, for inputs and for statements."""
+    endless = (("import time; time.sleep(60)", Limits(seconds=1.5)), ("while True: pass", Limits()))
+    for program, limits in endless:
         for tests in ([{"input": "1", "output": "1"}] * 8, TESTS):
             start = time.monotonic()
             assert passed_tests(program, tests, limits) == [False] * len(tests)
@@ -200,13 +169,12 @@ def test_all_tests_of_a_program_have_one_deadline():
         ("print(int(input()) * 2)", [True, False]),
         ("line = input()\nprint(int(line) * 2 if line.isdigit() else 0, '  \\n')", [True, True]),
         ("print(4); raise SystemExit(1)", [False, False]),
-        *((f"print(4); {end}", [True, False]) for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")),
+        *((f"print(4); {end}", [True, False]) for end in ENDS),
         ("print(4); import warnings; warnings.warn('old')", [True, False]),
         ("print(4); import sys; print('note', file=sys.stderr)", [True, False]),
         ("import threading; threading.Timer(.1, print, [4]).start()", [True, False]),
         ("import atexit; atexit.register(print, 4)", [True, False]),
-        ("print('\ud800')", [False, False]),
-        ("", [False, False]),
+        *(("print('\ud800')", [False, False]), ("", [False, False])),
     ],
 )
 def test_a_program_prints_the_wanted_output(program, passed):
@@ -221,12 +189,9 @@ def test_tests_before_one_that_hangs_count():
 @pytest.mark.parametrize(
     ("program", "tests", "ended"),
     [
-        ("def add(a, b): return 3", TESTS, False),
-        (ADD, [*TESTS, "while True: pass"], True),
-        ("import time; time.sleep(60)", TESTS, True),
-        ("import os; os.abort()", TESTS, False),
-        ("print(int(input()) * 2)", DOUBLE, False),
-        ("input()\nwhile True: pass", DOUBLE, True),
+        *(("def add(a, b): return 3", TESTS, False), (ADD, [*TESTS, "while True: pass"], True)),
+        *(("import time; time.sleep(60)", TESTS, True), ("import os; os.abort()", TESTS, False)),
+        *(("print(int(input()) * 2)", DOUBLE, False), ("input()\nwhile True: pass", DOUBLE, True)),
         ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 2, False),
         ("import time; time.sleep(1.2)", [{"input": "", "output": ""}] * 3, True),
     ],
@@ -239,11 +204,8 @@ def test_a_program_that_a_limit_of_time_ends_is_known(program, tests, ended):
 def test_inputs_stop_at_the_first_failure_only_where_the_share_is_not_asked_for(monkeypatch, whole, runs):
     seen = list[str]()
     run = code_tests.run_program
-    monkeypatch.setattr(
-        code_tests,
-        "run_program",
-        lambda *program, **more: seen.append(more["stdin"]) or run(*program, **more),
-    )
+    noted = lambda *program, **more: seen.append(more["stdin"]) or run(*program, **more)  # noqa: E731
+    monkeypatch.setattr(code_tests, "run_program", noted)
     cases = [{"input": each, "output": "4"} for each in ("2", "3", "2", "2")]
     (verdict,) = score_programs(["print(int(input()) * 2)"], [json.dumps(cases)], whole=whole)
     assert len(seen) == runs
@@ -269,7 +231,7 @@ def test_other_values_are_refused(value):
 
 @pytest.mark.parametrize("tests", [TESTS, DOUBLE * 4])
 def test_an_interrupt_ends_the_programs_that_run(tests):
-    """Nobody waits for their limit; the threads that held them are done."""
+    """An interrupt does not wait for the programs' limits."""
     start = time.monotonic()
     threading.Timer(1.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Attempts to get out of the sandbox as this user, and programs at their limits."""
+"""Attempts to escape from the sandbox as this user, and programs at their limits."""
 
 import os
 import signal
@@ -27,14 +27,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="tries Linux's own wa
 
 @pytest.fixture(scope="module")
 def outside() -> Iterator[Outside]:
-    """What a program must not reach; checked to be untouched at the end."""
+    """Things that a program must not reach; a final check finds them untouched."""
     found = Outside()
     yield found
     assert found.touched() == []
 
 
 def test_an_honest_program_runs(outside):
-    """It imports the standard library, writes into its folder, uses threads and an event loop."""
+    """A program can import the standard library, write files, and use threads and an event loop."""
     printed = outside.run(
         """
 import asyncio, concurrent.futures, ctypes, fractions, hashlib, json, sqlite3, ssl, tempfile, zoneinfo
@@ -89,7 +89,7 @@ print(found > 0, read > 1000)"""
 
 @linux
 def test_the_memory_of_a_program_has_nothing_of_the_one_before():
-    """Neither its text nor what it printed, such as another completion of the same task."""
+    """The next program finds neither the text nor the output of a program in its memory."""
     sandbox.end_programs()
     texts = ["needle-in-the-text", "needle-in-the-output"]
     first = f"text = {texts[0]!r}\nprint({texts[1][::-1]!r}[::-1] * 20)"
@@ -125,7 +125,7 @@ def test_no_attempt_gets_out(program, outside):
     ids=["computing", "sleeping", "deaf to signals", "flooding", "closing all", "threads", "waiting"],
 )
 def test_a_program_ends_at_its_limit(program, limits, outside):
-    """And nothing of it is left."""
+    """No process of a program remains after its limit."""
     start = time.monotonic()
     printed = outside.run(program, **limits)
     assert time.monotonic() - start < 10
@@ -137,7 +137,7 @@ def test_a_program_ends_at_its_limit(program, limits, outside):
 
 
 def below(process: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
+    """All descendants of a process."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True)
     children = [int(line) for line in listed.stdout.split()]
     return [*children, *(each for child in children for each in below(child))]
@@ -204,7 +204,7 @@ def test_a_program_cannot_take_more(program, wanted, outside):
 
 @linux
 def test_a_program_that_cannot_begin_costs_no_other():
-    """Its folder cannot be made: the process is not asked again."""
+    """If its folder cannot be created, the process is not used again."""
     assert run_program("print(1)", limits=Limits(disk=-1)).ended
     assert run_program("print(1)").output == b"1\n"
 
@@ -222,7 +222,7 @@ def test_a_path_without_sbin_is_enough(monkeypatch):
 
 
 def test_what_is_missing_refuses_programs_unless_that_is_accepted(monkeypatch):
-    """The error names it and the key."""
+    """The error names the missing protection and the key."""
     monkeypatch.setattr(sandbox, "_missing", lambda: ["namespaces (no)"])
     with pytest.raises(UserError, match=r"lacks namespaces \(no\).*answer\.partial_sandbox"):
         run_program("print(1)")

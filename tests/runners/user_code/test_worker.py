@@ -1,4 +1,4 @@
-"""User code in a process of its own: whatever a call does, it ends in its time, and the next one is fine."""
+"""User code in a separate process: any call ends within its time limit, and the next call works."""
 
 import os
 import subprocess
@@ -95,7 +95,7 @@ def worker():
 
 
 def score(worker, folder, *names, timeout=60.0):
-    """The values and the lines of two completions."""
+    """The values and the messages for two completions."""
     full = [f"rewards_in_a_worker.py:{name}" for name in names]
     rewards = resolve_rewards(full, (), [folder], worker)
     scores = Scorer(rewards, timeout).score(["a", "bb"], [[]] * 2, {})
@@ -105,18 +105,14 @@ def score(worker, folder, *names, timeout=60.0):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("loops", "timed out"),
-        ("computes", "timed out"),
-        ("exits", "its process ended"),
-        ("leaves", "SystemExit: 3"),
-        ("interrupts", "failed: KeyboardInterrupt"),
-        ("floods", "returned more than 67,108,864 bytes"),
-        ("blocks", "timed out"),
+        *(("loops", "timed out"), ("computes", "timed out"), ("exits", "its process ended")),
+        *(("leaves", "SystemExit: 3"), ("interrupts", "failed: KeyboardInterrupt")),
+        *(("floods", "returned more than 67,108,864 bytes"), ("blocks", "timed out")),
         ("waits", "timed out"),
     ],
 )
 def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
-    """Within its time and a few seconds, as one reward's fault; the next calls are fine."""
+    """A call ends within a few seconds after its limit as one reward's fault; the next calls work."""
     score(worker, folder, "ones")
     started = time.monotonic()
     limit = 0.3 if fault == "timed out" else 60.0
@@ -130,7 +126,7 @@ def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
 
 @pytest.mark.parametrize(("name", "values"), [("pools", [1.0, 2.0]), ("alarms", [1.0, 1.0])])
 def test_rewards_are_called_in_a_main_thread(worker, folder, name, values):
-    """So that limits by signals work, and pools, whose children find functions by name."""
+    """Time limits by signals and process pools require the main thread."""
     assert score(worker, folder, name)[0] == [values]
 
 
@@ -153,7 +149,7 @@ Scorer(rewards[1:], 600.0).score(["a"], [[]], {})
 
 @pytest.mark.parametrize("blocked", ["computes", "ones"])
 def test_no_process_is_left_when_the_run_is_killed(folder, blocked):
-    """Not even one that keeps the GIL, and not the processes that a reward has started."""
+    """Neither a process that holds the GIL nor a reward's child processes remain."""
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, str(folder), "leaves_children", blocked],
         stdin=subprocess.PIPE,
@@ -174,14 +170,14 @@ def test_no_process_is_left_when_the_run_is_killed(folder, blocked):
 
 
 def members(group):
-    """The processes of a group that are no zombies."""
+    """The processes of a group except zombies."""
     text = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True).stdout
     rows = [line.split() for line in text.splitlines()]
     return [pid for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
 
 
 def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
-    """As in this process: a missing file, a failing import, one that ends its process."""
+    """A missing file, a failing import and an ended process are one-line errors."""
     (folder / "ends.py").write_text("import os\nos._exit(1)\n")
     (folder / "fails.py").write_text("1 / 0\n")
     for name, line in (
@@ -244,7 +240,7 @@ def test_calls_of_many_rows_run_side_by_side(worker, folder, tool, rows, workers
 
 
 def test_a_turn_whose_plain_tool_hangs_keeps_the_coroutines_of_no_other_row(worker, folder):
-    """A turn may call both kinds of tools."""
+    """A turn may call plain and async tools."""
     (folder / "meeting.py").write_text(TOOLS)
     worker.load("runners.environments.instances:load", "", ("meeting.py",), (str(folder),))
     calls, call = Calls(worker, workers=2), "runners.environments.instances:call"
@@ -255,7 +251,7 @@ def test_a_turn_whose_plain_tool_hangs_keeps_the_coroutines_of_no_other_row(work
 
 
 def test_a_forked_child_that_comes_back_from_a_coroutine_is_ended(worker, folder):
-    """It would take what wakes the event loop, which both have."""
+    """Such a child would read the wake-ups of the shared event loop."""
     score(worker, folder, "ones")
     group = worker._process._process.pid
     before = members(group)
@@ -264,7 +260,7 @@ def test_a_forked_child_that_comes_back_from_a_coroutine_is_ended(worker, folder
 
 
 def test_a_forked_child_of_the_run_leaves_the_process_alone(worker, folder):
-    """It does not end the process, and does not hold the pipe whose end does."""
+    """A forked child neither ends the process nor keeps its pipe open."""
     score(worker, folder, "ones")
     child = os.fork()
     if child == 0:
@@ -276,7 +272,7 @@ def test_a_forked_child_of_the_run_leaves_the_process_alone(worker, folder):
 
 
 def gathered(calls, count):
-    """So many outcomes."""
+    """This number of outcomes."""
     found = {}
     while len(found) < count:
         found |= calls.collect(1)
