@@ -5,8 +5,6 @@ completions that have ended since then. Between two exchanges, they decode for a
 rank 0 can stop them at any time.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

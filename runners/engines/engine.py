@@ -5,8 +5,6 @@ in any order and grouping: a completion depends only on its seed, its prompt and
 the rounding of batched products. Conversations, rewards and training are built on top of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Literal, NewType, Protocol
 

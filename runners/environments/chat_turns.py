@@ -5,8 +5,6 @@ Earlier turns are not tokenized again. The template renders a small conversation
 observations; the part after its last assistant turn is appended to the existing tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,10 +51,6 @@ class ChatTurns:
             raise UserError(
                 f"the tokenizer's chat template fails with tools: {error_line(error)}"
             ) from error
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """A turn's text, without the token that ended it."""
-        return self.decoder.decode(tokens)
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was truncated."""

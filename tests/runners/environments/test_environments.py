@@ -364,8 +364,7 @@ def test_a_failure_may_cost_the_reward(built):
 
 
 @pytest.mark.parametrize(
-    ("nudge", "thought"),
-    [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")],
+    ("nudge", "thought"), [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")]
 )
 def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
     """Nor one in thoughts that the nudge began, or that were cut off; the message has the thoughts."""

@@ -92,8 +92,7 @@ def test_pages_of_other_sites_are_refused(client, origin):
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"],
+    "header", ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"]
 )
 def test_without_the_key_nothing_is_answered(keyed, header):
     """401 for every way but the right one."""
