@@ -20,7 +20,6 @@ from runners.engines.engine import (
     ShouldStop,
     Ticket,
     Token,
-    Traits,
     Weights,
     never,
 )
@@ -78,12 +77,6 @@ class LocalEngine:
     _reported: float = attrs.field(default=0.0, init=False)
     # rows of one request for which memory ran out once
     _tried: int = attrs.field(default=0, init=False)
-
-    @property
-    def traits(self) -> Traits:
-        """See `Engine`."""
-        images = self._weights is not None and self._weights.policy.shares_prefix
-        return Traits(drawn_logp=True, entropy=True, images=images)
 
     @property
     def rows(self) -> int:

@@ -94,12 +94,18 @@ class ChatTurns:
         """An assistant's turn and the messages after it, in each form that templates use, the best
         one first.
         """
-        calls = []
-        tools = []
-        for number, each in enumerate(observations):
-            function = {"name": each.get("name") or "tool", "arguments": {}}
-            calls.append({"id": f"call{number:05d}", "type": "function", "function": function})
-            tools.append({**each, "tool_call_id": f"call{number:05d}"})
+        tools = [
+            {**each, "tool_call_id": f"call{number:05d}"}
+            for number, each in enumerate(observations)
+        ]
+        calls = [
+            {
+                "id": each["tool_call_id"],
+                "type": "function",
+                "function": {"name": each.get("name") or "tool", "arguments": {}},
+            }
+            for each in tools
+        ]
         plain = {"role": "assistant", "content": "ok"}
         merged = "\n\n".join(each["content"] for each in observations)
         return [

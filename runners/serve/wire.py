@@ -286,12 +286,13 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     """A message with the names that templates use."""
-    role = "system" if message.get("role") == "developer" else message.get("role")
     thoughts = message.get("reasoning_content") or message.get("reasoning")
-    if not isinstance(thoughts, str):
-        thoughts = None
-    content = message.get("content") or ""
-    return {**message, "role": role, "content": content, "reasoning_content": thoughts}
+    return {
+        **message,
+        "role": "system" if message.get("role") == "developer" else message.get("role"),
+        "content": message.get("content") or "",
+        "reasoning_content": thoughts if isinstance(thoughts, str) else None,
+    }
 
 
 def _arguments(value: Any) -> Any:

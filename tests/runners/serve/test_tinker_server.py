@@ -282,7 +282,7 @@ def test_a_heartbeat_keeps_a_session(tmp_path):
 
 def test_floods_meet_a_bound(tmp_path):
     """429 for sessions, futures and bytes; what was accepted is done."""
-    limits = TrainingLimits(turns=3, slots=2, futures=20, room=200_000, body=100_000, gap=0.5)
+    limits = TrainingLimits(turns=3, slots=2, futures=20, room=200_000, body=100_000, gap=1.5)
     with training(tmp_path, limits=limits) as caller:
         caller.train()
         statuses = [caller.post("create_session").status_code for _ in range(4)]
