@@ -108,8 +108,8 @@ class ApiError(Exception):
         """
         super().__init__(message)
         self.status: int = more.pop("status", 400)
-        error = {"message": printable(message), "type": _KINDS.get(self.status), "param": param}
-        error["type"] = error["type"] or "invalid_request_error"
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        error = {"message": printable(message), "type": kind, "param": param}
         self.body = {"error": {"code": None, **error, **more}}
 
 

@@ -122,6 +122,14 @@ def serving(engine, model, *, limits=None, key="", public=True, **options):
     assert not faults, faults
 
 
+def soon(holds, seconds=60.0):
+    """Whether a condition holds within this time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(holds())
+
+
 def embedded():
     """The model in the package."""
     return load_inference("embedded", CPU)

@@ -11,6 +11,7 @@ from grpo_fn.trees import arrays_of
 pytest.importorskip("tinker")
 from runners.serve.tinker import app
 from runners.serve.tinker.app import TrainingLimits
+from tests.support.serving import soon
 from tests.support.training_server import request, training
 
 TOKENS = [3, 4, 5, 6]
@@ -80,10 +81,8 @@ def test_rows_that_are_wrong_change_nothing(caller, what):
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ({"learning_rate": -1}, "learning_rate"),
-        ({"beta1": 1}, "beta1"),
-        ({"eps": 0}, "eps"),
-        ({"momentum": 1}, "momentum"),
+        ({name: value}, name)
+        for name, value in (("learning_rate", -1), ("beta1", 1), ("eps", 0), ("momentum", 1))
     ],
 )
 def test_rates_that_are_wrong(caller, rates, said):
@@ -97,11 +96,7 @@ CALLS = [
     ("create_session", {"nothing": 1}, 400),
     ("session_heartbeat", {}, 400),
     ("session_heartbeat", {"session_id": "none"}, 410),
-    (
-        "create_model",
-        {"session_id": "none", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}},
-        410,
-    ),
+    ("create_model", {"session_id": "none", "model_seq_id": 0, "lora_config": {"rank": 1}}, 410),
     ("optim_step", {"model_id": "none", "seq_id": 1, "adam_params": {}}, 410),
     ("get_info", {"model_id": 5}, 400),
     ("asample", {"sampling_session_id": "none", "seq_id": 0, "prompt": {}, "sampling_params": {}}, 410),
@@ -136,13 +131,8 @@ def sample(way, number=0, tokens=(3, 4), **fields):
     """The fields of a sample."""
     params = {"max_tokens": 3, **fields.pop("sampling_params", {})}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [*tokens]}]}
-    return {
-        "sampling_session_id": way,
-        "seq_id": number,
-        "prompt": prompt,
-        "sampling_params": params,
-        **fields,
-    }
+    where = {"sampling_session_id": way, "seq_id": number}
+    return {**where, "prompt": prompt, "sampling_params": params, **fields}
 
 
 def way_of(caller, number=0):
@@ -256,13 +246,8 @@ def test_a_session_that_vanishes_is_freed(tmp_path):
             "asample", **sample(way, sampling_params={"max_tokens": 500, "stop": []}, num_samples=64)
         )
         assert promise.status_code == 200
-        end = time.monotonic() + 20
-        while server._sessions and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not (server._sessions or server._slots or server._futures)
-        while not server._trainer.idle and time.monotonic() < end:
-            time.sleep(0.05)
-        assert server._trainer.idle and server._room == limits.room
+        assert soon(lambda: not (server._sessions or server._slots or server._futures))
+        assert soon(lambda: server._trainer.idle and server._room == limits.room)
         assert caller.post("retrieve_future", request_id=promise.json()["request_id"]).status_code == 410
         assert caller.post("session_heartbeat", session_id=caller.model.partition(":")[0]).status_code == 410
         assert "metrics" in caller.train().step(learning_rate=0.0)
@@ -295,23 +280,16 @@ def test_floods_meet_a_bound(tmp_path):
         kept = [caller.post("forward_backward", request(each, data)).status_code for each in orders[1:]]
         assert kept[0] == 200 and kept[-1] == 429
         names = [f"{caller.model}:{n}" for n, status in enumerate(kept, 2) if status == 200]
-        assert all(
-            "was not received" in caller.wait(name)["error"] for name in names
-        )  # the first one is missing
+        # The first one is missing.
+        assert all("was not received" in caller.wait(name)["error"] for name in names)
         caller.number = len(names) + 1
         assert "was not received" in caller.step(learning_rate=0.1)["error"]
         assert "metrics" in caller.step(learning_rate=0.1)
-        room = caller.server._room
-        assert room == limits.room
+        assert caller.server._room == limits.room
         session = caller.model.partition(":")[0]
         for number in (1, 2):
-            answer = caller.post(
-                "create_model",
-                session_id=session,
-                model_seq_id=number,
-                base_model="tiny",
-                lora_config={"rank": 1},
-            )
+            fields = {"session_id": session, "model_seq_id": number, "base_model": "tiny"}
+            answer = caller.post("create_model", **fields, lora_config={"rank": 1})
         assert answer.status_code == 400 and "2 models" in answer.text
         way = way_of(caller)
         long = {"max_tokens": 400, "stop": []}
