@@ -1,15 +1,13 @@
 """The agents of a run ([env] program or taskset), and rollouts with them."""
 
-from __future__ import annotations
-
 import importlib.util
-import itertools
 import os
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import attrs
@@ -17,6 +15,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.rollout import Interrupted
+from grpo_fn.trees import flat
 from runners.agents.processes import AgentProcess, Outcome
 from runners.agents.tasksets import TaskRun
 from runners.config.loading import Config
@@ -26,7 +25,7 @@ from runners.data.datasets import ROWS
 from runners.data.messages import Message
 from runners.data.prompts import Example, repeated
 from runners.engines.engine import Engine, Seed, ShouldStop, never
-from runners.engines.rollouts import Cancelled, Talk, grouped, seeds_of
+from runners.engines.rollouts import Cancelled, Talk, grouped, seeds_of, turn_starts
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Player, build_environments
 from runners.errors import UserError, error_line, show
@@ -144,8 +143,7 @@ class Agents:
         from runners.serve.app import Server  # an extra
 
         size = sampling.num_generations
-        numbers = range(len(examples)) if numbers is None else numbers
-        seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
+        seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
         rows = list(zip(repeated(examples, size), seeds, strict=True))
         limits = Limits(turns=max(len(rows) * self.config.max_turns, 1))
         service = Service(engine, self.model, limits)
@@ -155,11 +153,8 @@ class Agents:
         except Interrupted:
             nothing = grouped([], size, with_entropy=sampling.with_entropy)
             raise Cancelled(nothing) from None
-        mains = list(
-            itertools.chain.from_iterable(
-                last_rows(episodes[start : start + size]) for start in range(0, len(episodes), size)
-            )
-        )
+        groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        mains = flat(map(last_rows, groups))
         rollout = grouped(mains, size, with_entropy=sampling.with_entropy)
         return rollout, list(map(self._finished, episodes, mains))
 
@@ -226,7 +221,7 @@ class Agents:
         ):
             fault = 'its program printed no line such as {"reward": 1.0}'
         counts = dict.fromkeys(COUNTS, 0) | {
-            "turns": sum(map(number_of_turns, talks)),
+            "turns": sum(len(turn_starts(talk.sampled)) for talk in talks),
             "calls": sum(len(message.get("tool_calls") or ()) for message in messages),
             "timeouts": int(episode.timed_out),
         }
@@ -235,7 +230,7 @@ class Agents:
             environment=None,
             counts=counts,
             fault=fault,
-            sampled=list(itertools.chain.from_iterable(map(sampled_tokens, talks))),
+            sampled=flat(compress(talk.tokens, talk.sampled) for talk in talks),
             seconds=episode.seconds,
             earlier=[talk for talk in talks if talk is not main],
             printed=episode.outcome.printed,
@@ -248,7 +243,7 @@ class Agents:
         messages = list(episode.session.messages)
         while messages and messages[0]["role"] != "assistant":
             del messages[0]
-        text = self.model.decoder.decode(sampled_tokens(main))
+        text = self.model.decoder.decode([*compress(main.tokens, main.sampled)])
         return messages or [{"role": "assistant", "content": text}]
 
 
@@ -261,19 +256,6 @@ def last_rows(group: Sequence[Episode]) -> list[Talk]:
     return [
         last if last and last.prompt[0] == prompt[0] else Talk(prompt, (0, 0)) for last in lasts
     ]
-
-
-def sampled_tokens(talk: Talk) -> list[int]:
-    """The tokens of a row that the model sampled."""
-    return [token for token, own in zip(talk.tokens, talk.sampled, strict=True) if own]
-
-
-def number_of_turns(talk: Talk) -> int:
-    """The turns of a row that the model sampled."""
-    return sum(
-        own and not before
-        for own, before in zip(talk.sampled, [False, *talk.sampled], strict=False)
-    )
 
 
 def printed_reward(printed: Sequence[Mapping[str, Any] | None]) -> list[Any]:

@@ -1,7 +1,5 @@
 """Runs an episode as a separate process with limits, which can be ended in any state."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

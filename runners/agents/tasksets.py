@@ -5,8 +5,6 @@ the modules that a taskset imports are not loaded into the run's process. verifi
 chats itself and requests tokens over HTTP (its `TrainClient`).
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

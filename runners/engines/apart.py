@@ -5,8 +5,6 @@ completions that have ended since then. Between two exchanges, they decode for a
 rank 0 can stop them at any time.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -26,7 +24,6 @@ from runners.engines.engine import (
     ShouldStop,
     Ticket,
     Token,
-    Traits,
     Weights,
     never,
 )
@@ -39,8 +36,6 @@ _MEETING = "the samples"  # in messages about ranks
 
 class RankEngine:
     """Rank 0's side of the engine; every other rank runs `serve`."""
-
-    traits = Traits(drawn_logp=True, entropy=True, images=False)
 
     def __init__(self, ranks: Ranks) -> None:
         """Starts without weights on the ranks."""

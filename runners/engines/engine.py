@@ -5,8 +5,6 @@ in any order and grouping: a completion depends only on its seed, its prompt and
 the rounding of batched products. Conversations, rewards and training are built on top of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Literal, NewType, Protocol
 
@@ -94,23 +92,8 @@ class Token:
     prompt_tokens: int
 
 
-@attrs.frozen
-class Traits:
-    """Properties of an engine's rows."""
-
-    # whether log-probs are of the distribution drawn from: temperature, top-p and so on
-    drawn_logp: bool
-    entropy: bool
-    images: bool  # whether prompts may have images
-
-
 class Engine(Protocol):
     """Samples completions."""
-
-    @property
-    def traits(self) -> Traits:
-        """The properties of its rows."""
-        ...
 
     @property
     def version(self) -> int:

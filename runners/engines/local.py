@@ -1,10 +1,10 @@
 """`LocalEngine` decodes in this process, with one queue of rows."""
 
-from __future__ import annotations
-
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -20,7 +20,6 @@ from runners.engines.engine import (
     ShouldStop,
     Ticket,
     Token,
-    Traits,
     Weights,
     never,
 )
@@ -68,7 +67,9 @@ class LocalEngine:
     # rows that a request may continue
     _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
     _decoding: set[int] = attrs.field(factory=set, init=False)  # rows of the last step
-    _stops: dict[tuple[str, ...], FindStop | None] = attrs.field(factory=dict, init=False)
+    _cached_stop: Callable[[TextDecoder, tuple[str, ...]], FindStop | None] = attrs.field(
+        factory=lambda: functools.lru_cache(64)(TextDecoder.find_stop), init=False
+    )
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
@@ -76,12 +77,6 @@ class LocalEngine:
     _reported: float = attrs.field(default=0.0, init=False)
     # rows of one request for which memory ran out once
     _tried: int = attrs.field(default=0, init=False)
-
-    @property
-    def traits(self) -> Traits:
-        """See `Engine`."""
-        images = self._weights is not None and self._weights.policy.shares_prefix
-        return Traits(drawn_logp=True, entropy=True, images=images)
 
     @property
     def rows(self) -> int:
@@ -181,15 +176,14 @@ class LocalEngine:
             self._waiting.remove(ticket)
             if job.request.continues is not None:
                 self.cancel(job.request.continues)
-        left = [place for place in range(len(job.request.seeds)) if place not in job.ended]
-        for place in left:
+        for place, number in enumerate(job.entry.rows):
+            if place in job.ended:
+                continue
             tokens, logp = self._so_far(job, place)
             job.ended[place] = self._row(job, tokens, logp, None, "cancelled")
-        if self._queue is not None and job.queued:
-            rows = [job.entry.rows[place] for place in left]
-            self._queue.cancel(rows)
-            for row in rows:
-                del self._places[row]
+            if self._queue is not None and job.queued:
+                self._queue.cancel([number])
+                del self._places[number]
 
     def _end(self, job: _Job) -> None:
         """Ends a decoding request at its current token, and keeps its caches if it may be
@@ -216,11 +210,12 @@ class LocalEngine:
                 errors.append(job.error)
         if errors:
             raise errors[0]
-        done = [ticket for ticket, job in self._jobs.items() if job.is_done and job.collects]
-        found = {ticket: self._jobs.pop(ticket) for ticket in done}
+        done = {ticket: job for ticket, job in self._jobs.items() if job.is_done and job.collects}
+        for ticket in done:
+            del self._jobs[ticket]
         return {
-            ticket: tuple(job.ended[place] for place in range(len(job.request.seeds)))
-            for ticket, job in found.items()
+            ticket: tuple(job.ended[place] for place in sorted(job.ended))
+            for ticket, job in done.items()
         }
 
     def _step(self) -> bool:
@@ -285,49 +280,51 @@ class LocalEngine:
         entropy: list[float] | None,
         finish: Finish,
     ) -> Row:
-        if entropy is None and job.entry.sampling.with_entropy:
-            entropy = [0.0] * len(tokens)
-        drawn = None if entropy is None else tuple(entropy)
+        zeros = (0.0,) * len(tokens) if job.entry.sampling.with_entropy else None
+        drawn = zeros if entropy is None else tuple(entropy)
         return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
 
     def _enqueue(self, queue: RowQueue) -> None:
         """Adds submitted requests to the queue; requests with the same prompt share its
         computation.
         """
-        while self._waiting:
-            first = self._jobs[self._waiting[0]]
-            count = 1
-            while count < len(self._waiting) and _is_alike(self._jobs[self._waiting[count]], first):
-                count += 1
-            same = [self._jobs[ticket] for ticket in self._waiting[:count]]
-            for ticket, job in zip(self._waiting, same, strict=False):
+        for _, tickets in itertools.groupby(self._waiting, self._computation):
+            jobs = {ticket: self._jobs[ticket] for ticket in tickets}
+            for ticket, job in jobs.items():
                 job.queued = True
                 places = enumerate(job.entry.rows)
                 self._places |= {number: (ticket, place) for place, number in places}
-            del self._waiting[:count]
-            rows = flat(job.entry.rows for job in same)
+            (first, *_) = jobs.values()
+            rows = flat(job.entry.rows for job in jobs.values())
             self._most += len(rows) * first.entry.sampling.max_new_tokens
             continues = first.request.continues
             queue.add(
                 attrs.evolve(
                     first.entry,
                     rows=tuple(rows),
-                    keys=tuple(flat(job.entry.keys for job in same)),
+                    keys=tuple(flat(job.entry.keys for job in jobs.values())),
                     continues=None if continues is None else self._kept.pop(continues, None),
                 )
             )
+        self._waiting = []
+
+    def _computation(self, ticket: Ticket) -> Any:
+        """A value that is equal for requests that can share the computation of their prompt."""
+        job = self._jobs[ticket]
+        request = job.request
+        if request.images is not None or request.continues is not None:
+            return ticket
+        return request.prompt, request.drawn, request.keep, job.entry.sampling
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
-        if stop and self.decoder is None:
+        if not stop:
+            return None
+        if self.decoder is None:
             raise ValueError(
                 f"stop = {stop}: this engine has no tokenizer, which is required to find stop "
                 f"strings"
             )
-        if stop not in self._stops:
-            if len(self._stops) >= 64:  # a server's clients have any
-                self._stops.clear()
-            self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
-        return self._stops[stop]
+        return self._cached_stop(self.decoder, stop)
 
     def _again(self, weights: Weights, queue: RowQueue, reason: str) -> None:
         """Restarts the rows in progress after memory ran out, half as many at a time.
@@ -380,16 +377,3 @@ class LocalEngine:
             return
         self.advance("tokens", min(self._drawn, self._most), self._most)
         self._reported = time.perf_counter()
-
-
-def _is_alike(job: _Job, first: _Job) -> bool:
-    """Whether two requests can share the computation of their prompt."""
-    one, other = job.request, first.request
-    plain = (
-        one.images is None
-        and other.images is None
-        and one.continues is None
-        and other.continues is None
-    )
-    same = (one.prompt, one.drawn, one.keep) == (other.prompt, other.drawn, other.keep)
-    return plain and same and job.entry.sampling == first.entry.sampling

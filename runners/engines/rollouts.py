@@ -13,8 +13,8 @@ import grpo_fn as g
 from grpo_fn.images import PromptImages
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Ended, Interrupted, Replies, rollout_of
-from grpo_fn.trees import on_host
-from runners.engines.engine import Engine, Request, Row, Seed, ShouldStop, Ticket, never
+from grpo_fn.trees import flat, on_host
+from runners.engines.engine import Engine, Finish, Request, Row, Seed, ShouldStop, Ticket, never
 from runners.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def requests_of(
     `numbers` are the prompts' n (None: 0, 1, 2, …). With a vision part, prompts may have images.
     """
     images = vision.see(prompts) if vision else None
-    seeds = seeds_of(key, range(len(prompts)) if numbers is None else numbers, sampling)
+    seeds = seeds_of(key, numbers or range(len(prompts)), sampling)
     return [
         Request(prompt=each.tokens, seeds=seeds[p], images=None if images is None else images[p])
         for p, each in enumerate(prompts)
@@ -93,11 +93,14 @@ def generate(
         for ticket in left:
             engine.cancel(ticket)
         rows |= engine.collect(len(left)) if left else {}
-    whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
-    images = [request.images for request in requests]
-    prompts = [request.prompt for request in requests]
-    size = sampling.num_generations
-    rollout = _rollout(prompts, size, whole, images, with_entropy=sampling.with_entropy)
+    whole = flat(rows[ticket] for ticket in tickets)
+    rollout = _rollout(
+        [request.prompt for request in requests],
+        sampling.num_generations,
+        whole,
+        [request.images for request in requests],
+        with_entropy=sampling.with_entropy,
+    )
     if left:
         raise Cancelled(rollout)
     return rollout
@@ -130,7 +133,7 @@ def _rollout(
         vocabulary=1
         + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
         images=images if any(each is not None for each in images) else None,
-        sampled=flags if flags else None,
+        sampled=flags or None,
         version_b=mx.array(versions, mx.int32),
     )
 
@@ -146,33 +149,36 @@ class Talk:
     logp: list[float] = attrs.field(factory=list)
     entropy: list[float] = attrs.field(factory=list)
     versions: list[tuple[int, int]] = attrs.field(factory=list)
-    finish: str = "length"
+    finish: Finish = "length"
 
     def sample(self, row: Row) -> None:
         """Appends a turn."""
-        self.tokens += row.tokens
-        self.sampled += [True] * len(row.tokens)
-        self.logp += row.logp
-        self.entropy += row.entropy or ()
-        self.versions += row.versions
-        self.finish = row.finish
+        self._append(row, [True] * len(row.tokens))
 
     def give(self, tokens: Sequence[int]) -> None:
         """Appends tokens that were not sampled."""
-        self.tokens += tokens
-        self.sampled += [False] * len(tokens)
-        self.logp += [0.0] * len(tokens)
-        self.entropy += [0.0] * len(tokens)
-        self.finish = "length"
+        zeros = (0.0,) * len(tokens)
+        self._append(Row(tuple(tokens), zeros, "length", (), zeros), [False] * len(tokens))
 
     def after(self, head: Sequence[int]) -> Talk:
         """The same row after given tokens that are no longer part of its prompt."""
         row = Talk(self.prompt, self.seed)
         row.give(head)
-        for name in ("tokens", "sampled", "logp", "entropy", "versions"):
-            getattr(row, name).extend(getattr(self, name))
-        row.finish = self.finish
+        row._append(self, self.sampled)
         return row
+
+    def _append(self, row: Row | Talk, sampled: Iterable[bool]) -> None:
+        self.tokens += row.tokens
+        self.sampled += sampled
+        self.logp += row.logp
+        self.entropy += row.entropy or ()
+        self.versions += row.versions
+        self.finish = row.finish
+
+
+def turn_starts(sampled: Sequence[bool]) -> list[int]:
+    """The index of the first token of each turn that the model sampled."""
+    return [n for n, own in enumerate(sampled) if own and not (n and sampled[n - 1])]
 
 
 def converse(
@@ -202,9 +208,7 @@ def converse(
     talks = [Talk(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
-    held: dict[
-        int, Ticket
-    ] = {}  # of each row's turn that decodes, or that another one may continue
+    held: dict[int, Ticket] = {}  # of each row's turn that decodes, or that a later turn continues
 
     def take_turn(row: int) -> None:
         talk = talks[row]
@@ -236,29 +240,31 @@ def converse(
     def answer(row: int, tokens: Sequence[int] | None) -> None:
         waiting.remove(row)
         talk = talks[row]
-        if tokens is None:
-            end(row)
-        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:
-            # There is no room for an answer to it.
-            talk.finish = "length"
-            end(row)
-        else:
+        room = sampling.max_new_tokens - len(talk.tokens)
+        if tokens is not None and len(tokens) < room:
             talk.give(tokens)
             take_turn(row)
+        else:  # if there is a reply, there is no room for an answer to it
+            talk.finish = talk.finish if tokens is None else "length"
+            end(row)
 
     try:
         for row in range(len(talks)):
             take_turn(row)
         while (decoding or waiting) and not should_stop():
             if decoding:
-                polls = bool(waiting) and not together
-                turns = engine.collect(0 if polls else 1, should_stop=should_stop)
+                least = 0 if waiting and not together else 1
+                turns = engine.collect(least, should_stop=should_stop)
                 for ticket, (turn,) in sorted(turns.items(), key=lambda item: decoding[item[0]]):
                     hear(ticket, turn)
             if waiting and not (together and decoding):
                 least = len(waiting) if together else int(not decoding)
                 found = replies.collect(least)
-                _check_replies(found.keys(), waiting, least)
+                if not found.keys() <= waiting or len(found) < least:
+                    raise ValueError(
+                        f"replies arrived for rows {sorted(found)}: expected at least {least} of "
+                        f"the rows {sorted(waiting)}"
+                    )
                 for row in sorted(found):
                     answer(row, found[row])
     except Interrupted:  # by `replies`, which asks `should_stop` too
@@ -274,15 +280,6 @@ def converse(
     return rollout
 
 
-def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
-    rows = set(found)
-    if not rows <= waiting or len(rows) < least:
-        raise ValueError(
-            f"replies arrived for rows {sorted(rows)}: expected at least {least} of the rows "
-            f"{sorted(waiting)}"
-        )
-
-
 def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollout:
     """The rollout of groups of `size` rows; a group's prompt is the common start of its rows'
     prompts.
@@ -291,16 +288,10 @@ def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollou
     rows: list[Talk] = []
     for start in range(0, len(talks), size):
         group = talks[start : start + size]
-        shared = _shared_length([talk.prompt for talk in group])
-        prompts.append(group[0].prompt[:shared])
-        rows += [talk.after(talk.prompt[shared:]) for talk in group]
+        columns = zip(*(talk.prompt for talk in group), strict=False)
+        shared = [*itertools.takewhile(lambda tokens: len(set(tokens)) == 1, columns)]
+        if not shared:
+            raise UserError("the prompts of a group do not start with the same token")
+        prompts.append(group[0].prompt[: len(shared)])
+        rows += [talk.after(talk.prompt[len(shared) :]) for talk in group]
     return _rollout(prompts, size, rows, [None] * len(prompts), with_entropy=with_entropy)
-
-
-def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
-    """The number of tokens that all prompts share at their start."""
-    same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
-    count = sum(1 for _ in same)
-    if not count:
-        raise UserError("the prompts of a group do not start with the same token")
-    return count

@@ -1,7 +1,5 @@
 """A calculator: the tool of nanochat's models."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

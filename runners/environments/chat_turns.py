@@ -5,8 +5,6 @@ Earlier turns are not tokenized again. The template renders a small conversation
 observations; the part after its last assistant turn is appended to the existing tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,10 +52,6 @@ class ChatTurns:
                 f"the tokenizer's chat template fails with tools: {error_line(error)}"
             ) from error
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """A turn's text, without the token that ended it."""
-        return self.decoder.decode(tokens)
-
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was truncated."""
         head = content[: most * LONGEST]  # encoding 10 MB would take long
@@ -100,12 +94,18 @@ class ChatTurns:
         """An assistant's turn and the messages after it, in each form that templates use, the best
         one first.
         """
-        calls = []
-        tools = []
-        for number, each in enumerate(observations):
-            function = {"name": each.get("name") or "tool", "arguments": {}}
-            calls.append({"id": f"call{number:05d}", "type": "function", "function": function})
-            tools.append({**each, "tool_call_id": f"call{number:05d}"})
+        tools = [
+            {**each, "tool_call_id": f"call{number:05d}"}
+            for number, each in enumerate(observations)
+        ]
+        calls = [
+            {
+                "id": each["tool_call_id"],
+                "type": "function",
+                "function": {"name": each.get("name") or "tool", "arguments": {}},
+            }
+            for each in tools
+        ]
         plain = {"role": "assistant", "content": "ok"}
         merged = "\n\n".join(each["content"] for each in observations)
         return [

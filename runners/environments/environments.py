@@ -1,7 +1,5 @@
 """The tools and environments of a run ([env]), and rollouts with them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
+from grpo_fn.trees import flat
 from runners.config.loading import Config
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example, repeated
@@ -30,6 +29,7 @@ from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker
 
+_INSTANCES = "runners.environments.instances"  # has the operations of the worker
 _numbers = itertools.count()  # of environments
 
 
@@ -85,17 +85,12 @@ class Environments:
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None  # the sum of its own rewards of turns
     _idle: list[int] = attrs.field(alias="idle")  # instances that no episode uses
-    _hung: list[int] = attrs.field(factory=list)  # those that are not used again
+    _hung: list[int | None] = attrs.field(factory=list)  # those that are not used again
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
         """See `Player`."""
         return self.chat.schemas
-
-    @property
-    def has_instances(self) -> bool:
-        """Whether each completion has its own instance, in addition to plain tools."""
-        return bool(self.config.factory)
 
     def play(
         self,
@@ -110,8 +105,7 @@ class Environments:
         """See `Player`. The environments of the previous call are reused, so rewards must be finished
         with them."""
         rows = repeated(examples, sampling.num_generations)
-        numbers = range(len(examples)) if numbers is None else numbers
-        seeds = itertools.chain.from_iterable(seeds_of(key, numbers, sampling))
+        seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
         try:
             session = self.begin(rows, should_stop)
         except Interrupted:
@@ -122,10 +116,14 @@ class Environments:
         ]
         ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
         sampling = attrs.evolve(sampling, eos_ids=ends)
-        together = self.config.schedule == "together"
         try:
             rollout = converse(
-                engine, requests, sampling, session, together=together, should_stop=should_stop
+                engine,
+                requests,
+                sampling,
+                session,
+                together=self.config.schedule == "together",
+                should_stop=should_stop,
             )
         except TooLong as error:
             raise UserError(str(error)) from error
@@ -139,10 +137,11 @@ class Environments:
         """
         if self.reward is None:
             return None
-        count = len(played)
-        numbers = [each.environment for each in played]
         scores = Scorer([self.reward], self.config.timeout).score(
-            [""] * count, [[]] * count, {}, environments=numbers
+            [""] * len(played),
+            [[]] * len(played),
+            {},
+            environments=[each.environment for each in played],
         )
         rows = zip(scores.values_kb[0].tolist(), played, strict=True)
         return [None if each.fault or value != value else value for value, each in rows]
@@ -155,8 +154,8 @@ class Environments:
         """
         episodes = [Episode(row) for row in rows]
         prompts = [row.tokens for row in rows]
-        if self.has_instances:
-            episodes, prompts = self._reset(rows, should_stop)
+        if self.config.factory:
+            prompts = self._reset(episodes, should_stop)
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
@@ -168,59 +167,62 @@ class Environments:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """See `Player`; the columns are passed to `reset`."""
-        if self.has_instances:
+        if self.config.factory:
             _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
-    def _reset(
-        self, rows: Sequence[Example], should_stop: ShouldStop
-    ) -> tuple[list[Episode], list[tuple[int, ...]]]:
-        """Episodes after `reset`, and their prompts."""
-        self._drop(self._hung)
-        self._hung = []
-        numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]
-        for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            columns = dict(example.columns)
-            timeout = self.config.timeout
+    def _reset(self, episodes: Sequence[Episode], should_stop: ShouldStop) -> list[tuple[int, ...]]:
+        """Calls `reset` for each episode, in its own instance; returns the prompts, with what it
+        returned.
+        """
+        self._drop_hung()
+        for row, episode in enumerate(episodes):
+            episode.environment = self._idle.pop() if self._idle else next(_numbers)
             self.calls.submit(
-                row, "runners.environments.instances:reset", number, columns, timeout=timeout
+                row,
+                f"{_INSTANCES}:reset",
+                episode.environment,
+                dict(episode.example.columns),
+                timeout=self.config.timeout,
             )
         outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(rows):
+        while len(outcomes) < len(episodes):
             outcomes |= self.calls.collect(1, interruptible(should_stop))
-        self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
-        episodes = []
         prompts = []
-        for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            fault = outcomes[row].fault
-            greeting = outcomes[row].value
-            prompt = example.tokens
-            episodes.append(
-                Episode(example, None if fault else number, fault=fault and f"reset: {fault}")
-            )
-            if greeting:  # it is appended to the last message
-                *before, last = example.messages
-                messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
-                _, prompt = render(
-                    self.chat.tokenizer,
-                    messages,
-                    self.nudge,
-                    tools=self.chat.schemas,
-                    template_kwargs=self.chat.template_kwargs,
-                )
-            prompts.append(prompt)
-        return episodes, prompts
+        for row, episode in enumerate(episodes):
+            outcome = outcomes[row]
+            if outcome.fault:
+                episode.fault = f"reset: {outcome.fault}"
+                self._hung.append(episode.environment)
+                episode.environment = None
+            prompts.append(self._prompt(episode.example, outcome.value))
+        self._drop_hung()
+        return prompts
 
-    def _drop(self, numbers: Sequence[int]) -> None:
-        if numbers:
-            drop = "runners.environments.instances:drop"
-            self.calls.worker.submit(drop, numbers, mode=THREAD)
+    def _drop_hung(self) -> None:
+        if self._hung:
+            self.calls.worker.submit(f"{_INSTANCES}:drop", self._hung, mode=THREAD)
+        self._hung = []
+
+    def _prompt(self, example: Example, greeting: str | None) -> tuple[int, ...]:
+        """The tokens of an example's prompt, with a greeting at the end of its last message."""
+        if not greeting:
+            return example.tokens
+        *before, last = example.messages
+        _, tokens = render(
+            self.chat.tokenizer,
+            (*before, {**last, "content": f"{last['content']}{greeting}"}),
+            self.nudge,
+            tools=self.chat.schemas,
+            template_kwargs=self.chat.template_kwargs,
+        )
+        return tokens
 
 
 def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[str | Path]) -> None:
     """Imports [env]'s factory and tools, if there are any; `load` is `Worker.load` or `preload`."""
     if env.factory or env.tools:
         load(
-            "runners.environments.instances:load",
+            f"{_INSTANCES}:load",
             env.factory,
             tuple(env.tools),
             tuple(map(str, folders)),
@@ -243,9 +245,12 @@ def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
     """The config's rewards, after importing their code: custom ones in the worker, or in this
     process with reward.timeout = 0. Raises UserError if one cannot be imported."""
     reward = config.reward
-    place = worker if config.reward.timeout else None
     rewards = resolve_rewards(
-        reward.functions, reward.weights, config.folders, place, config.answer_form
+        reward.functions,
+        reward.weights,
+        config.folders,
+        worker if reward.timeout else None,
+        config.answer_form,
     )
     _import_tools(worker.load, config.env, config.folders)
     return rewards
@@ -272,29 +277,29 @@ def build_environments(
     _import_tools(worker.load, env, folders)
     first = next(_numbers)
     found = _asked(calls, env, "describe", first)
-    tools = {tool.name: tool for tool in itertools.starmap(Tool, found["tools"])}
+    tools = {name: Tool(name, *about) for name, *about in found["tools"]}
     marks = mark_ids(tokenizer) if len(tools) == 1 else ()
     schemas = [tool.schema for tool in tools.values()]
-    reader = CallReader.of(tokenizer, schemas, marked=bool(marks))
-    shown = [] if marks else schemas  # nanochat's template has a place for none
     chat = ChatTurns(
-        tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks
+        tokenizer,
+        [] if marks else schemas,  # nanochat's template has no place for them
+        data.chat_template_kwargs,
+        frozenset(end_ids),
+        decoder,
+        marks,
     )
     chat.check(next(iter(tools), "tool"))
-    rewards: dict[str, Reward] = {}
-    for method, takes in (
-        (GET_REWARD, ("environments",)),
-        (GET_TURN_REWARDS, ("environments", "log_extra")),
-    ):
-        name = found["rewards"].get(method)
-        if name:
-            rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
+    takes = {GET_REWARD: ("environments",), GET_TURN_REWARDS: ("environments", "log_extra")}
+    rewards = {
+        method: Reward(name, UserFunction(worker, method, Parameters(takes[method], takes[method])))
+        for method, name in found["rewards"].items()
+    }
     return Environments(
         config=env,
         calls=calls,
         tools=tools,
         chat=chat,
-        reader=reader,
+        reader=CallReader.of(tokenizer, schemas, marked=bool(marks)),
         nudge=data.nudge,
         thoughts=data.thoughts,
         reward=rewards.get(GET_REWARD),
@@ -308,8 +313,7 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
     too long.
     """
     key = f"env.factory {env.factory}"
-    name = f"runners.environments.instances:{operation}"
-    calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
+    calls.submit(0, f"{_INSTANCES}:{operation}", number, *arguments, key, timeout=env.timeout)
     (outcome,) = calls.collect(1).values()
     if outcome.fault:
         raise UserError(
@@ -332,10 +336,10 @@ def all_rewards(rewards: Sequence[Reward], environments: Player | None) -> tuple
                 f"run's own process"
             )
     found = () if environments is None else (environments.reward, environments.turn_reward)
-    own = tuple(reward for reward in found if reward is not None)
-    if not rewards and not own:
+    whole = (*rewards, *filter(None, found))
+    if not whole:
         raise UserError(
             "reward.functions is empty, and the environment has no get_reward; expected at least "
             "one reward"
         )
-    return (*rewards, *own)
+    return whole

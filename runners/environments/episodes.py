@@ -5,23 +5,26 @@ rewards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import attrs
 
 import grpo_fn as g
 from runners.answers.thoughts import split_thoughts
-from runners.config.sections import EnvConfig
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
-from runners.environments.chat_turns import LONGEST, ChatTurns
+from runners.engines.rollouts import turn_starts
+from runners.environments.chat_turns import LONGEST
 from runners.environments.instances import failure
-from runners.environments.tool_calls import CallReader, Tool, ToolCall
+from runners.environments.tool_calls import ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.user_code.process import THREAD, TOGETHER, Outcome
-from runners.user_code.worker import Calls
+
+if TYPE_CHECKING:
+    from runners.environments.environments import Environments
 
 
 @attrs.define(eq=False)
@@ -37,18 +40,6 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
-class Home(Protocol):
-    """The shared part of a rollout's episodes: the run's `Environments`."""
-
-    config: EnvConfig
-    calls: Calls
-    tools: dict[str, Tool]  # by name
-    chat: ChatTurns
-    reader: CallReader
-    nudge: str  # precedes each row's first words
-    thoughts: tuple[str, ...]  # the tags around thoughts, in which nothing is called
-
-
 @attrs.define(eq=False)
 class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them executed, and writes
@@ -56,7 +47,7 @@ class Session:
 
     episodes: Sequence[Episode]  # started ones of all rows
     prompts: Sequence[tuple[int, ...]]  # of each row
-    _home: Home
+    _home: Environments
     _should_stop: ShouldStop = never
     # Of each row that waits for a reply: its turn, and the calls that are not made.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
@@ -76,13 +67,12 @@ class Session:
         made = [(call.name, self._fault(call) or call.arguments) for call in calls[:room]]
         tools = [known.get(call.name) for call in calls[:room]]
         mode = TOGETHER if tools and all(tool and tool.is_async for tool in tools) else THREAD
-        most = limits.max_observation_tokens * LONGEST + 1
         self._home.calls.submit(
             row,
             "runners.environments.instances:call",
             episode.environment,
             made,
-            most,
+            limits.max_observation_tokens * LONGEST + 1,
             timeout=limits.timeout,
             mode=mode,
         )
@@ -98,9 +88,7 @@ class Session:
         finished = []
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
-            own = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
-            pairs = enumerate(zip((False, *sampled), sampled, strict=False))
-            begins = [n for n, (before, mine) in pairs if mine and not before]
+            begins = turn_starts(sampled)
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
@@ -111,7 +99,7 @@ class Session:
                     environment=episode.environment,
                     counts=episode.counts,
                     fault=episode.fault,
-                    sampled=own,
+                    sampled=[*compress(tokens, sampled)],
                     seconds=episode.seconds,
                 )
             )
@@ -119,7 +107,8 @@ class Session:
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
         lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
-        thoughts, said = split_thoughts(lead + self._home.chat.text(tokens), self._home.thoughts)
+        text = lead + self._home.chat.decoder.decode(tokens)
+        thoughts, said = split_thoughts(text, self._home.thoughts)
         if not thoughts:  # what is said begins with the nudge, which is no part of a call
             thoughts = lead
             said = (said or "").removeprefix(lead)

@@ -3,8 +3,6 @@
 These are operations of `runners.user_code`. Results are plain values: texts, names and schemas.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +25,8 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
     two functions have the same name.
     """
     dirs = tuple(map(Path, folders))
-    store["tools"] = {}
-    store["factory"] = None
+    store.setdefault("environments", {})
+    store |= {"tools": {}, "factory": None}
     for text in tools:
         if text.endswith(".py"):
             functions = public_functions(text, dirs, key="env.tools")
@@ -80,23 +78,24 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
                 f"method, whose public methods are the tools"
             )
         methods = _methods(environment)
-        twice = sorted(methods.keys() & store["tools"].keys())
-        if twice:
+        for twice in sorted(methods.keys() & store["tools"].keys()):
             raise UserError(
-                f"{key} has a method {twice[0]}, and env.tools contains a function "
-                f"with the same name"
+                f"{key} has a method {twice}, and env.tools contains a function with the same name"
             )
         named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
         rewards = {
-            method: named[method]
-            for method in named
+            method: reward
+            for method, reward in named.items()
             if callable(getattr(environment, method, None))
         }
-    tools = []
-    for of, functions in (("env.tools", store["tools"]), (key, methods)):
-        for name, function in functions.items():
-            is_async = inspect.iscoroutinefunction(function)
-            tools.append((name, _schema(function, name, of), is_async))
+    tools = [
+        (
+            name,
+            _schema(function, name, key if name in methods else "env.tools"),
+            inspect.iscoroutinefunction(function),
+        )
+        for name, function in {**store["tools"], **methods}.items()
+    ]
     return {"tools": tools, "rewards": rewards}
 
 
@@ -166,8 +165,9 @@ def call(
 
     Each call is a name and its arguments, or a name and the reason why it cannot be called.
     """
-    environment = store.get("environments", {}).get(number)
-    functions = {**store["tools"], **({} if environment is None else _methods(environment))}
+    functions = dict(store["tools"])
+    if number in store["environments"]:
+        functions |= _methods(store["environments"][number])
 
     async def made(name: str, arguments: Any) -> Result:
         if isinstance(arguments, str):
@@ -199,7 +199,7 @@ def call(
 def drop(store: Store, numbers: Sequence[int]) -> None:
     """Forgets environments."""
     for number in numbers:
-        store.get("environments", {}).pop(number, None)
+        store["environments"].pop(number, None)
 
 
 def failure(name: str, fault: str) -> Result:
@@ -208,22 +208,18 @@ def failure(name: str, fault: str) -> Result:
 
 
 def _made(store: Store, number: int) -> Any:
-    known = store.setdefault("environments", {})
-    if number not in known:
-        known[number] = store["factory"]()
-    return known[number]
+    if number not in store["environments"]:
+        store["environments"][number] = store["factory"]()
+    return store["environments"][number]
 
 
 def _methods(environment: Any) -> Functions:
     """The public methods of an environment that are tools, bound, by name. They are looked up in
     the class, so properties of the instance are not evaluated.
     """
-    names = [
-        name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    ]
     return {
         name: getattr(environment, name)
-        for name in names
+        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
         if not name.startswith("_") and name not in _NOT_TOOLS
     }
 

@@ -4,7 +4,9 @@ JSON."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -73,19 +75,11 @@ class CallReader:
             whole = _whole_json(text)
             if whole:
                 return "", [whole]
-        around = []
-        calls = []
-        place = 0
-        start = text.find(self.start)
-        while start >= 0 and len(calls) < MAX_CALLS:
-            around.append(text[place:start])
-            body = start + len(self.start)
-            end = text.find(self.end, body) if self.end else -1
-            calls += self._parsed(text[body:] if end < 0 else text[body:end])
-            place = len(text) if end < 0 else end + len(self.end)
-            start = text.find(self.start, place)
-        around.append(text[place:])
-        return "".join(around).strip(), calls[:MAX_CALLS]
+        end = rf"(?:{re.escape(self.end)}|\Z)" if self.end else r"\Z"
+        pattern = re.compile(f"{re.escape(self.start)}(.*?){end}", re.DOTALL)
+        parts = pattern.split(text, MAX_CALLS)  # the text around calls and the calls, in turn
+        calls = [*chain.from_iterable(map(self._parsed, parts[1::2]))]
+        return "".join(parts[::2]).strip(), calls[:MAX_CALLS]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:

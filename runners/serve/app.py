@@ -1,7 +1,5 @@
 """The HTTP server of a `Service`, which runs in its own thread."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -23,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runners.data.rendering import encode_raw
 from runners.engines.engine import Row
-from runners.errors import UserError, error_line, show
+from runners.errors import UserError, error_line
 from runners.machine.terminal import echo
 from runners.serve import wire
 from runners.serve.chat import Chat, Reply, ReplyReader, ReplyStream, ServedModel, message_key
@@ -75,8 +73,9 @@ class HttpServer:
         self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
-        self._host = f"[{host}]" if ":" in host else host
-        self.url = f"http://{self._host}:{self._socket.getsockname()[1]}"
+        name = f"[{host}]" if ":" in host else host
+        self.is_local = name in LOCAL  # whether only this machine reaches it
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         self._router = Router(routes)
         config = uvicorn.Config(
             self._guarded,
@@ -137,6 +136,8 @@ class HttpServer:
             fault = ApiError(error.detail, status=error.status_code)
         except ApiError as error:
             fault = error
+        except UserError as error:
+            fault = ApiError(str(error))
         except Exception as error:
             if started:  # by closing the connection
                 raise
@@ -154,7 +155,7 @@ class HttpServer:
         found = {name: value.decode("latin-1") for name, value in headers}
         host = found.get(b"host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._host in LOCAL and name not in LOCAL:
+        if self.is_local and name not in LOCAL:
             raise ApiError(f"Host: expected one of {', '.join(LOCAL)}", status=403)
         origin = found.get(b"origin", f"http://{host}").lower()
         if origin not in (f"http://{host}", f"https://{host}"):
@@ -193,9 +194,14 @@ class Server(HttpServer):
             "/v1/completions": wire.read_completion,
             "/inference/v1/generate": wire.read_generate,
         }
-        routes = [Route("/health", self._health), Route("/v1/models", self._models)]
-        for path, read in readers.items():
-            routes.append(Route(path, partial(self._complete, read), methods=["POST"]))
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            *(
+                Route(path, partial(self._complete, read), methods=["POST"])
+                for path, read in readers.items()
+            ),
+        ]
         super().__init__(routes, service.limits, host, port)
         self.service = service
         self._public = public
@@ -224,8 +230,13 @@ class Server(HttpServer):
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = self.service.model
-        card = {"id": model.name, "object": "model", "created": 0, "owned_by": "grpo_fn"}
-        card["max_model_len"] = model.length
+        card = {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "grpo_fn",
+            "max_model_len": model.length,
+        }
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _complete(
@@ -234,10 +245,8 @@ class Server(HttpServer):
         """Completions, at once or as a stream."""
         session = self._session(request)
         asked = read(wire.read_json(await self._body(request)))
-        name = asked.given.get("model", self.service.model.name)
-        if session.sampling is None and name != self.service.model.name:
-            message = f"there is no model {show(name)}; expected {show(self.service.model.name)}"
-            raise ApiError(message, "model", status=404, code="model_not_found")
+        if session.sampling is None:
+            wire.check_name(self.service.model, asked.given.get("model"))
         try:
             session.count()
             loop = asyncio.get_running_loop()
@@ -265,8 +274,7 @@ class Server(HttpServer):
         model = self.service.model
         prompts: list[tuple[tuple[int, ...], Point | None]] = []
         if asked.chat is not None:
-            known = _behind(session, model, asked.chat)
-            prompts.append(known or (model.prompt(asked.chat), None))
+            prompts.append(_prompt(session, model, asked.chat))
         for prompt in asked.prompts:
             ids = encode_raw(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
             model.check(ids)
@@ -389,18 +397,18 @@ def event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
-def _behind(
+def _prompt(
     session: Session, model: ServedModel, chat: Chat
-) -> tuple[tuple[int, ...], Point] | None:
-    """The prompt of a chat that continues an earlier one of the session: its exact ids, and the new
-    part.
+) -> tuple[tuple[int, ...], Point | None]:
+    """The prompt of a chat; if it continues an earlier chat of the session, also the end of that
+    chat, with whose exact ids the prompt starts.
     """
-    found = session.point(chat.keys)
-    if found is None:
-        return None
-    point, keys = found
-    given = model.following(point.ids, chat, chat.messages[keys - 1 :])
-    return None if given is None else ((*point.ids, *given), point)
+    point, keys = session.point(chat.keys)
+    if point is not None:
+        given = model.following(point.ids, chat, chat.messages[keys - 1 :])
+        if given is not None:
+            return (*point.ids, *given), point
+    return model.prompt(chat), None
 
 
 async def _leave(receive: Receive, call: Call) -> None:

@@ -55,12 +55,9 @@ class Reply:
     @property
     def message(self) -> Message:
         """The message in the form for the chat template."""
-        more: Message = {}
-        if self.thoughts:
-            more["reasoning_content"] = self.thoughts
-        if self.calls:
-            more["tool_calls"] = list(self.calls)
-        return {"role": "assistant", "content": self.content, **more}
+        more = {"reasoning_content": self.thoughts, "tool_calls": [*self.calls]}
+        given = {name: value for name, value in more.items() if value}
+        return {"role": "assistant", "content": self.content, **given}
 
 
 @attrs.frozen(eq=False, kw_only=True)

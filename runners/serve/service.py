@@ -2,8 +2,6 @@
 engine decodes them.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import secrets
@@ -226,7 +224,7 @@ class Service:
     def _look(self, ticket: Ticket, turn: Turn) -> None:
         """Reads a turn's new tokens, or its error."""
         try:
-            tokens = self.engine.peek(ticket, turn.sent - _drawn_before(turn))
+            tokens = self.engine.peek(ticket, turn.sent)
         except Exception as error:
             self.engine.cancel(ticket)
             self._end(self._turns.pop(ticket), error)
@@ -235,8 +233,7 @@ class Service:
 
     def _ended(self, turn: Turn, row: Row) -> None:
         """Handles a turn that has ended, or whose weights were replaced."""
-        sent = turn.sent - _drawn_before(turn)
-        self._hear(turn, row.tokens[sent:], row.logp[sent:])
+        self._hear(turn, row.tokens[turn.sent :], row.logp[turn.sent :])
         whole = row if turn.begun is None else joined(turn.begun, row)
         if row.finish != "cancelled":
             self._end(turn, whole)
@@ -244,6 +241,7 @@ class Service:
             self._end(turn, Refused("the call was cancelled"))
         else:  # by `load`
             turn.begun = whole
+            turn.sent = 0
             turn.ticket = None
             turn.request = attrs.evolve(
                 turn.request,
@@ -251,8 +249,8 @@ class Service:
                 drawn=turn.request.drawn + len(row.tokens),
                 continues=None,
             )
-            most = turn.sampling.max_new_tokens - len(row.tokens)
-            turn.sampling = attrs.evolve(turn.sampling, max_new_tokens=most)
+            room = turn.sampling.max_new_tokens - len(row.tokens)
+            turn.sampling = attrs.evolve(turn.sampling, max_new_tokens=room)
             self._waiting.append(turn)
 
     def _hear(self, turn: Turn, tokens: Sequence[int], logp: Sequence[float]) -> None:
@@ -275,22 +273,14 @@ class Service:
         self.deliver(news)
 
 
-def _drawn_before(turn: Turn) -> int:
-    """Tokens sampled by earlier weights."""
-    return 0 if turn.begun is None else len(turn.begun.tokens)
-
-
 def joined(before: Row, after: Row) -> Row:
     """A completion sampled by two versions of the weights, one after the other."""
-    entropy = None
-    if before.entropy is not None and after.entropy is not None:
-        entropy = before.entropy + after.entropy
     return Row(
         before.tokens + after.tokens,
         before.logp + after.logp,
         after.finish,
         before.versions + after.versions,
-        entropy,
+        None if before.entropy is None else before.entropy + (after.entropy or ()),
     )
 
 

@@ -8,10 +8,11 @@ row. A branch of an earlier call starts with that call's exact ids, so nothing i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -71,7 +72,7 @@ class Turn:
     hear: Callable[[Sequence[int], Sequence[float]], None] | None = None
     # Hears the whole completion, or a fault. A turn with a fault leaves no trace in its row.
     end: Callable[[Row | Exception], None] = lambda outcome: None
-    sent: int = 0  # tokens that `hear` was given
+    sent: int = 0  # tokens of the engine's request that `hear` has received
     begun: Row | None = None  # what earlier weights have drawn of it
     ticket: Ticket | None = None  # None: the engine does not have it
     cancelled: bool = False
@@ -97,7 +98,7 @@ class Session:
     # of the last chat, its reply included
     messages: tuple[Message, ...] = attrs.field(default=(), init=False)
     _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)  # by their conversation
-    _begun: int = attrs.field(default=0, init=False)  # rows
+    _row_numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
 
     def count(self) -> None:
@@ -117,21 +118,24 @@ class Session:
         with self._lock:
             self.closed = True
 
-    def point(self, keys: Sequence[str]) -> tuple[Point, int] | None:
-        """The longest earlier conversation with which a chat starts, and the number of its keys."""
+    def point(self, keys: Sequence[str]) -> tuple[Point | None, int]:
+        """The longest earlier conversation with which a chat starts, and the number of its keys;
+        None and 0 if there is none.
+        """
         digests = _digests(keys)
         with self._lock:
             for count in range(len(keys) - 1, 1, -1):
-                if digests[count - 1] in self._points:
-                    return self._points[digests[count - 1]], count
-        return None
+                if digests[count] in self._points:
+                    return self._points[digests[count]], count
+        return None, 0
 
     def point_in(self, prompt: tuple[int, ...]) -> Point | None:
         """The longest row with whose ids a prompt starts."""
         with self._lock:
-            found = [row for row in self.rows if row.talk.tokens and _begins(prompt, row.ids)]
-            best = max(found, key=lambda row: len(row.ids), default=None)
-            return None if best is None else Point(best, len(best.ids))
+            points = [Point(row, len(row.ids)) for row in self.rows if row.talk.tokens]
+            shorter = [each for each in points if each.length < len(prompt)]
+            found = [each for each in shorter if prompt[: each.length] == each.ids]
+            return max(found, key=lambda point: point.length, default=None)
 
     def begin(
         self,
@@ -167,8 +171,7 @@ class Session:
                 borrows=keep and self.sampling is None,
                 continues=row.kept,
             )
-            room = len(row.talk.prompt) - len(prompt)
-            sampling = self._sampling(sampling, room)
+            sampling = self._sampling(sampling, len(prompt) - len(row.talk.prompt))
             row.turn = Turn(session=self, row=row, given=given, request=request, sampling=sampling)
             row.kept = None
             return row.turn
@@ -202,23 +205,21 @@ class Session:
             raise Refused("the session has ended")
 
     def _next_seed(self) -> Seed:
-        number = self._begun
-        self._begun += 1
         if self.seed is None:
             return secrets.randbits(32), secrets.randbits(32)
-        return derived_seed(self.seed, number)
+        return derived_seed(self.seed, next(self._row_numbers))
 
-    def _sampling(self, asked: g.Sampling, before: int) -> g.Sampling:
+    def _sampling(self, asked: g.Sampling, used: int) -> g.Sampling:
         """The session's distribution, if it has one, with the stop conditions and limits of the
         call.
 
-        `before` is minus the number of tokens after the row's prompt.
+        `used` is the number of tokens after the row's prompt.
         """
         if self.sampling is None:
             return asked
-        room = self.sampling.max_new_tokens + before
+        most = self.sampling.max_new_tokens
+        room = most - used
         if room < 1:
-            most = self.sampling.max_new_tokens
             raise Refused(
                 f"the row has reached its limit of {most} tokens", "context_length_exceeded", 400
             )
@@ -250,15 +251,10 @@ def derived_seed(seed: Seed, number: int) -> Seed:
     return first, second
 
 
-def _begins(prompt: tuple[int, ...], ids: tuple[int, ...]) -> bool:
-    return len(ids) < len(prompt) and prompt[: len(ids)] == ids
-
-
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """A key of the first n texts, for each n."""
-    running = hashlib.blake2b()
-    found = []
-    for key in keys:
-        running.update(f"{len(key)}:{key}".encode())
-        found.append(running.digest())
-    return found
+    """A key of the first n texts, for n = 0, 1, 2, …"""
+    return list(itertools.accumulate(keys, _digest, initial=b""))
+
+
+def _digest(before: bytes, key: str) -> bytes:
+    return hashlib.blake2b(key.encode(), key=before).digest()

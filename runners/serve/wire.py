@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -22,8 +23,7 @@ from runners.serve.sessions import derived_seed
 SHORT = 16  # tokens of a completion that names no limit, as with OpenAI and vLLM
 _LONG = rules.INT_MAX
 _IDS = f"each: 0 <= x <= {_LONG}"
-_TEMPLATE = "arguments that the template itself reads"
-# The type and range of each parameter that is used.
+# The type and range of each parameter that is used; Any: it is checked later.
 USED: dict[str, tuple[Any, str]] = {
     "model": (str, ""),
     "n": (int, "1 <= x <= 128"),
@@ -44,6 +44,19 @@ USED: dict[str, tuple[Any, str]] = {
     "return_token_ids": (bool, ""),
     "return_tokens_as_token_ids": (bool, ""),
     "reasoning_effort": (str, ""),
+}
+CHAT: dict[str, tuple[Any, str]] = {
+    **USED,
+    "messages": (Any, ""),
+    "tools": (Any, ""),
+    "logprobs": (bool, ""),
+    "chat_template_kwargs": (dict, "arguments that the template itself reads"),
+}
+COMPLETION: dict[str, tuple[Any, str]] = {**USED, "prompt": (Any, ""), "logprobs": (Any, "")}
+GENERATE: dict[str, tuple[Any, str]] = {
+    **USED,
+    "token_ids": (tuple[int, ...], _IDS),
+    "sampling_params": (dict, ""),
 }
 # Parameters that may only have these values: others would change a reply, and cannot.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -95,8 +108,8 @@ class ApiError(Exception):
         """
         super().__init__(message)
         self.status: int = more.pop("status", 400)
-        error = {"message": printable(message), "type": _KINDS.get(self.status), "param": param}
-        error["type"] = error["type"] or "invalid_request_error"
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        error = {"message": printable(message), "type": kind, "param": param}
         self.body = {"error": {"code": None, **error, **more}}
 
 
@@ -104,7 +117,7 @@ class ApiError(Exception):
 class Asked:
     """A call: a chat, or prompts."""
 
-    given: dict[str, Any]  # parameters of USED
+    given: dict[str, Any]  # its parameters
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     ids: bool = False  # ids in, ids out
@@ -144,6 +157,13 @@ class Asked:
         )
 
 
+def check_name(model: ServedModel, name: str | None) -> None:
+    """Raises ApiError if a request names another model."""
+    if name not in (None, model.name):
+        message = f"there is no model {show(name)}; expected {show(model.name)}"
+        raise ApiError(message, "model", status=404, code="model_not_found")
+
+
 def read_json(body: bytes) -> dict[str, Any]:
     """A request's body. Raises ApiError unless it is an object."""
     try:
@@ -157,29 +177,24 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def read_chat(body: Mapping[str, Any]) -> Asked:
     """The parameters of /v1/chat/completions."""
-    given, rest = read_fields(body, ("messages", "tools", "logprobs", "chat_template_kwargs"))
-    kwargs = dict(_object("chat_template_kwargs", rest))
-    if not rules.is_within(kwargs, _TEMPLATE):
-        raise ApiError(f"expected {_TEMPLATE}", "chat_template_kwargs")
-    if "reasoning_effort" in given:
-        kwargs["reasoning_effort"] = given["reasoning_effort"]
-    tools = _tools(rest.get("tools", []))
+    given = read_fields(body, CHAT)
+    effort = {name: given[name] for name in ("reasoning_effort",) if name in given}
+    tools = _tools(given.get("tools", []))
     chat = Chat(
-        messages=_messages(rest.get("messages")),
+        messages=_messages(given.get("messages")),
         tools=() if body.get("tool_choice") == "none" else tools,
-        template_kwargs=kwargs,
+        template_kwargs={**given.get("chat_template_kwargs", {}), **effort},
     )
-    logprobs = checked("logprobs", rest.get("logprobs", False), bool)
-    return Asked(given=given, chat=chat, logprobs=logprobs)
+    return Asked(given=given, chat=chat, logprobs=given.get("logprobs", False))
 
 
 def read_completion(body: Mapping[str, Any]) -> Asked:
     """The parameters of /v1/completions."""
-    given, rest = read_fields(body, ("prompt", "logprobs"))
-    logprobs = rest.get("logprobs")
+    given = read_fields(body, COMPLETION)
+    logprobs = given.get("logprobs")
     if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
         raise ApiError(f"logprobs: expected 0 or 1, found {show(logprobs)}", "logprobs")
-    prompt = rest.get("prompt")
+    prompt = given.get("prompt")
     listed = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts = tuple(map(_prompt, prompt if isinstance(prompt, list) and listed else [prompt]))
     return Asked(given=given, prompts=prompts, logprobs=logprobs is not None)
@@ -187,56 +202,48 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
 
 def read_generate(body: Mapping[str, Any]) -> Asked:
     """The parameters of /inference/v1/generate."""
-    given, rest = read_fields(body, ("token_ids", "sampling_params"))
-    more, _ = read_fields(_object("sampling_params", rest), ("logprobs",))
-    prompt = checked("token_ids", rest.get("token_ids"), tuple[int, ...], _IDS)
+    given = read_fields(body, GENERATE)
+    more = read_fields(given.get("sampling_params", {}), {**USED, "logprobs": (Any, "")})
     whole = {**more, **given, "return_token_ids": True}
-    return Asked(given=whole, prompts=(_prompt(list(prompt)),), ids=True, logprobs=True)
+    prompt = _prompt([*given.get("token_ids", ())])
+    return Asked(given=whole, prompts=(prompt,), ids=True, logprobs=True)
 
 
 def read_fields(
     body: Mapping[str, Any],
-    raw: Sequence[str],
-    used: Mapping[str, tuple[Any, str]] = USED,
+    used: Mapping[str, tuple[Any, str]],
     fixed: Mapping[str, tuple[Any, ...]] = FIXED,
     ignored: Collection[str] = IGNORED,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The used parameters, checked, and the parameters named in `raw`, unchanged."""
+) -> dict[str, Any]:
+    """The used parameters, checked. Raises ApiError for other parameters, unless they are ignored
+    or have one of their fixed values.
+    """
     given: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
     for name, value in body.items():
         if value is None or name in ignored:
             continue
-        if name in raw:
-            rest[name] = value
-        elif name in used:
+        if name in used:
             value = [value] if name == "stop" and isinstance(value, str) else value
             given[name] = checked(name, value, *used[name])
         elif name not in fixed:
-            near = did_you_mean(name, [*used, *fixed, *ignored, *raw])
+            near = did_you_mean(name, [*used, *fixed, *ignored])
             raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
         elif value not in fixed[name]:
             wanted = " or ".join(map(show, fixed[name])) or "nothing"
             found = show(value)
             raise ApiError(f"{name} is not supported: expected {wanted}, found {found}", name)
-    return given, rest
-
-
-def _object(param: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found = values.get(param, {})
-    if not isinstance(found, dict):
-        raise ApiError(f"{param}: expected an object, found {show(found)}", param)
-    return found
+    return given
 
 
 def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
     """A value of this type and range. Raises ApiError for any other value."""
     try:
-        found = rules.structure(value, kind)
+        found = value if kind is Any else rules.structure(value, kind)
         if within and not rules.is_within(found, within):
             raise rules.Mismatch(value, f"{rules.words(kind)}, {within}")
     except rules.Mismatch as error:
-        raise ApiError(f"{param}: {error.reason(value)}", param) from error
+        wanted = error.expected.replace("a table", "an object")
+        raise ApiError(f"{param}: expected {wanted}, found {show(value)}", param) from error
     return found
 
 
@@ -250,13 +257,10 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    try:
-        named = all(isinstance(tool["function"]["name"], str) for tool in value)
-    except (TypeError, KeyError):
-        named = False
-    if not named:
-        raise ApiError("tools: expected a list of functions with names", "tools")
-    return tuple(value)
+    with suppress(TypeError, KeyError):
+        if all(isinstance(tool["function"]["name"], str) for tool in value):
+            return tuple(value)
+    raise ApiError("tools: expected a list of functions with names", "tools")
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -282,12 +286,13 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:
     """A message with the names that templates use."""
-    role = "system" if message.get("role") == "developer" else message.get("role")
     thoughts = message.get("reasoning_content") or message.get("reasoning")
-    if not isinstance(thoughts, str):
-        thoughts = None
-    content = message.get("content") or ""
-    return {**message, "role": role, "content": content, "reasoning_content": thoughts}
+    return {
+        **message,
+        "role": "system" if message.get("role") == "developer" else message.get("role"),
+        "content": message.get("content") or "",
+        "reasoning_content": thoughts if isinstance(thoughts, str) else None,
+    }
 
 
 def _arguments(value: Any) -> Any:
@@ -370,17 +375,17 @@ class Answer:
             found["token_ids"] = list(tokens)
         if not self.asked.logprobs:
             return found
-        names = [f"token_id:{token}" for token in tokens]
-        if not (given.get("return_token_ids") or given.get("return_tokens_as_token_ids")):
-            names = [self.model.decoder.part([token]) for token in tokens]
-        if self.asked.chat or self.asked.ids:
-            more = {"bytes": None, "top_logprobs": []}
-            pairs = zip(names, logp, strict=True)
-            entries = [{"token": name, "logprob": value, **more} for name, value in pairs]
-            found["logprobs"] = {"content": entries}
+        if given.get("return_token_ids") or given.get("return_tokens_as_token_ids"):
+            names = [f"token_id:{token}" for token in tokens]
         else:
-            found["logprobs"] = {"tokens": names, "token_logprobs": list(logp)}
-        return found
+            names = [self.model.decoder.part([token]) for token in tokens]
+        if not (self.asked.chat or self.asked.ids):
+            return found | {"logprobs": {"tokens": names, "token_logprobs": list(logp)}}
+        entries = [
+            {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
+            for name, value in zip(names, logp, strict=True)
+        ]
+        return found | {"logprobs": {"content": entries}}
 
 
 def wire_message(reply: Reply) -> dict[str, Any]:

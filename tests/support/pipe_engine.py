@@ -15,7 +15,7 @@ import attrs
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.trees import from_names, named_leaves
-from runners.engines.engine import Request, Row, Ticket, Token, Traits, Weights, never
+from runners.engines.engine import Request, Row, Ticket, Token, Weights, never
 from runners.engines.local import LocalEngine
 from runners.files.tensor_files import load_arrays, save_arrays
 from runners.tokenization.text import TextDecoder
@@ -24,8 +24,6 @@ from tests.support.tiny_states import load
 
 class PipeEngine:
     """The engine, as a run sees it."""
-
-    traits = Traits(drawn_logp=True, entropy=True, images=False)
 
     def __init__(self, model: Path | str) -> None:
         """With the model of this folder."""

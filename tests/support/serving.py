@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx2
 
 import grpo_fn as g
-from runners.engines.engine import Row, Ticket, Token, Traits
+from runners.engines.engine import Row, Ticket, Token
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.serve.app import Server
@@ -122,6 +122,14 @@ def serving(engine, model, *, limits=None, key="", public=True, **options):
     assert not faults, faults
 
 
+def soon(holds, seconds=60.0):
+    """Whether a condition holds within this time."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(holds())
+
+
 def embedded():
     """The model in the package."""
     return load_inference("embedded", CPU)
@@ -130,7 +138,6 @@ def embedded():
 class ScriptedEngine:
     """An engine that says given texts, a token at each `collect`; its log-probs are −1."""
 
-    traits = Traits(drawn_logp=True, entropy=False, images=False)
     rows = version = 0
 
     def __init__(self, tokenizer, texts):

@@ -101,7 +101,7 @@ def request(order, data, loss="cross_entropy", config=(), forward_only=False):
 
 
 @contextmanager
-def training(folder, *, loaded=None, key="", limits=None, **model):
+def training(folder, *, loaded=None, key="", limits=None, host="127.0.0.1", **model):
     """A caller of a server over the model in the package."""
     loaded = loaded or embedded()
     trainer = Trainer(loaded.policy, loaded.engine, loaded.path, folder)
@@ -115,7 +115,7 @@ def training(folder, *, loaded=None, key="", limits=None, **model):
             faults.append(error)
 
     thread = threading.Thread(target=run)
-    with TrainingServer(trainer, served(loaded, **model), key=key, limits=limits) as server:
+    with TrainingServer(trainer, served(loaded, **model), host, key=key, limits=limits) as server:
         thread.start()
         try:
             yield Caller(server, key)

@@ -1,9 +1,6 @@
 """The HTTP server of a `Trainer`: Tinker's calls, answered with futures."""
 
-from __future__ import annotations
-
 import asyncio
-import inspect
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -14,22 +11,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from runners.engines import engine
+from runners.engines.engine import Request as EngineRequest
 from runners.errors import UserError, error_line, show
 from runners.serve.app import HttpServer
 from runners.serve.chat import ServedModel
 from runners.serve.service import Limits
+from runners.serve.sessions import derived_seed
 from runners.serve.tinker import wire
 from runners.serve.tinker.losses import check_data, loss_of
-from runners.serve.tinker.trainer import SAMPLING, TRAINING, Ended, Model, Sample, Trainer
-from runners.serve.wire import ApiError
+from runners.serve.tinker.trainer import PARTS, SAMPLING, TRAINING, Model, Trainer
+from runners.serve.wire import ApiError, check_name
 
 TOGETHER = 512  # samples that a client waits for, each by a connection
 ROW = 4096  # bytes that a completion counts, while it waits or decodes
 AGAIN = 60.0  # seconds in which an answer may be fetched once more
 MODEL = ":train:"  # in ids, as the client makes them
 SAMPLER = ":sample:"
-PARTS = ("attn", "mlp", "unembed")
 
 
 @attrs.frozen(kw_only=True)
@@ -58,22 +55,16 @@ class Future:
     """An answer that is not available yet. The client receives `said` instead of it."""
 
     session: TrainingSession
-    free: Callable[[], object]  # the room that it takes
     said: dict[str, Any]
-    outcome: Any = None  # JSON, or bytes of protobuf
-    done: asyncio.Event = attrs.field(factory=asyncio.Event)
+    answer: asyncio.Future[Any] = attrs.field(factory=asyncio.Future)  # JSON, or a protobuf's bytes
 
     def set(self, outcome: Any) -> None:
         """Sets the answer or a fault; only the first call counts."""
-        if self.done.is_set():
-            return
         if isinstance(outcome, Exception):
-            ours = not isinstance(outcome, UserError | ApiError | Ended)
-            category = "server" if ours else "user"
+            category = "user" if isinstance(outcome, UserError | ApiError) else "server"
             outcome = {"error": error_line(outcome), "category": category}
-        self.outcome = outcome
-        self.done.set()
-        self.free()
+        if not self.answer.done():
+            self.answer.set_result(outcome)
 
 
 @attrs.define(eq=False)
@@ -94,6 +85,20 @@ class Slot:
             raise UserError(f"{self.path or self.id} could not be created")
         return self.found
 
+    def fill(self, make: Callable[[], Any], answer: dict[str, Any] | None = None) -> Any:
+        """A job: creates the Model or Sampler, and returns the answer for the client."""
+        self.found = make()
+        return answer
+
+
+def restarted(
+    timer: asyncio.TimerHandle | None, seconds: float, act: Callable[[Any], None], what: Any
+) -> asyncio.TimerHandle:
+    """A timer instead of this one."""
+    if timer is not None:
+        timer.cancel()
+    return asyncio.get_running_loop().call_later(seconds, act, what)
+
 
 class TrainingServer(HttpServer):
     """Serves Tinker's API; the work is done in the thread that calls `trainer.run`."""
@@ -110,18 +115,15 @@ class TrainingServer(HttpServer):
         """`key` is the key that clients must send; if it is empty, any key is accepted. See
         `HttpServer`.
         """
-        about = {
-            "model_name": model.name,
-            "max_context_length": model.length,
-            "trainable": True,
-            "sampleable": True,
-        }
+        about = {"model_name": model.name, "max_context_length": model.length}
         calls: dict[str, Callable[[dict[str, Any]], Any]] = {
             "healthz": lambda asked: {"status": "ok"},
             "telemetry": lambda asked: {"status": "accepted"},
             "client/config": lambda asked: {"sample_max_concurrent_requests": TOGETHER},
             "client/dynamic_config": lambda asked: {},
-            "get_server_capabilities": lambda asked: {"supported_models": [about]},
+            "get_server_capabilities": lambda asked: {
+                "supported_models": [{**about, "trainable": True, "sampleable": True}]
+            },
             "create_session": self._create_session,
             "session_heartbeat": lambda asked: self._touch(self._session(asked["session_id"])),
             "sessions/{id}/finish": lambda asked: self._end(self._session(asked["id"])),
@@ -166,12 +168,8 @@ class TrainingServer(HttpServer):
         given = request.headers.get("x-api-key", "").encode()
         if self._key and not secrets.compare_digest(given, self._key.encode()):
             raise ApiError("the API key is invalid", status=401)
-        asked = wire.read_body(name, await self._body(request)) | request.path_params
-        try:
-            answer = call(asked)
-            answer = await answer if inspect.isawaitable(answer) else answer
-        except UserError as error:
-            raise ApiError(str(error)) from error
+        answer = call(wire.read_body(name, await self._body(request)) | request.path_params)
+        answer = await answer if asyncio.iscoroutine(answer) else answer
         if isinstance(answer, bytes):
             return Response(answer, media_type="application/x-protobuf")
         return JSONResponse(answer or {}, 408 if answer and "queue_state" in answer else 200)
@@ -189,8 +187,10 @@ class TrainingServer(HttpServer):
         """The model or the sampler with this id."""
         self._session(name)
         if name not in self._slots:
-            kept = f"only the latest {self._limits.slots} samplers are kept"
-            raise ApiError(f"there is no {show(name)}; {kept}", status=404)
+            raise ApiError(
+                f"there is no {show(name)}; only the latest {self._limits.slots} samplers are kept",
+                status=404,
+            )
         self._slots[name] = self._slots.pop(name)  # it is the latest one
         return self._slots[name]
 
@@ -198,10 +198,7 @@ class TrainingServer(HttpServer):
         """Adds a new model, or a sampler that replaces the least recently used one. A repeated call
         has the same result.
         """
-        if asked.get("base_model") not in (None, self._model.name):
-            found = show(asked["base_model"])
-            wanted = show(self._model.name)
-            raise ApiError(f"there is no model {found}; expected {wanted}", status=404)
+        check_name(self._model, asked.get("base_model"))
         session = self._session(asked.get("session_id") or asked["model_id"])
         name = f"{session.id}{kind}{number}"
         same = [each for each in self._slots if kind in each and each != name]
@@ -221,10 +218,7 @@ class TrainingServer(HttpServer):
 
     def _touch(self, session: TrainingSession) -> None:
         """Marks the session as alive."""
-        if session.timer is not None:
-            session.timer.cancel()
-        loop = asyncio.get_running_loop()
-        session.timer = loop.call_later(self._limits.vanish, self._end, session)
+        session.timer = restarted(session.timer, self._limits.vanish, self._end, session)
 
     def _end(self, session: TrainingSession) -> None:
         """Frees everything that a session holds."""
@@ -234,7 +228,7 @@ class TrainingServer(HttpServer):
             for name in [name for name, each in things.items() if each.session is session]:
                 gone = things.pop(name)
                 if isinstance(gone, Future):
-                    gone.set(Ended("the session has ended"))
+                    gone.set(UserError("the session has ended"))
 
     # Futures.
 
@@ -245,12 +239,13 @@ class TrainingServer(HttpServer):
         if len(self._futures) >= self._limits.futures or cost > self._room:
             raise ApiError("too many requests are in progress or were not fetched", status=429)
 
-        def free() -> None:
+        def free(_: object) -> None:
             self._room += cost
 
         self._room -= cost
-        self._futures[name] = Future(session, free, {"request_id": name})
-        return self._futures[name]
+        self._futures[name] = future = Future(session, {"request_id": name})
+        future.answer.add_done_callback(free)
+        return future
 
     def _ordered(
         self, asked: dict[str, Any], job: Callable[[Model], Any], cost: int = 0
@@ -271,24 +266,20 @@ class TrainingServer(HttpServer):
             while slot.next in slot.held:
                 self._trainer.put(*slot.held.pop(slot.next))
                 slot.next += 1
-            if slot.timer is not None:
-                slot.timer.cancel()
-            loop = asyncio.get_running_loop()
-            gap = self._limits.gap
-            slot.timer = loop.call_later(gap, self._skip, slot) if slot.held else None
+            slot.timer = restarted(slot.timer, self._limits.gap, self._skip, slot)
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:
-        """Fails the requests that wait for a request that was not received."""
+        """Fails the requests that wait for a request that was not received, if there are any."""
         fault = UserError(
             f"request {slot.next} of {slot.id} was not received, so this one cannot be executed"
         )
+        if slot.held and slot.found is not None:
+            slot.found.fault = str(fault)
         for number, (_, future) in slot.held.items():
             slot.next = max(slot.next, number + 1)
             future.set(fault)
         slot.held.clear()
-        if slot.found is not None:
-            slot.found.fault = str(fault)
 
     async def _retrieve(self, asked: dict[str, Any]) -> Any:
         name = asked["request_id"]
@@ -298,11 +289,11 @@ class TrainingServer(HttpServer):
                 f"there is no request {show(name)}, or its answer was dropped", status=410
             )
         try:
-            await asyncio.wait_for(future.done.wait(), self._limits.hold)
+            answer = await asyncio.wait_for(asyncio.shield(future.answer), self._limits.hold)
         except TimeoutError:
             return {"type": "try_again", "request_id": name, "queue_state": "active"}
         asyncio.get_running_loop().call_later(AGAIN, self._futures.pop, name, None)
-        return future.outcome
+        return answer
 
     # Models.
 
@@ -310,24 +301,28 @@ class TrainingServer(HttpServer):
         slot = self._new(asked, MODEL, asked["model_seq_id"])
         name = f"{slot.id}:make"
         if name not in self._futures and slot.found is None:
-
-            def job() -> dict[str, Any]:
-                slot.found = make()
-                return {"model_id": slot.id, "path": asked.get("path")}
-
+            job = partial(slot.fill, make, {"model_id": slot.id, "path": asked.get("path")})
             self._trainer.put(job, self._promise(name, slot.session))
         return {"request_id": name}
 
     def _create_model(self, asked: dict[str, Any]) -> dict[str, Any]:
         lora = wire.read("lora_config", asked["lora_config"])
         parts = [part for part in PARTS if lora[f"train_{part}"]]
-        return self._make(asked, partial(self._trainer.create, lora["rank"], parts, lora["seed"]))
+        seed = secrets.randbits(32) if lora["seed"] is None else lora["seed"]
+        return self._make(asked, partial(self._trainer.create, lora["rank"], parts, seed))
 
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
-        rank = self._slot(asked["model_id"]).made().about["lora_parameters"]["rank"]
+        about = self._slot(asked["model_id"]).made().about
+        # A path is of use only to clients on this machine, and is not shown to others.
+        tokenizer = str(self._trainer.path) if self.is_local else self._model.name
         name = {"model_name": self._model.name}
-        data = {"model_data": {**name, "tokenizer_id": str(self._trainer.path)}}
-        return {"model_id": asked["model_id"], **name, **data, "is_lora": True, "lora_rank": rank}
+        return {
+            "model_id": asked["model_id"],
+            **name,
+            "model_data": {**name, "tokenizer_id": tokenizer},
+            "is_lora": True,
+            "lora_rank": about["lora_parameters"]["rank"],
+        }
 
     def _forward_backward(self, asked: dict[str, Any]) -> dict[str, Any]:
         message = asked["message"]
@@ -354,23 +349,20 @@ class TrainingServer(HttpServer):
         if asked["sampling_session_seq_id"] is None:
             return self._save(SAMPLING, asked)
         way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
-
-        def job(model: Model) -> dict[str, Any]:
-            way.found = self._trainer.snapshot(model)
-            return {"sampling_session_id": way.id}
-
-        return self._ordered(asked, job)
+        return self._ordered(
+            asked,
+            lambda model: way.fill(
+                partial(self._trainer.snapshot, model), {"sampling_session_id": way.id}
+            ),
+        )
 
     def _create_sampling_session(self, asked: dict[str, Any]) -> dict[str, Any]:
         path = asked["model_path"]
         if path is not None and not self._trainer.place(path).is_dir():
             raise ApiError(f"there are no weights {show(path)}", "model_path", status=404)
         way = self._new(asked, SAMPLER, asked["sampling_session_seq_id"])
-
-        def job() -> None:
-            way.found = self._trainer.sampler(path)
-
-        self._trainer.put(job, Future(way.session, lambda: None, {}))
+        job = partial(way.fill, partial(self._trainer.sampler, path))
+        self._trainer.put(job, Future(way.session, {}))
         return {"sampling_session_id": way.id}
 
     def _asample(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -382,17 +374,12 @@ class TrainingServer(HttpServer):
         self._model.check(prompt)
         sampling, seed = wire.sampling_of(asked["sampling_params"], self._model, len(prompt))
         count = asked["num_samples"]
-
         future = self._promise(name, way.session, ROW * count)
         future.said["sample_sequence_ids"] = [f"{name}:{number}" for number in range(count)]
         last = asked["prompt_logprobs_last_n"] or len(prompt)
-        sample = Sample(
-            future,
-            way.made,
-            engine.Request(prompt=prompt, seeds=wire.seeds_of(seed, count)),
-            sampling,
-            min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0,
-            wire.sample_output,
-        )
-        self._trainer.put(partial(self._trainer.take, sample), future)
+        scored = min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0
+        seeds = tuple(derived_seed((seed >> 32, seed & 0xFFFFFFFF), n) for n in range(count))
+        wanted = EngineRequest(prompt=prompt, seeds=seeds)
+        job = partial(self._trainer.sample, future, way.made, wanted, sampling, scored)
+        self._trainer.put(job, future)
         return future.said

@@ -5,9 +5,7 @@ of the learner.
 correction's weight: −r·A, and −sg(clip(r))·A·log π.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -43,8 +41,12 @@ class Loss:
 
 
 def _weighted(surrogate: str, low: float = 0.0, high: float = UNBOUNDED) -> dict[str, Any]:
-    cut = {"correction_floor": low, "correction_cap": high}
-    return {"surrogate": surrogate, "correction": "token_truncate", **cut}
+    return {
+        "surrogate": surrogate,
+        "correction": "token_truncate",
+        "correction_floor": low,
+        "correction_cap": high,
+    }
 
 
 def _clipped(low: float, high: float, level: str = "token") -> dict[str, Any]:
@@ -66,13 +68,15 @@ LOSSES = {
 def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
     """A loss with these parameters. Raises UserError for unknown or impossible ones."""
     if name not in LOSSES:
-        near = did_you_mean(name, LOSSES)
-        raise UserError(f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{near}")
+        raise UserError(
+            f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{did_you_mean(name, LOSSES)}"
+        )
     loss = LOSSES[name]
     unknown = config.keys() - loss.defaults.keys()
     if unknown:
-        known = listed([*loss.defaults]) if loss.defaults else "nothing"
-        raise UserError(f"loss_fn_config: expected {known}, found {listed(sorted(unknown))}")
+        raise UserError(
+            f"loss_fn_config: expected {listed([*loss.defaults])}, found {listed(sorted(unknown))}"
+        )
     values = {**loss.defaults, **config}
     try:
         return loss, g.LossSpec(aggregation="sum", **loss.fields(*values.values()))
@@ -82,37 +86,36 @@ def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
 
 def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length: int) -> None:
     """Raises UserError unless the rows contain the loss's inputs and the model has their tokens."""
-    faults = [_fault(datum, loss, vocabulary or np.inf, length) for datum in data]
-    number = next((n for n, fault in enumerate(faults) if fault), None)
-    if number is not None:
-        raise UserError(f"data[{number}]: {faults[number]}")
     if not data:
         raise UserError("data: expected at least one datum, found none")
+    for number, datum in enumerate(data):
+        fault = next(_faults(datum, loss, vocabulary or np.inf, length), None)
+        if fault:
+            raise UserError(f"data[{number}]: {fault}")
 
 
-def _fault(datum: Datum, loss: Loss, most: float, length: int) -> str:
-    """The fault of a row; empty if there is none."""
+def _faults(datum: Datum, loss: Loss, most: float, length: int) -> Iterator[str]:
+    """The faults of a row; each check requires that the earlier ones found none."""
     size = len(datum.tokens)
     arrays = {"model_input": datum.tokens, **datum.inputs}
     known = {"model_input", *loss.needs}
     for name in sorted(known - arrays.keys() - {"weights"}):
-        return f"{name} is missing"
+        yield f"{name} is missing"
     for name in sorted(arrays.keys() - known):
-        return f"the loss does not accept {show(name)}{did_you_mean(name, known)}"
+        yield f"the loss does not accept {show(name)}{did_you_mean(name, known)}"
     if not 1 <= size <= length:
-        return f"expected 1 to {length} tokens, found {size}"
+        yield f"expected 1 to {length} tokens, found {size}"
     for name, values in arrays.items():
         if values.shape != (size,):
-            return f"{name}: expected {size} numbers, one for each token, found {[*values.shape]}"
-        ids = name in ("model_input", TARGETS)
-        if ids and not (values.dtype.kind == "i" and 0 <= values.min() <= values.max() < most):
-            return f"{name}: expected token ids >= 0 and < {most}, found others"
+            yield f"{name}: expected {size} numbers, one for each token, found {[*values.shape]}"
+        if name in ("model_input", TARGETS) and not (
+            values.dtype.kind == "i" and 0 <= values.min() <= values.max() < most
+        ):
+            yield f"{name}: expected token ids >= 0 and < {most}, found others"
         if not np.isfinite(values).all():
-            return f"{name}: expected finite numbers, found others"
-    outside = arrays.get(RATIO_MASK, 1) == 0
-    if outside is not False and arrays["advantages"][outside].any():
-        return f"advantages: expected 0 where {RATIO_MASK} is 0"
-    return ""
+            yield f"{name}: expected finite numbers, found others"
+    if RATIO_MASK in arrays and arrays["advantages"][arrays[RATIO_MASK] == 0].any():
+        yield f"advantages: expected 0 where {RATIO_MASK} is 0"
 
 
 def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
@@ -120,13 +123,12 @@ def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
 
     Until the batch is split, a ratio mask is in `keep_bt`; see `counted`.
     """
-    rows = []
-    factors = []
-    for datum in data:
-        tokens = [*datum.tokens.tolist(), int(datum.inputs[TARGETS][-1])]
-        rows.append((tokens[:1], tokens[1:]))
-        ones = np.ones(len(datum.tokens))
-        factors.append(datum.inputs.get("advantages", datum.inputs.get("weights", ones)).tolist())
+    rows = [
+        (datum.tokens[:1].tolist(), [*datum.tokens[1:].tolist(), int(datum.inputs[TARGETS][-1])])
+        for datum in data
+    ]
+    inputs = [{"weights": np.ones(len(datum.tokens)), **datum.inputs} for datum in data]
+    factors = [each.get("advantages", each["weights"]).tolist() for each in inputs]
     drawn = [each.tolist() for each in _column(data, "logprobs")]
     batch = g.batch_of(rows, factors, logp=drawn or None)
     masks = _column(data, RATIO_MASK)

@@ -3,15 +3,10 @@
 One thread calls `run`. It executes a queue of jobs in order, and decodes between them.
 """
 
-from __future__ import annotations
-
-import functools
-import math
 import queue
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +17,9 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.layers import twin_module
-from grpo_fn.trees import from_names, named_leaves, on_host, split_leaves
+from grpo_fn.trees import flat, from_names, named_leaves, on_host, split_leaves
 from runners.config.sections import LoraConfig
-from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Row, Weights
+from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Weights
 from runners.errors import UserError, error_line, show
 from runners.files.durable import new_folder
 from runners.files.json_files import write_json
@@ -33,6 +28,7 @@ from runners.models import adapters
 from runners.models.model_reader import cast_floating, main_dtype
 from runners.serve.service import WAIT, News, hand_out
 from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
+from runners.serve.tinker.wire import sample_output
 
 ALPHA = 32.0  # of Tinker's adapters: their scale is ALPHA / rank
 LINGER = 0.01  # seconds in which another sample may follow the first ones
@@ -42,23 +38,7 @@ SAMPLING = "sampler_weights"
 OPTIMIZER = "optimizer.safetensors"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,120}"
 _PATH = re.compile(f"tinker://({_NAME})/({TRAINING}|{SAMPLING})/({_NAME})")
-_ATTENTION = re.compile("attn|attention|mixer")
-
-
-class Ended(Exception):
-    """The result is no longer needed."""
-
-
-@attrs.define(eq=False, kw_only=True)
-class Model:
-    """Adapters in training."""
-
-    about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
-    sampler: g.Policy  # of its own module, since rows may decode while the learner computes
-    logprobs: Callable[[Any, g.Batch], mx.array]
-    step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
-    state: g.TrainState
-    fault: str = ""  # of a gradient that is missing in the sum; empty: none is
+PARTS = ("attn", "mlp", "unembed")
 
 
 @attrs.frozen(eq=False)
@@ -70,19 +50,27 @@ class Sampler:
     logprobs: Callable[[Any, g.Batch], mx.array]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, kw_only=True)
+class Model:
+    """Adapters in training."""
+
+    about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
+    # Of the first weights. Its policy has its own module: rows may decode while the learner computes.
+    sampler: Sampler
+    step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
+    state: g.TrainState
+    fault: str = ""  # of a gradient that is missing in the sum; empty: none is
+
+
+@attrs.frozen(eq=False)
 class Sample:
-    """Completions of a prompt."""
+    """Completions of a prompt that wait for the engine or decode."""
 
     listener: Any  # see `Trainer.put`
-    source: Callable[[], Sampler]
+    sampler: Sampler
     request: Request
     sampling: g.Sampling
-    scored: int  # tokens at the prompt's end whose log-probs are wanted
-    # From the rows and the log-probs of the prompt (None: not wanted), what the listener hears.
-    answer: Callable[[Sequence[Row], np.ndarray | None], Any]
-    sampler: Sampler | None = None
-    prompt_logp: np.ndarray | None = None
+    prompt_logp: np.ndarray | None  # None: not wanted
 
 
 class Trainer:
@@ -96,7 +84,6 @@ class Trainer:
         self.draining = False
         self.path = path
         self._folder = folder
-        self._module = base.module
         self._digest = adapters.base_digest(named_leaves(base.module.parameters()))
         self._engine = engine
         self._optimizer = g.adamw(1e-4)  # each update has its own rates
@@ -130,7 +117,7 @@ class Trainer:
     def _work(self, job: Callable[[], Any], listener: Any) -> None:
         try:
             if listener.session.over:
-                raise Ended("the session has ended")
+                raise UserError("the session has ended")
             outcome = job()
         except Exception as error:
             outcome = error
@@ -139,17 +126,26 @@ class Trainer:
 
     # Samples.
 
-    def take(self, sample: Sample) -> None:
-        """A job: scores a sample's prompt, and queues it for the engine."""
-        sampler = sample.sampler = sample.source()
-        if sample.scored:
-            prompt = sample.request.prompt
-            start = len(prompt) - sample.scored
-            batch = g.batch_of([(prompt[:start], prompt[start:])], [[0.0] * sample.scored])
-            (piece,) = g.split_batch(batch, max_tokens=MICRO_TOKENS)
-            logp = np.array(sampler.logprobs(sampler.params, piece))[0, : sample.scored]
-            sample.prompt_logp = np.concatenate([np.full(start, np.nan, np.float32), logp])
-        self._waiting.append(sample)
+    def sample(
+        self,
+        listener: Any,
+        source: Callable[[], Sampler],
+        request: Request,
+        sampling: g.Sampling,
+        scored: int,
+    ) -> None:
+        """A job: queues a request for the engine. The listener receives a SampleResponse, with the
+        log-probs of the prompt's last `scored` tokens.
+        """
+        sampler = source()
+        prompt_logp = None
+        if scored:
+            start = len(request.prompt) - scored
+            row = (request.prompt[:start], request.prompt[start:])
+            (piece,) = g.split_batch(g.batch_of([row], [[0.0] * scored]), max_tokens=MICRO_TOKENS)
+            logp = np.array(sampler.logprobs(sampler.params, piece))[0, :scored]
+            prompt_logp = np.concatenate([np.full(start, np.nan, np.float32), logp])
+        self._waiting.append(Sample(listener, sampler, request, sampling, prompt_logp))
 
     def _begin(self) -> None:
         """Submits samples to the engine: those with the oldest sample's weights, if no others are
@@ -179,12 +175,11 @@ class Trainer:
             self.deliver([partial(each.listener.set, error) for each in self._decoding.values()])
             for ticket in self._decoding:
                 self._engine.cancel(ticket)
-            done = self._engine.collect(0)
             self._decoding = {}
+            return
         for ticket in done.keys() & self._decoding.keys():
             sample = self._decoding.pop(ticket)
-            answer = partial(sample.answer, done[ticket], sample.prompt_logp)
-            self._work(answer, sample.listener)
+            self._work(partial(sample_output, done[ticket], sample.prompt_logp), sample.listener)
 
     def sampler(self, path: str | None) -> Sampler:
         """A job: creates a sampler with saved weights; None means the base model's."""
@@ -192,24 +187,23 @@ class Trainer:
 
     def snapshot(self, model: Model) -> Sampler:
         """A job: creates a sampler with a model's current weights."""
-        return Sampler(model.sampler, model.state.params, model.logprobs)
+        return attrs.evolve(model.sampler, params=model.state.params)
 
     # Models.
 
-    def create(self, rank: int, parts: Sequence[str], seed: int | None) -> Model:
-        """A job: creates a model with new adapters on these parts: "mlp", "attn", "unembed"."""
-        module = twin_module(self._module)
+    def create(self, rank: int, parts: Sequence[str], seed: int) -> Model:
+        """A job: creates a model with new adapters on these PARTS."""
+        module = twin_module(self._base.policy.module)
         keys = adapted_layers(module, parts)
         if not keys:
             raise UserError(f"lora_config: this model has no layers of {' or '.join(parts)}")
         lora = LoraConfig(rank=rank, scale=ALPHA / rank, keys=keys)
-        seed = secrets.randbits(32) if seed is None else seed
         return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
 
     def restore(self, path: str, *, optimizer: bool) -> Model:
         """A job: creates a model that continues from a saved one."""
         folder = self.place(path)
-        module = twin_module(self._module)
+        module = twin_module(self._base.policy.module)
         module.freeze()
         try:
             about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
@@ -235,28 +229,26 @@ class Trainer:
         state = model.state
         try:
             data, loss, spec = read()
-            pieces = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
-            pieces = [counted(piece) for piece in pieces]
+            parts = g.split_batch(batch_of(data, loss), max_tokens=MICRO_TOKENS)
+            pieces = [counted(part) for part in parts]
             if backward:
                 state, stats = model.step(spec)(state, pieces, logprobs=logp)
                 total = stats.loss
             else:
-                logp = [model.logprobs(state.params, piece) for piece in pieces]
+                logp = [model.sampler.logprobs(state.params, piece) for piece in pieces]
                 total = mx.stack(
                     [_loss(spec, *each) for each in zip(pieces, logp, strict=True)]
                 ).sum()
             g.materialize(state.accum_grads, total, logp)
             value: Any = total.item()
-            if not math.isfinite(value):
+            if not np.isfinite(value):
                 raise UserError(f"the loss is {value}, so its gradient was not added")
         except Exception as error:
             model.fault = error_line(error) if backward else model.fault
             raise
         model.state = state
-        rows: dict[int, np.ndarray] = {}
-        for piece, logp_bt in zip(pieces, logp, strict=True):
-            numbers: Any = piece.row_b
-            rows |= dict(zip(on_host(numbers), np.array(logp_bt), strict=True))
+        row_numbers: list[Any] = [piece.row_b for piece in pieces]
+        rows = dict(zip(flat(map(on_host, row_numbers)), flat(map(np.array, logp)), strict=True))
         return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], value
 
     def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
@@ -277,8 +269,12 @@ class Trainer:
         target = self.place(path)
         if target.exists() and not overwrite:
             raise UserError(f"{path} already exists; expected a different name, or overwrite")
-        about = {"fine_tune_type": "lora", "model": str(self.path), **model.about}
-        about[adapters.BASE_DIGEST] = self._digest
+        about = {
+            "fine_tune_type": "lora",
+            "model": str(self.path),
+            adapters.BASE_DIGEST: self._digest,
+            **model.about,
+        }
         with new_folder(target) as folder:
             weights = named_leaves(model.state.params)
             save_arrays(folder / adapters.ADAPTERS, weights, {"format": "mlx"})
@@ -291,37 +287,41 @@ class Trainer:
         """The folder of a path, inside this trainer's folder. Raises UserError for any other path."""
         found = _PATH.fullmatch(path)
         if found is None:
-            wanted = f"tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME"
-            raise UserError(f"path: expected {wanted}, found {show(path)}")
+            raise UserError(
+                f"path: expected tinker://RUN/{TRAINING}/NAME or tinker://RUN/{SAMPLING}/NAME, "
+                f"found {show(path)}"
+            )
         return self._folder.joinpath(*found.groups())
 
     def _model(self, module: nn.Module, about: Mapping[str, Any]) -> Model:
         """A model with the module's current adapters."""
         cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
+        policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._base.policy.module))
         params = from_names(split_leaves(module)[0])
-        policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._module))
         state = g.init_state(params, self._optimizer, key=mx.random.key(0))
         g.materialize(state)
         return Model(
             about=about,
-            sampler=policy.twin(),
-            logprobs=g.make_logprob_step(policy),
-            step=functools.lru_cache(16)(partial(g.make_grad_step, policy)),
+            sampler=Sampler(policy.twin(), state.params, g.make_logprob_step(policy)),
+            step=lru_cache(16)(partial(g.make_grad_step, policy)),
             state=state,
         )
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
-    """The layers that receive adapters, by their names in a block; a tied head receives none."""
-    names = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
-    names = names if "unembed" in parts else set()
+    """The layers of these PARTS, by their names in a block; a tied head is not one of them."""
     blocks: Any = module.layers
-    for block in blocks:
-        for name, layer in block.named_modules():
-            part = "attn" if _ATTENTION.search(name) else "mlp"
-            linear = isinstance(layer, nn.Linear | nn.QuantizedLinear) or hasattr(layer, "to_lora")
-            names |= {name} if linear and part in parts else set()
-    return tuple(sorted(names))
+    linear = {
+        name
+        for name, layer in flat(block.named_modules() for block in blocks)
+        if isinstance(layer, nn.Linear | nn.QuantizedLinear) or hasattr(layer, "to_lora")
+    }
+    attention = {name for name in linear if re.search("attn|attention|mixer", name)}
+    heads = {name for name, _ in module.named_modules() if name.endswith("lm_head")}
+    layers: dict[str, set[str]] = dict(
+        zip(PARTS, (attention, linear - attention, heads), strict=True)
+    )
+    return tuple(sorted(flat(layers[part] for part in parts)))
 
 
 def _loss(spec: g.LossSpec, piece: g.Batch, logp_bt: mx.array) -> mx.array:

@@ -4,9 +4,6 @@ tokens as protobuf.
 The messages are defined by the package `tinker`.
 """
 
-from __future__ import annotations
-
-import itertools
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +13,10 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as messages
 
 import grpo_fn as g
-from runners.engines.engine import Row, Seed
+from grpo_fn.trees import flat
+from runners.engines.engine import Row
 from runners.errors import UserError, show
 from runners.serve.chat import ServedModel
-from runners.serve.sessions import derived_seed
 from runners.serve.tinker.losses import Datum
 from runners.serve.wire import ApiError, checked, read_fields, read_json
 
@@ -31,7 +28,7 @@ _TEXT = (str, "", NEEDED)
 _OBJECT = (dict, "", NEEDED)
 _NEW_MODEL = {"session_id": _TEXT, "model_seq_id": _NUMBER, "base_model": (str, "", None)}
 _MODEL = {"model_id": _TEXT, "seq_id": (int, "1 <= x <= 1000000000", NEEDED)}
-# Of each call, and of objects in it: the fields, with type (dict: looked at later), range, default.
+# Of each call, and of objects in it: the fields, with type (Any: checked later), range, default.
 FIELDS: dict[str, dict[str, Any]] = {
     "create_session": {},
     "session_heartbeat": {"session_id": _TEXT},
@@ -76,12 +73,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "prompt_logprobs": (bool, "", False),
         "prompt_logprobs_last_n": (int, ">= 1", None),
     },
-    "prompt": {"chunks": (dict, "", NEEDED)},
+    "prompt": {"chunks": (tuple[dict, ...], "", NEEDED)},
     "encoded_text": {"tokens": (tuple[int, ...], _IDS, NEEDED)},
     "sampling_params": {
         "max_tokens": (int, ">= 1", None),
         "seed": (int, _COUNT, None),
-        "stop": (dict, "", None),
+        "stop": (Any, "", None),
         "temperature": (float, ">= 0", 1.0),
         "top_k": (int, f"-1 or {_COUNT}", -1),
         "top_p": (float, "0 < x <= 1", 1.0),
@@ -103,7 +100,6 @@ IGNORED = {
     *("sdk_version", "tags", "user_metadata", "project_id", "display_name", "ttl_seconds"),
     *("type", "allow_metadata_only", "weights_access_token"),
 }
-_REASONS = {"stop": messages.STOP_REASON_STOP, "length": messages.STOP_REASON_LENGTH}
 _DTYPES = {
     messages.DTYPE_FLOAT32: np.float32,
     messages.DTYPE_INT64: np.int64,
@@ -111,17 +107,14 @@ _DTYPES = {
 }
 
 
-def read(call: str, given: Any) -> dict[str, Any]:
+def read(call: str, given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a call or of an object in it, each with a value. Raises ApiError for unknown
     fields and invalid values.
     """
-    if not isinstance(given, dict):
-        raise ApiError(f"{call}: expected an object, found {show(given)}", call)
     fields = FIELDS[call]
-    raw = [name for name, (kind, _, _) in fields.items() if kind is dict]
     used = {name: (kind, within) for name, (kind, within, _) in fields.items()}
-    found, objects = read_fields(given, raw, used, FIXED, IGNORED)
-    whole = {name: default for name, (_, _, default) in fields.items()} | found | objects
+    defaults = {name: default for name, (_, _, default) in fields.items()}
+    whole = defaults | read_fields(given, used, FIXED, IGNORED)
     missing = [name for name, value in whole.items() if value is NEEDED]
     if missing:
         raise ApiError(f"{call}: the field {show(missing[0])} is missing", missing[0])
@@ -136,16 +129,16 @@ def read_body(call: str, body: bytes) -> dict[str, Any]:
         message = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise ApiError("the body cannot be read as a ForwardBackwardRequest") from error
-    asked = read(call, {"model_id": message.model_id, "seq_id": message.seq_id})
-    return {**asked, "message": message, "size": len(body)}
+    order = {"model_id": message.model_id, "seq_id": message.seq_id}
+    return {**read(call, order), "message": message, "size": len(body)}
 
 
 def loss_config(message: Any) -> dict[str, float | str]:
     """The parameters of a request's loss."""
-    second = {
-        k: getattr(v, v.WhichOneof("value") or "text") for k, v in message.loss_fn_config_v2.items()
+    return dict(message.loss_fn_config) | {
+        name: getattr(value, value.WhichOneof("value") or "text")
+        for name, value in message.loss_fn_config_v2.items()
     }
-    return {**message.loss_fn_config, **second}
 
 
 def data_of(message: Any) -> list[Datum]:
@@ -153,18 +146,19 @@ def data_of(message: Any) -> list[Datum]:
     try:
         return [_datum(each) for each in message.data]
     except (KeyError, ValueError) as error:
-        wanted = "text, and dense arrays of float32 or int64"
-        raise UserError(f"data: expected {wanted}: {error}") from error
+        raise UserError(
+            f"data: expected text, and dense arrays of float32 or int64: {error}"
+        ) from error
 
 
 def _datum(datum: Any) -> Datum:
     if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
         raise ValueError("found an image or audio")
     tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-    inputs = {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        flat = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
-        inputs[name] = flat.reshape([*tensor.shape] or -1)
+    inputs = {
+        name: np.frombuffer(each.dense, _DTYPES[each.dtype]).reshape([*each.shape] or -1)
+        for name, each in datum.loss_fn_inputs.items()
+    }
     return Datum(np.frombuffer(tokens, np.int32), inputs)
 
 
@@ -177,17 +171,16 @@ def forward_output(rows: Sequence[np.ndarray], loss: float) -> bytes:
         dtype=messages.DTYPE_FLOAT32,
     )
     record = messages.ArrayRecord(fields={"logprobs": field}, num_datums=len(rows))
-    output = messages.ForwardBackwardOutput(
+    return messages.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": loss}
-    )
-    return output.SerializeToString()
+    ).SerializeToString()
 
 
 def sample_output(rows: Sequence[Row], prompt_logp: np.ndarray | None) -> bytes:
     """A SampleResponse."""
     sequences = [
         messages.SampledSequence(
-            stop_reason=_REASONS[row.finish],
+            stop_reason=messages.StopReason.Value(f"STOP_REASON_{row.finish.upper()}"),
             tokens=np.array(row.tokens, np.int32).tobytes(),
             logprobs=np.array(row.logp, np.float32).tobytes(),
         )
@@ -211,15 +204,10 @@ def rates_of(params: Any) -> g.Rates:
 
 def prompt_of(given: Any) -> tuple[int, ...]:
     """The tokens of a ModelInput. Raises ApiError for anything but text."""
-    chunks = read("prompt", given)["chunks"]
-    ids = (
-        [read("encoded_text", each)["tokens"] for each in chunks]
-        if isinstance(chunks, list)
-        else []
-    )
+    ids = [read("encoded_text", each)["tokens"] for each in read("prompt", given)["chunks"]]
     if not any(ids):
         raise ApiError("prompt: expected chunks with tokens, found none", "prompt")
-    return tuple(itertools.chain.from_iterable(ids))
+    return tuple(flat(ids))
 
 
 def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling, int]:
@@ -229,8 +217,11 @@ def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling
     asked = read("sampling_params", given)
     wanted = asked["max_tokens"] or max(model.length - prompt, 1)
     if prompt + wanted > model.length:
-        found = f"a prompt of {prompt} tokens and max_tokens = {wanted}"
-        raise ApiError(f"{found}: expected at most {model.length} together", "max_tokens")
+        raise ApiError(
+            f"a prompt of {prompt} tokens and max_tokens = {wanted}: expected at most "
+            f"{model.length} together",
+            "max_tokens",
+        )
     stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"] or []
     numbers = isinstance(stop, list) and all(type(each) is int for each in stop)
     ids = checked("stop", stop if numbers else [], tuple[int, ...], _IDS)
@@ -243,8 +234,3 @@ def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling
         stop=checked("stop", [] if numbers else stop, tuple[str, ...], "no empty string"),
     )
     return sampling, secrets.randbits(63) if asked["seed"] is None else asked["seed"]
-
-
-def seeds_of(seed: int, count: int) -> tuple[Seed, ...]:
-    """The seeds of a sample's completions."""
-    return tuple(derived_seed((seed >> 32, seed & 0xFFFFFFFF), n) for n in range(count))

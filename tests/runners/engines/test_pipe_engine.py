@@ -72,7 +72,7 @@ def test_what_crosses_the_pipe_is_plain(engines):
         ((row,),) = engine.collect().values()
         with pytest.raises(ValueError, match="token id"):
             generate(engine, [attrs.evolve(request, prompt=(10**6,))], SAMPLING)
-        facts = (engine.version, engine.rows, engine.traits.entropy, row.finish)
+        facts = (engine.version, engine.rows, row.finish)
         seen.append((rollout.completions(), rollout.logp_bt.tolist(), said, again, facts))
     assert seen[0] == seen[1]
     assert seen[0][3][0][1] < len(longer.prompt) and facts[-1] == "cancelled"

@@ -13,7 +13,7 @@ import grpo_fn as g
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
-from runners.engines.engine import Row, Ticket, Traits
+from runners.engines.engine import Row, Ticket
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError
@@ -81,7 +81,6 @@ def call(name, **arguments):
 class Scripted:
     """An engine in place of a model: the n-th turn of each row is `turns[n]`, ended by the end token."""
 
-    traits = Traits(drawn_logp=True, entropy=False, images=False)
     version = rows = 0
 
     def __init__(self, tokenizer, *turns):
@@ -364,8 +363,7 @@ def test_a_failure_may_cost_the_reward(built):
 
 
 @pytest.mark.parametrize(
-    ("nudge", "thought"),
-    [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")],
+    ("nudge", "thought"), [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")]
 )
 def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
     """Nor one in thoughts that the nudge began, or that were cut off; the message has the thoughts."""

@@ -3,20 +3,15 @@
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from runners.serve.service import Limits
 from tests.runners.serve.test_wire import CHAT, MESSAGES
-from tests.support.serving import Client, ScriptedEngine, embedded, served, serving
+from tests.support.serving import Client, ScriptedEngine, served, serving, soon
 
 LIMITS = Limits(body=20_000, idle=1.0, connections=40, seconds=3.0)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """The model in the package."""
-    return embedded()
 
 
 @pytest.fixture
@@ -46,24 +41,15 @@ def request(body=b"", *, length=None, path=CHAT, headers=()):
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def is_free(client, seconds=10.0):
-    """Whether the engine and the service hold nothing any more, within some time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if client.service.idle and not client.service.engine.jobs:
-            return True
-        time.sleep(0.02)
-    return False
+def is_free(client):
+    """Whether the engine and the service soon hold nothing any more."""
+    return soon(lambda: client.service.idle and not client.service.engine.jobs)
 
 
 HOSTS = [
-    "evil.example",
-    "evil.example:80",
-    "127.0.0.1.evil.example",
-    "localhost.evil.example:8000",
-    "",
+    "evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example:8000", "",
     "[::1].evil",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -92,13 +78,11 @@ def test_pages_of_other_sites_are_refused(client, origin):
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"],
+    "header", ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"]
 )
 def test_without_the_key_nothing_is_answered(keyed, header):
     """401 for every way but the right one."""
-    for path in ("/v1/models", CHAT):
-        method = "GET" if path == "/v1/models" else "POST"
+    for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
         answer = keyed.http.request(method, path, headers={"Authorization": header})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert keyed.service.engine.requests == []
@@ -195,9 +179,7 @@ def test_bytes_that_are_no_request(client, sent):
 
 def test_clients_do_not_see_one_another(loaded):
     """Each gets the answer to what it asked, though its neighbours' rows decode beside it."""
-    import concurrent.futures
-
-    with serving(loaded.engine, served(loaded)) as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
+    with serving(loaded.engine, served(loaded)) as client, ThreadPoolExecutor(12) as pool:
         texts = [f"{n}+{n}=" for n in range(24)]
         body = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
         alone = [client.post("/v1/completions", {"prompt": text, **body})[1] for text in texts]
@@ -214,12 +196,7 @@ def test_clients_do_not_see_one_another(loaded):
 
 def test_errors_tell_nothing_of_the_machine(client):
     """No path, no trace, no key."""
-    answers = [
-        client.http.post(CHAT, content=b"{"),
-        client.http.get("/x"),
-        client.http.post(CHAT, json={"tools": 1}),
-    ]
-    for answer in answers:
-        assert (
-            "/work" not in answer.text and "Traceback" not in answer.text and "server" not in answer.headers
-        )
+    bad = [client.http.post(CHAT, content=b"{"), client.http.post(CHAT, json={"tools": 1})]
+    for answer in (*bad, client.http.get("/x")):
+        assert "/work" not in answer.text and "Traceback" not in answer.text
+        assert "server" not in answer.headers

@@ -1,7 +1,6 @@
 """The service: weights that change while it serves, turns begun together, room, faults, the end."""
 
 import threading
-import time
 
 import attrs
 import numpy as np
@@ -14,14 +13,8 @@ from runners.engines.local import LocalEngine
 from runners.serve.service import Limits, Service
 from runners.serve.sessions import Refused
 from tests.runners.serve.test_wire import CHAT, MESSAGES, recomputed
-from tests.support.serving import Client, ScriptedEngine, embedded, served, serving
+from tests.support.serving import Client, ScriptedEngine, served, serving, soon
 from tests.support.tiny_states import load
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """The model in the package."""
-    return embedded()
 
 
 def turn_of(session, prompt=(5, 6, 7), most=20, *, seed=None, hears=True, **distribution):
@@ -115,9 +108,7 @@ def test_a_service_that_ends_refuses_new_turns_and_finishes_the_others(loaded):
         found = []
         caller = threading.Thread(target=lambda: found.append(client.post(CHAT, {"messages": MESSAGES})))
         caller.start()
-        until = time.monotonic() + 60
-        while not engine.jobs and time.monotonic() < until:
-            time.sleep(0.001)
+        assert soon(lambda: engine.jobs)
         client.service.draining = True
         other = Client(client.server)
         assert other.post(CHAT, {"messages": MESSAGES})[0] == 503

@@ -1,6 +1,6 @@
 """Calls as rows: what continues one, what begins one, and what leaves no trace."""
 
-import time
+from contextlib import ExitStack
 
 import httpx2
 import pytest
@@ -9,16 +9,10 @@ import grpo_fn as g
 from runners.engines.engine import Weights
 from runners.serve.sessions import Refused, Session, derived_seed
 from tests.runners.serve.test_wire import CHAT, GENERATE, IDS, QUESTION
-from tests.support.serving import Client, Recorded, ScriptedEngine, conversation, embedded, served, serving
+from tests.support.serving import Client, Recorded, ScriptedEngine, conversation, served, serving, soon
 
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """The model in the package."""
-    return embedded()
 
 
 @pytest.fixture
@@ -35,22 +29,18 @@ def client(loaded):
 @pytest.fixture
 def scripted(loaded):
     """Starts a server whose model says these texts; the client's session records its rows."""
-    opened = []
+    with ExitStack() as opened:
 
-    def start(*texts, **options):
-        engine = ScriptedEngine(loaded.tokenizer, texts)
-        context = serving(engine, served(loaded), **options)
-        client = context.__enter__()
-        opened.append(context)
-        session = client.service.open()
-        client = Client(client.server, session.key)
-        client.engine = engine
-        client.session = session
-        return client
+        def start(*texts):
+            engine = ScriptedEngine(loaded.tokenizer, texts)
+            server = opened.enter_context(serving(engine, served(loaded))).server
+            session = server.service.open()
+            client = Client(server, session.key)
+            client.engine = engine
+            client.session = session
+            return client
 
-    yield start
-    for context in opened:
-        context.__exit__(None, None, None)
+        yield start
 
 
 def said(answer):
@@ -257,8 +247,5 @@ def test_a_client_that_leaves_frees_its_row(scripted):
         client.http.post(CHAT, json=body, timeout=0.1)
     with client.http.stream("POST", CHAT, json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
-    end = time.monotonic() + 10
-    while time.monotonic() < end and (client.engine.jobs or client.session.rows):
-        time.sleep(0.01)
-    assert not client.engine.jobs and client.session.rows == []
+    assert soon(lambda: not (client.engine.jobs or client.session.rows))
     assert len(client.engine.freed) >= 1

@@ -6,9 +6,12 @@ import time
 import numpy as np
 import pytest
 
+from grpo_fn.trees import arrays_of
+
 pytest.importorskip("tinker")
 from runners.serve.tinker import app
 from runners.serve.tinker.app import TrainingLimits
+from tests.support.serving import soon
 from tests.support.training_server import request, training
 
 TOKENS = [3, 4, 5, 6]
@@ -26,98 +29,50 @@ def _caller(tmp_path_factory):
 def weights(caller):
     """The adapters of the caller's model, as bytes."""
     state = caller.server._slots[caller.model].found.state
-    return b"".join(np.array(leaf).tobytes() for leaf in app_leaves(state.params))
+    return b"".join(np.array(leaf).tobytes() for leaf in arrays_of(state.params))
 
 
-def app_leaves(tree):
-    """The arrays of a tree."""
-    from grpo_fn.trees import arrays_of
-
-    return list(arrays_of(tree))
-
-
+# What is wrong: the message; the rows, or arrays of one row; the loss and its parameters.
 ROWS = {
-    "a loss that there is not": ([ROW], "stable_reinforce", {}, "stable_reinforce"),
-    "a near name": ([ROW], "cross_entropi", {}, "did you mean"),
-    "no rows": ([], "cross_entropy", {}, "at least one"),
-    "an array that is missing": ([ROW], "ppo", {}, "missing"),
-    "an array that is not known": ([FULL], "cross_entropy", {}, "advantages"),
-    "an array with a near name": (
-        [(TOKENS, {**ROW[1], "weight": [1.0] * 4})],
-        "cross_entropy",
-        {},
-        "weights",
-    ),
-    "a parameter that is not known": ([FULL], "ppo", {"clip": 0.1}, "clip"),
-    "a parameter that is a text": ([FULL], "dro", {"beta": "much"}, "not possible"),
-    "a parameter out of range": ([FULL], "ppo", {"clip_low_threshold": 1.5}, "not possible"),
-    "a band without width": ([FULL], "cispo", {"clip_low_threshold": 1.2}, "not possible"),
-    "a NaN parameter": ([FULL], "dro", {"beta": float("nan")}, "not possible"),
-    "a short array": (
-        [(TOKENS, {**ROW[1], "weights": [1.0] * 3})],
-        "cross_entropy",
-        {},
-        "expected 4 numbers",
-    ),
-    "targets of two dimensions": (
-        [(TOKENS, {"target_tokens": [[1], [2], [3], [4]]})],
-        "cross_entropy",
-        {},
-        "[4, 1]",
-    ),
-    "targets that are no integers": (
-        [(TOKENS, {"target_tokens": [1.0] * 4})],
-        "cross_entropy",
-        {},
-        "token ids",
-    ),
-    "a target beyond the vocabulary": (
-        [(TOKENS, {"target_tokens": [1, 2, 3, 640]})],
-        "cross_entropy",
-        {},
-        "< 640",
-    ),
-    "a negative target": ([(TOKENS, {"target_tokens": [1, 2, 3, -1]})], "cross_entropy", {}, "token ids"),
-    "a token beyond the vocabulary": (([([3, 4, 5, 9999], ROW[1])]), "cross_entropy", {}, "token ids"),
-    "no tokens": ([([], {"target_tokens": np.zeros(0, int)})], "cross_entropy", {}, "found 0"),
-    "too many tokens": (
-        [([1] * 600, {"target_tokens": [1] * 600})],
-        "cross_entropy",
-        {},
-        "expected 1 to 512",
-    ),
-    "NaN weights": (
-        [(TOKENS, {**ROW[1], "weights": [1.0, float("nan"), 1.0, 1.0]})],
-        "cross_entropy",
-        {},
-        "finite",
-    ),
-    "infinite log-probs": ([(TOKENS, {**FULL[1], "logprobs": [float("-inf")] * 4})], "ppo", {}, "finite"),
-    "weights whose sum is infinite": (
-        [(TOKENS, {**ROW[1], "weights": [3e38] * 4})],
-        "cross_entropy",
-        {},
-        "the loss is",
-    ),
+    "a loss that there is not": ("stable_reinforce", [ROW], "stable_reinforce"),
+    "a near name": ("did you mean", [ROW], "cross_entropi"),
+    "no rows": ("at least one", []),
+    "an array that is missing": ("missing", [ROW], "ppo"),
+    "an array that is not known": ("advantages", [FULL]),
+    "an array with a near name": ("weights", {**ROW[1], "weight": [1.0] * 4}),
+    "a parameter that is not known": ("clip", [FULL], "ppo", {"clip": 0.1}),
+    "a parameter that is a text": ("not possible", [FULL], "dro", {"beta": "much"}),
+    "a parameter out of range": ("not possible", [FULL], "ppo", {"clip_low_threshold": 1.5}),
+    "a band without width": ("not possible", [FULL], "cispo", {"clip_low_threshold": 1.2}),
+    "a NaN parameter": ("not possible", [FULL], "dro", {"beta": float("nan")}),
+    "a short array": ("expected 4 numbers", {**ROW[1], "weights": [1.0] * 3}),
+    "targets of two dimensions": ("[4, 1]", {"target_tokens": [[1], [2], [3], [4]]}),
+    "targets that are no integers": ("token ids", {"target_tokens": [1.0] * 4}),
+    "a target beyond the vocabulary": ("< 640", {"target_tokens": [1, 2, 3, 640]}),
+    "a negative target": ("token ids", {"target_tokens": [1, 2, 3, -1]}),
+    "a token beyond the vocabulary": ("token ids", [([3, 4, 5, 9999], ROW[1])]),
+    "no tokens": ("found 0", [([], {"target_tokens": np.zeros(0, int)})]),
+    "too many tokens": ("expected 1 to 512", [([1] * 600, {"target_tokens": [1] * 600})]),
+    "NaN weights": ("finite", {**ROW[1], "weights": [1.0, float("nan"), 1.0, 1.0]}),
+    "infinite log-probs": ("finite", {**FULL[1], "logprobs": [float("-inf")] * 4}, "ppo"),
+    "weights whose sum is infinite": ("the loss is", {**ROW[1], "weights": [3e38] * 4}),
     "advantages outside of the mask": (
-        [(TOKENS, {**FULL[1], "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0]})],
-        "gspo",
-        {},
-        "sequence_ratio_mask is 0",
+        "sequence_ratio_mask is 0", {**FULL[1], "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0]}, "gspo",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ROWS)
 def test_rows_that_are_wrong_change_nothing(caller, what):
     """An error of the category user. The next step is refused as well, and the one after it is not."""
-    data, loss, config, said = ROWS[what]
+    said, data, *loss = ROWS[what]
+    data = [(TOKENS, data)] if isinstance(data, dict) else data
     before = weights(caller)
-    fault = caller.forward(data, loss, config)
+    fault = caller.forward(data, *loss)
     assert fault["category"] == "user" and said in fault["error"], fault
     fault = caller.step(learning_rate=0.1)
     assert "no step was taken" in fault["error"] and weights(caller) == before
-    assert caller.forward(data, loss, config, forward_only=True)["category"] == "user"
+    assert caller.forward(data, *loss, forward_only=True)["category"] == "user"
     assert caller.step(learning_rate=0.0)["metrics"]["grad_norm:mean"] == 0
     caller.forward([ROW])
     assert caller.step(learning_rate=0.0)["metrics"]["grad_norm:mean"] > 0
@@ -126,10 +81,8 @@ def test_rows_that_are_wrong_change_nothing(caller, what):
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ({"learning_rate": -1}, "learning_rate"),
-        ({"beta1": 1}, "beta1"),
-        ({"eps": 0}, "eps"),
-        ({"momentum": 1}, "momentum"),
+        ({name: value}, name)
+        for name, value in (("learning_rate", -1), ("beta1", 1), ("eps", 0), ("momentum", 1))
     ],
 )
 def test_rates_that_are_wrong(caller, rates, said):
@@ -143,11 +96,7 @@ CALLS = [
     ("create_session", {"nothing": 1}, 400),
     ("session_heartbeat", {}, 400),
     ("session_heartbeat", {"session_id": "none"}, 410),
-    (
-        "create_model",
-        {"session_id": "none", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}},
-        410,
-    ),
+    ("create_model", {"session_id": "none", "model_seq_id": 0, "lora_config": {"rank": 1}}, 410),
     ("optim_step", {"model_id": "none", "seq_id": 1, "adam_params": {}}, 410),
     ("get_info", {"model_id": 5}, 400),
     ("asample", {"sampling_session_id": "none", "seq_id": 0, "prompt": {}, "sampling_params": {}}, 410),
@@ -182,13 +131,8 @@ def sample(way, number=0, tokens=(3, 4), **fields):
     """The fields of a sample."""
     params = {"max_tokens": 3, **fields.pop("sampling_params", {})}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [*tokens]}]}
-    return {
-        "sampling_session_id": way,
-        "seq_id": number,
-        "prompt": prompt,
-        "sampling_params": params,
-        **fields,
-    }
+    where = {"sampling_session_id": way, "seq_id": number}
+    return {**where, "prompt": prompt, "sampling_params": params, **fields}
 
 
 def way_of(caller, number=0):
@@ -210,7 +154,7 @@ def way_of(caller, number=0):
         ({"tokens": [640]}, "640"),
         ({"tokens": [-1]}, "tokens"),
         ({"tokens": ["a"]}, "tokens"),
-        ({"prompt": {"chunks": 5}}, "prompt"),
+        ({"prompt": {"chunks": 5}}, "chunks"),
         ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "data"),
         ({"prompt": [3]}, "prompt"),
         ({"sampling_params": {"max_tokens": 511}}, "at most 512"),
@@ -259,7 +203,7 @@ def test_requests_run_in_the_order_of_their_numbers(caller):
     for number in (2, 1, 3):
         promises[number] = caller.post("optim_step", **order[number], adam_params={"learning_rate": 0.0})
     waits = caller.server._futures[promises[1].json()["request_id"]]
-    assert not waits.done.is_set()
+    assert not waits.answer.done()
     first = caller.post("forward_backward", request(order[0], [ROW])).json()["request_id"]
     norms = [caller.wait(promises[n].json()["request_id"])["metrics"]["grad_norm:mean"] for n in (1, 2, 3)]
     assert norms[0] > 0 and norms[1:] == [0, 0]
@@ -302,13 +246,8 @@ def test_a_session_that_vanishes_is_freed(tmp_path):
             "asample", **sample(way, sampling_params={"max_tokens": 500, "stop": []}, num_samples=64)
         )
         assert promise.status_code == 200
-        end = time.monotonic() + 20
-        while server._sessions and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not (server._sessions or server._slots or server._futures)
-        while not server._trainer.idle and time.monotonic() < end:
-            time.sleep(0.05)
-        assert server._trainer.idle and server._room == limits.room
+        assert soon(lambda: not (server._sessions or server._slots or server._futures))
+        assert soon(lambda: server._trainer.idle and server._room == limits.room)
         assert caller.post("retrieve_future", request_id=promise.json()["request_id"]).status_code == 410
         assert caller.post("session_heartbeat", session_id=caller.model.partition(":")[0]).status_code == 410
         assert "metrics" in caller.train().step(learning_rate=0.0)
@@ -328,7 +267,7 @@ def test_a_heartbeat_keeps_a_session(tmp_path):
 
 def test_floods_meet_a_bound(tmp_path):
     """429 for sessions, futures and bytes; what was accepted is done."""
-    limits = TrainingLimits(turns=3, slots=2, futures=20, room=200_000, body=100_000, gap=0.5)
+    limits = TrainingLimits(turns=3, slots=2, futures=20, room=200_000, body=100_000, gap=1.5)
     with training(tmp_path, limits=limits) as caller:
         caller.train()
         statuses = [caller.post("create_session").status_code for _ in range(4)]
@@ -341,23 +280,16 @@ def test_floods_meet_a_bound(tmp_path):
         kept = [caller.post("forward_backward", request(each, data)).status_code for each in orders[1:]]
         assert kept[0] == 200 and kept[-1] == 429
         names = [f"{caller.model}:{n}" for n, status in enumerate(kept, 2) if status == 200]
-        assert all(
-            "was not received" in caller.wait(name)["error"] for name in names
-        )  # the first one is missing
+        # The first one is missing.
+        assert all("was not received" in caller.wait(name)["error"] for name in names)
         caller.number = len(names) + 1
         assert "was not received" in caller.step(learning_rate=0.1)["error"]
         assert "metrics" in caller.step(learning_rate=0.1)
-        room = caller.server._room
-        assert room == limits.room
+        assert caller.server._room == limits.room
         session = caller.model.partition(":")[0]
         for number in (1, 2):
-            answer = caller.post(
-                "create_model",
-                session_id=session,
-                model_seq_id=number,
-                base_model="tiny",
-                lora_config={"rank": 1},
-            )
+            fields = {"session_id": session, "model_seq_id": number, "base_model": "tiny"}
+            answer = caller.post("create_model", **fields, lora_config={"rank": 1})
         assert answer.status_code == 400 and "2 models" in answer.text
         way = way_of(caller)
         long = {"max_tokens": 400, "stop": []}
@@ -402,6 +334,17 @@ def test_results_are_kept_for_a_while(tmp_path, monkeypatch):
         assert caller.wait(promise) == caller.wait(promise)
         time.sleep(1.2)
         assert caller.post("retrieve_future", request_id=promise).status_code == 410
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_only_local_clients_see_where_the_tokenizer_is(tmp_path, host):
+    """get_info names the folder of the model on 127.0.0.1; elsewhere it gives the model's name."""
+    with training(tmp_path, host=host) as caller:
+        caller.server.url = caller.server.url.replace("0.0.0.0", "127.0.0.1")
+        caller = type(caller)(caller.server).train()
+        data = caller.post("get_info", model_id=caller.model).json()["model_data"]
+    folder = str(caller.server._trainer.path)
+    assert data == {"model_name": "tiny", "tokenizer_id": folder if host == "127.0.0.1" else "tiny"}
 
 
 def test_errors_tell_nothing_of_the_machine(caller):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runners.errors import UserError
 from runners.serve import wire
 from runners.serve.wire import FIXED, USED, ApiError
-from tests.support.serving import embedded, served, serving
+from tests.support.serving import served, serving
 
 QUESTION = "Anna has 3 pens and buys 4 more. How many pens has she?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -19,12 +19,6 @@ IDS = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 GENERATE = "/inference/v1/generate"
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """The model in the package."""
-    return embedded()
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +52,17 @@ def test_chat_has_the_ids_and_logprobs_that_the_engine_drew(client, loaded, prom
     logp = [entry["logprob"] for entry in entries]
     np.testing.assert_allclose(logp, recomputed(loaded, prompt, tokens, 0.8), atol=1e-4)
     assert choice["message"]["content"] == loaded.decoder.decode(tokens)
-    assert answer["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": len(tokens),
-        "total_tokens": len(prompt) + len(tokens),
-    }
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+    assert answer["usage"] == {**counts, "total_tokens": len(prompt) + len(tokens)}
 
 
 def test_completions_of_ids_as_trl_asks_for_them(client, loaded, prompt):
     """TRL's asynchronous payload: ids as the prompt, logprobs 0, a seed of 63 bits, return_token_ids."""
     body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 20,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "n": 1,
-        "return_token_ids": True,
-        "logprobs": 0,
+        "model": "tiny", "prompt": prompt, "max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "n": 1, "return_token_ids": True, "logprobs": 0,
         "seed": 2**63 - 1,
-    }
+    }  # fmt: skip
     status, answer = client.post(TEXT, body)
     assert status == 200, answer
     (choice,) = answer["choices"]
@@ -92,22 +74,11 @@ def test_completions_of_ids_as_trl_asks_for_them(client, loaded, prompt):
 def test_generate_takes_ids_and_gives_ids(client, loaded, prompt):
     """As renderers reads it: request_id, token_ids, an entry token_id:N a token, at the server's root."""
     sampling = {
-        "max_tokens": 20,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "seed": 3,
-        "stop_token_ids": list(loaded.eos_ids),
-        "logprobs": 1,
-        "skip_special_tokens": False,
-    }
-    body = {
-        "model": "tiny",
-        "token_ids": prompt,
-        "sampling_params": sampling,
-        "cache_salt": "1",
-        "priority": 0,
-    }
-    status, answer = client.post(GENERATE, body)
+        "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "seed": 3, "logprobs": 1,
+        "stop_token_ids": list(loaded.eos_ids), "skip_special_tokens": False,
+    }  # fmt: skip
+    body = {"model": "tiny", "token_ids": prompt, "cache_salt": "1", "priority": 0}
+    status, answer = client.post(GENERATE, {**body, "sampling_params": sampling})
     assert status == 200, answer
     (choice,) = answer["choices"]
     assert answer["request_id"] and choice["finish_reason"] in ("stop", "length")
@@ -241,19 +212,10 @@ def test_what_is_not_real_is_refused_by_its_name(client, path, body, param, says
 
 
 NEUTRAL = {
-    "user": "me",
-    "store": False,
-    "metadata": {},
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
-    "tool_choice": "auto",
-    "stream_options": None,
-    "stop": None,
-    "top_logprobs": None,
-    "functions": None,
-}
+    "user": "me", "store": False, "metadata": {}, "presence_penalty": 0, "logit_bias": {},
+    "response_format": {"type": "text"}, "parallel_tool_calls": True, "tool_choice": "auto",
+    **dict.fromkeys(("stream_options", "stop", "top_logprobs", "functions")),
+}  # fmt: skip
 
 
 def test_what_changes_nothing_is_taken(client):

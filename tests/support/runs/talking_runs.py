@@ -42,7 +42,7 @@ def talking_run(
     def hear(self: Any, episode: Any, tokens: Any) -> tuple:
         arguments = {"text": "<b>again</b>"}
         call = {"type": "function", "function": {"name": "check", "arguments": arguments}}
-        content = self._home.chat.text(tokens)
+        content = self._home.chat.decoder.decode(tokens)
         episode.messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
         episode.counts["turns"] += 1
         return (episodes.ToolCall("check", arguments),)
