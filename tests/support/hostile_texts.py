@@ -129,8 +129,7 @@ def apply(folder: Path, change: tuple[str, Any]) -> dict[str, Path]:
 
 
 def try_commands(folder: Path, change: tuple[str, Any]) -> None:
-    """All commands that read such files: whatever happens, each shows lines without control characters, no
-    line of the stranger's, runs none of their code, and writes what means nothing else."""
+    """Every command on changed files: nothing hostile is shown, run or written."""
     at = apply(folder, change)
     model, rows, run = map(str, at.values())
     config = folder / "made.toml"

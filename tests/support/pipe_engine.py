@@ -1,7 +1,4 @@
-"""An engine in a process of its own, which reads the model from its folder and new weights from files.
-
-What goes through the pipe is JSON.
-"""
+"""An engine in a separate process, with JSON through a pipe; weights and model come from files."""
 
 import json
 import multiprocessing

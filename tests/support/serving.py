@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx2
@@ -96,30 +97,28 @@ class Client:
 
 
 @contextmanager
+def running(service):
+    """Within the block, another thread runs the service, or the trainer; its error is raised at the end."""
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(service.run, stopped.is_set)
+        try:
+            yield
+        finally:
+            stopped.set()
+    done.result()
+
+
+@contextmanager
 def serving(engine, model, *, limits=None, key="", public=True, **options):
     """A client of a server over this engine, which another thread owns meanwhile."""
     service = Service(engine, model, limits)
     session = service.open(key, records=False)
-    stopped = threading.Event()
-    faults = []
-
-    def run():
-        try:
-            service.run(stopped.is_set)
-        except Exception as error:
-            faults.append(error)
-
-    pump = threading.Thread(target=run)
-    with Server(service, public=session if public and not key else None, **options) as server:
-        pump.start()
-        try:
-            client = Client(server, key or "none")
-            client.session = session
-            yield client
-        finally:
-            stopped.set()
-            pump.join()
-    assert not faults, faults
+    app = Server(service, public=session if public and not key else None, **options)
+    with app as server, running(service):
+        client = Client(server, key or "none")
+        client.session = session
+        yield client
 
 
 def embedded():

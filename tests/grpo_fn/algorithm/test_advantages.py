@@ -49,10 +49,7 @@ def test_advantages_match_the_reference(rewards, baseline, scale, seed):
     scale=st.sampled_from(SCALES),
 )
 def test_equal_rewards_give_exactly_zero(size, value, name, scale):
-    """With a group's baseline a group without variance has A = 0 to the last bit, beside one with some; with
-    the batch's it has where all rewards of the batch are equal. GDPO's normalised rewards are 0 as well: not
-    the rounding of r − mean divided by the floor (0.1 seven times has a mean that is not 0.1).
-    """
+    """Equal rewards of a group (of the batch, with its baseline) give A = 0 exactly; so does GDPO."""
     rewards = np.full((2, size), value, np.float32)
     total = combined(rewards[:1], np.ones(1), aggregate="normalize_then_sum", group_size=size)
     assert (total == 0.0).all()
@@ -64,10 +61,7 @@ def test_equal_rewards_give_exactly_zero(size, value, name, scale):
 
 @given(rewards=reward_groups(missing=False), seed=seeds, penalty=st.booleans())
 def test_gdpo_leaves_groups_without_variance_exactly_zero(rewards, seed, penalty):
-    """z is exactly 0 there, and the mean of all z is 0: A = 0 to the last bit, as nothing else is added to z.
-
-    A length penalty is added to z: then the batch's baseline acts on such a group as well.
-    """
+    """Such a group has A = 0 exactly, unless a length penalty was added to its normalized rewards."""
     rewards = np.concatenate([rewards, np.full_like(rewards[:1], 0.75)])
     assume(any(len(set(group)) > 1 for group in rewards))
     rng = np.random.default_rng(seed)
@@ -143,8 +137,7 @@ GDPO = {"aggregate": "normalize_then_sum"}
     ],
 )
 def test_what_does_not_fit_is_refused(act, message):
-    """With the nearest spelling, or what was found and wanted: a group baseline needs two completions, GDPO
-    groups that divide them, and the buffer fits into the limit."""
+    """The message gives the nearest spelling, or what was found and what is expected."""
     with pytest.raises(ValueError, match=message):
         act()
 

@@ -44,10 +44,7 @@ def every_third(sets):
     ("level", "surrogate"), sorted({(f["level"], f["surrogate"]) for f in all_field_sets()})
 )
 def test_every_legal_combination_matches_the_reference(level, surrogate):
-    """Each correction × KL × aggregation of this level and surrogate: value, gradients, statistics.
-
-    A third of them here, in which each two of the three choices meet; all with HYPOTHESIS_PROFILE=campaign.
-    """
+    """All in a campaign; here a third, in which every pair of correction, KL and aggregation occurs."""
     among = [each for each in enumerate(all_field_sets()) if each[1]["level"] == level]
     among = [(index, fields) for index, fields in among if fields["surrogate"] == surrogate]
     taken = among if examples(1) > 1 else every_third(among)
@@ -106,8 +103,7 @@ def test_reference_gradient_is_its_own_central_difference(case):
 
 
 def test_sampler_diagnostics_are_taken_before_masking():
-    """A correction that drops every token still reports the ratios that made it do so: of weights 1, 2, 3 the
-    effective sample size is (Σw)²/(nΣw²) = 36/(3·14) = 6/7."""
+    """With every token dropped: the ratios stay, and of weights 1, 2, 3 the ESS is 36/(3·14) = 6/7."""
     spec = g.LossSpec(correction="token_mask", correction_range=(3.5, 4.0))
     old, rollout = mx.log(mx.array([[1.0, 2.0, 3.0]])), mx.zeros((1, 3))
     loss, stats = g.policy_loss(

@@ -123,9 +123,7 @@ def test_wrong_options_are_named(options, message):
 
 @given(case=loss_cases())
 def test_constant_token_advantages_are_those_of_the_completion(case):
-    """Loss, gradients and statistics, with every surrogate, correction, KL and aggregation: to the bit at the
-    level of tokens. At the level of sequences the tokens' own weights may move the gradient, not the value.
-    """
+    """Exactly at the token level; at the sequence level, token weights may move the gradient."""
     by_token = np.repeat(case.adv[:, None], case.mask.shape[1], axis=1)
     one, other = run_library(case), run_library(attrs.evolve(case, adv=by_token))
     assert one.stats == pytest.approx(other.stats, rel=1e-6, abs=1e-6)

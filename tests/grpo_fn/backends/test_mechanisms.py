@@ -58,8 +58,7 @@ def table(folder):
 
 
 def test_every_entry_of_a_table_is_there():
-    """Known operations and numbers; a submodule that has the function, and the predicate where one is named.
-    A name that no backend computes would never be found."""
+    """Each operation has its function, and its predicate if it names one; no table has an unknown name."""
     for folder in FOLDERS:
         for submodule, attribute, predicate in table(folder).values():
             module = importlib.import_module(f"grpo_fn.backends.{folder}.{submodule}")

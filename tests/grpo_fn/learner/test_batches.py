@@ -169,8 +169,7 @@ def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, ho
     number=st.integers(1, 100_000),
 )
 def test_bucketed_sizes_are_rungs_of_the_ladder(prompts, generations, width, seed, share, number):
-    """Every size is one of a few, and padding rows count nothing and name a real prompt. A rung is at most an
-    eighth more than the number."""
+    """A size is at most an eighth larger than needed; padding rows count nothing and name a real prompt."""
     assert number <= round_up(number) <= 1.125 * number and round_up(number + 1) >= round_up(number)
     batch = make(prompts, generations, width, seed=seed)
     for part in g.split_batch(batch, max_tokens=300, share_prompts=share):

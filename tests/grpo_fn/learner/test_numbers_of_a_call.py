@@ -140,8 +140,7 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused(name):
 
 
 def test_a_gradient_leaves_the_state_s_containers_alone(monkeypatch):
-    """While it is computed, another thread finds the weights where they were: MLX puts tracers into what it
-    differentiates."""
+    """MLX puts tracers into what it differentiates; another thread still finds the weights."""
     policy = tiny_policy("llama")
     state = make_state(policy)
     before = list(arrays_of(state.params))

@@ -35,10 +35,7 @@ SHAPES = st.builds(
     known=st.lists(SHAPES, max_size=6),
 )
 def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, share, known):
-    """A run's shape covers its rows, keeps to the budget unless it is one row, and no row is lost.
-
-    Whatever shapes are known, and however dear another one is.
-    """
+    """A run's shape covers its rows and keeps to the budget unless it has one row; no row is lost."""
     rows = rows_of(groups)
     packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, new_shape_tokens=100_000)
     runs = packer.pack(rows, share)
@@ -138,9 +135,7 @@ def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
 
 
 def test_what_decides_shapes_and_their_number():
-    """Prompts are shared where that is fewer tokens: those of groups, not those of single completions. A
-    short and a long row are one micro-batch where launching another takes longer. The octave above 520 is
-    1,024, of which a row of 540 tokens has no use."""
+    """Sharing saves tokens, launches cost tokens, and no row is padded past the next octave."""
     packer = Packer(max_tokens=10_000, bucketed=True)
     assert all(part.shape.prompts for part in packer.pack(rows_of([(500, 40), (520, 30)], 8), True))
     alone = [Row(i, i, 33, 63, 63) for i in range(6)]

@@ -17,6 +17,7 @@ from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, h
 from grpo_fn.policy.layers.routers import recorded_routing
 from grpo_fn.trees import arrays_of, named_leaves
 from tests.support.closeness import assert_same_gradients
+from tests.support.naive_learner import accumulated
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
 PROMPT, LENGTH = 3, 8
@@ -73,14 +74,10 @@ def test_routers_are_recorded(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_gradient_has_the_balance(name):
-    """That of the grad step, minus that without, is the coefficient times that of the loss over the counted
-    tokens, weighted as the batch is."""
+    """The gradient's difference is the coefficient times that of the balancing loss."""
     coef, batch = 0.3, batch_of()
     policy = g.Policy.from_module(small_model(name))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    spec = g.preset("grpo")
-    plain, _ = g.make_grad_step(policy, spec, compile=False)(state, batch)
-    found, _ = g.make_grad_step(policy, spec, router_aux_coef=coef, compile=False)(state, batch)
+    (plain, _), (found, _) = (accumulated(policy, batch, router_aux_coef=each) for each in (0.0, coef))
 
     def balance(params):
         _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
@@ -113,8 +110,7 @@ def test_the_load_of_a_batch():
 
 
 def test_what_is_refused():
-    """A model without experts, one whose routers add biases, and checkpointed blocks: a line each. Whatever
-    happens, the routers come back."""
+    """No experts, biased routers, checkpointed blocks; after an error the routers are restored."""
     dense = g.Policy.from_module(small_model("qwen3"))
     assert not has_routers(dense.module)
     with pytest.raises(ValueError, match=r"qwen3 has no experts .* supported models: qwen3_moe"):
@@ -147,9 +143,8 @@ def test_a_models_own_experts_change_nothing(name):
     found, recorded = policy.hidden_and_routing(policy.params, batch.tokens_bl, None, own)
     assert float(mx.abs(plain - found).max()) < 1e-5
     assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(logits, recorded, strict=True))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    step = g.make_grad_step(policy, g.preset("grpo"))
-    one, other = step(state, batch)[0], step(state, attrs.evolve(batch, experts_blnk=own))[0]
+    replayed = attrs.evolve(batch, experts_blnk=own)
+    one, other = (accumulated(policy, each, compile=True)[0] for each in (batch, replayed))
     assert_same_gradients(one.accum_grads, other.accum_grads)
 
 
@@ -158,10 +153,9 @@ def test_given_experts_are_the_ones_that_compute(name):
     """Other experts than the chosen ones: those that are shut out have no gradient, whatever is compiled."""
     policy, batch = g.Policy.from_module(small_model(name)), batch_of()
     experts = mx.broadcast_to(mx.array([1, 3], mx.uint16), (3, LENGTH, 4, 2))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    batch = attrs.evolve(batch, experts_blnk=experts)
     for compile in (False, True):
-        step = g.make_grad_step(policy, g.preset("grpo"), compile=compile)
-        grads = named_leaves(step(state, attrs.evolve(batch, experts_blnk=experts))[0].accum_grads)
+        grads = named_leaves(accumulated(policy, batch, compile=compile)[0].accum_grads)
         weights = [grad for path, grad in grads.items() if "experts" in path or "switch_mlp" in path]
         assert weights
         for grad in weights:  # [experts, …]

@@ -100,8 +100,7 @@ def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
 
 
 def test_empty_batches_of_any_width_share_a_trace():
-    """A rollout that leaves no row is common early on: it counts in the denominator, has no gradient, and its
-    width must not cost a trace each time."""
+    """A rollout without an active row counts in the denominator and costs no new trace."""
     policy = tiny_policy()
     grad_step, state = grad_step_of(policy, SPECS["token_mean"]), make_state(policy)
     counted = 0
@@ -118,10 +117,7 @@ def test_empty_batches_of_any_width_share_a_trace():
 
 @pytest.mark.parametrize("way", ["micro-batches", "batch steps"])
 def test_memory_is_that_of_one_micro_batch(way):
-    """Eight micro-batches, or batch steps before anything is computed: one's activations at a time.
-
-    On CUDA MLX also holds the arrays of ten buffers of operations, here those of one or two micro-batches.
-    """
+    """One micro-batch's activations at a time; CUDA also keeps ten buffers of operations."""
     policy = tiny_policy("llama-untied", num_hidden_layers=4)
     batch = make_batch(prompts=(6,) * 16, generations=2, width=60)
     grad_step, start = grad_step_of(policy, SPECS["grpo"], compile=False), make_state(policy)

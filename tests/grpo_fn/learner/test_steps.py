@@ -44,8 +44,7 @@ KINDS = ["llama-untied", "qwen2", "gemma2", "gemma3", "cohere", "mamba", "gpt_ne
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
-    """Padding, gathered positions and the head apart change nothing; windows and states included. Of adapters
-    the base and the head stay frozen, and are no part of the gradient."""
+    """Windows and states included; with adapters, base and head stay frozen."""
     policy = policy_of(name)
     batch = near_policy(make_batch(prompts=(5, 1, 9), generations=2, width=6), policy)
     state, stats = grad_step_of(policy, SPECS["token_mean"], compile=False)(make_state(policy), batch)

@@ -127,8 +127,7 @@ def test_values_that_would_not_be_finite_are_never_taken(compile):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_loss_that_is_not_finite_skips_its_update(compile):
-    """Advantages whose sum overflows, at a flat place of the loss: gradients are 0, and still nothing moves;
-    the sound micro-batches before and after it cannot hide it."""
+    """An infinite loss whose gradient is 0 is skipped, whatever micro-batches surround it."""
     policy, spec = tiny_policy(), g.preset("grpo", epsilon_high=0.2)
     rollout = tiny_rollout()
     good = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5], [0.2, -0.7, 0.4]]))

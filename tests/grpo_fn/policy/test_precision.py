@@ -144,8 +144,7 @@ def test_weights_are_rounded_in_the_compute_dtype():
     ],
 )
 def test_what_cannot_be_quantized_is_refused(make, name, options, message):
-    """Unknown names with the nearest one; weights that do not fit, or are quantized already, or gone; groups
-    that mlx does not pack, or that are another than the format's."""
+    """Unknown names, weights that do not fit or are packed or gone, and wrong group sizes."""
     with pytest.raises(ValueError, match=message):
         quantized_role(make(), name, **options)
 
@@ -163,8 +162,7 @@ def test_rows_that_do_not_fit_keep_their_precision():
 @pytest.mark.parametrize("mode", ["affine-8", "mxfp8"])
 @pytest.mark.parametrize("name", ["llama-untied", "gemma2", "cohere"])
 def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
-    """Tied or not they are among the role's weights, and norms stay as they are. A packed matrix is none to
-    take products with: the head is then a function alone, with the log-probs of the logits."""
+    """Tied or not; a packed head is a function without a matrix, with the same log-probs."""
     policy, tokens = tiny_policy(name, **SIZE, head_dim=32, compute_dtype=dtype), token_rows(2, 6)
     role, dense = both_storages(policy, mode, tokens, head=True)
     head = {"lm_head.weight"} if name == "llama-untied" else set()

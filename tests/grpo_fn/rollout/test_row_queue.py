@@ -59,8 +59,7 @@ def test_late_rows_join_and_draw_what_they_draw_alone(name, joins, options):
 
 
 def test_learned_positions_are_not_exceeded():
-    """Rows that have ended are fed on until they leave: so rows of such a model do not join others, and those
-    that begin together have one limit."""
+    """Rows of such a model join no others, and those that begin together have one limit."""
     policy, fed = tiny_policy(), []
     policy = attrs.evolve(policy, positions=40)
     queue = RowQueue(policy)
@@ -74,8 +73,7 @@ def test_learned_positions_are_not_exceeded():
 
 @pytest.mark.parametrize("options", [{}, {"share_prefix": False}], ids=str)
 def test_groups_join_groups(options):
-    """Late groups of several sizes, over one copy of each prompt or over copies; what nobody uses any more is
-    cut off the caches."""
+    """Late groups of several sizes, with shared and copied prompts; unused columns leave the caches."""
     policy, widths = tiny_policy(), []
     queue, rows = RowQueue(policy), iter(range(100))
     want = {}

@@ -25,8 +25,7 @@ def in_new_process(code: str, *options: str, **environment: str) -> subprocess.C
 @linux_cpu
 @needs_blas
 def test_importing_the_core_makes_a_blas_global_once():
-    """Whichever module is imported first, the process has cblas_sgemm in its global scope afterwards, where
-    MLX finds it; a second call gives the same answer."""
+    """After any first import of the core, MLX finds cblas_sgemm; a second call changes nothing."""
     result = in_new_process(
         f"{IS_GLOBAL}import grpo_fn.backends.cpu, grpo_fn.algorithm.loss\n{IS_GLOBAL}"
         "from grpo_fn.backends.cpu import load_blas\n"

@@ -36,8 +36,7 @@ def blocked(module):
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (4, 2), (27,), (28,), (200,)], ids=str)
 def test_the_same_numbers(shape):
-    """With rows in any arrangement, a bias or not; with too many for small products the whole weight is
-    used, and no blocks are made. Afterwards the module is what it was."""
+    """With any arrangement of rows; too many rows use the whole weight. Afterwards the module is restored."""
     module, x = Layers(), mx.random.normal((*shape, WIDE[1]))
     before, layers = module(x), module.leaf_modules()
     with decode_blocks(module, 8):

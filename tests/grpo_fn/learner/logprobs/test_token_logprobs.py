@@ -75,10 +75,7 @@ def assert_close(got, want, relative=1e-5):
 def test_values_and_gradients_match_the_specification(
     seed, rows, length, chunk, temperature, scale, capped, constant
 ):
-    """Any shape, chunk, temperature and peakedness, with a plain and a soft-capped head: logp, H, dh, dW.
-
-    A constant entropy has its value, and leaves the gradient to logp alone.
-    """
+    """For plain and soft-capped heads; a constant entropy has a value but no gradient."""
     hidden, weight, targets, up = make_inputs(rows, length, seed=seed, scale=scale)
     held = [up[0], up[1] * (not constant)]
     want = specified(hidden, weight, targets, held, temperature, 3.0 if capped else None)
@@ -164,10 +161,7 @@ def test_a_nearly_certain_token_keeps_a_finite_gradient():
 @pytest.mark.parametrize("target", [0, 2])
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_impossible_token_counts_nothing(plain, target, dtype):
-    """Logits 1, 2, −∞ (a product that overflows): entropy and gradients as of 1 and 2 alone.
-
-    The log-prob of the impossible token itself is −∞; its gradient is a number.
-    """
+    """Logits 1, 2, −∞: entropy and gradients are those of 1 and 2; the last token's log-prob is −∞."""
     weight = mx.diag(mx.array([1.0, 1.0, 2.0])).astype(dtype)
     hidden = mx.array([[[1.0, 2.0, {mx.float16: -6e4, mx.float32: -3e38}[dtype]]]], dtype)
     head = weight if plain else Head({"w": weight}, lambda params, h: h @ params["w"].T)

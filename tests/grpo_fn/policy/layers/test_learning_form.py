@@ -1,5 +1,4 @@
-"""The learner never calls a kernel of mlx-lm's that has no gradient. There is no Metal here: what is called
-counts, with a device that says that it is Metal and kernels that raise."""
+"""The learner calls no kernel of mlx-lm's without a gradient: a stand-in for Metal has kernels that raise."""
 
 import importlib
 import pkgutil
