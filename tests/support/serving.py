@@ -55,12 +55,10 @@ class Recorded:
         return getattr(self._engine, name)
 
     def submit(self, request, sampling):
-        """See `Engine`."""
         self.requests.append(request)
         return self._engine.submit(request, sampling)
 
     def peek(self, ticket, start=0):
-        """See `Engine`."""
         found = self._engine.peek(ticket, start)
         self.computed = found[0].prompt_tokens if found else self.computed
         return found
@@ -142,17 +140,15 @@ class ScriptedEngine:
         self.freed = []
 
     def load(self, weights):
-        """See `Engine`."""
+        pass
 
     def submit(self, request, sampling):
-        """See `Engine`."""
         ticket = Ticket(next(self._tickets))
         self.requests.append(request)
         self.jobs[ticket] = [self._texts.pop(0)[: sampling.max_new_tokens], 0, None]
         return ticket
 
     def collect(self, least=1, *, should_stop=lambda: False):
-        """See `Engine`."""
         time.sleep(0.001)
         done = {}
         for ticket, job in list(self.jobs.items()):
@@ -165,12 +161,10 @@ class ScriptedEngine:
         return done
 
     def peek(self, ticket, start=0):
-        """See `Engine`."""
         tokens = self.jobs[ticket][0][: self.jobs[ticket][1]]
         return [Token(token, -1.0, 1) for token in tokens[start:]]
 
     def cancel(self, ticket):
-        """See `Engine`."""
         self.freed.append(ticket)
         if ticket in self.jobs:
             self.jobs[ticket][2] = "cancelled"

@@ -100,6 +100,17 @@ def token_rows(rows: int, length: int, *, seed: int = 0) -> Any:
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), mx.int32)
 
 
+def logprob_gradient(policy, tokens, targets) -> Any:
+    """(Σ log π(target), its gradient) of rows of tokens; computed."""
+
+    def total(params):
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets).sum()
+
+    value, gradient = mx.value_and_grad(total)(policy.params)
+    g.materialize(value, gradient)
+    return value, gradient
+
+
 def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=False) -> Any:
     """A rollout of random tokens: prompts of the given lengths, completions of 1 to `width` tokens."""
     rng = np.random.default_rng(seed)

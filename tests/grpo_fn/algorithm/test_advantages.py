@@ -178,7 +178,7 @@ def test_gdpo_by_hand():
 
 @given(rewards=reward_groups())
 def test_varied_rewards_are_those_with_an_advantage(rewards):
-    """Two given rewards of the group differ, exactly; only then an advantage differs from 0."""
+    """Exactly the groups with two different rewards have an advantage other than 0."""
     wanted = [len(set(group[~np.isnan(group)].tolist())) > 1 for group in rewards]
     assert np.array(has_varied_rewards(mx.array(rewards))).tolist() == wanted
     assert advantages(rewards, scale="none").any(axis=1).tolist() == wanted
@@ -210,7 +210,7 @@ NO_REWARDS = st.sampled_from([np.inf, -np.inf, 3e38, -1e30, 1.1e15])
 
 
 def outcomes(rewards, baseline):
-    """All that is made of these rewards, with each scale and aggregate, and repeated at a second step."""
+    """Everything computed from these rewards, with each scale and aggregate, also as two steps."""
     aggregates = ("sum_then_normalize", "normalize_then_sum")
     how = {"group_size": rewards.shape[1]}
     row = rewards.reshape(1, -1)
@@ -226,7 +226,7 @@ def outcomes(rewards, baseline):
 
 @given(rewards=reward_groups(), other=NO_REWARDS, baseline=st.sampled_from(BASELINES), seed=seeds)
 def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed):
-    """Infinite ones, and those beyond 1e15: everything is as with NaN; at 1e15 everything is finite."""
+    """Infinite rewards and those beyond 1e15 count as NaN; at 1e15 every result is finite."""
     missing = np.isnan(rewards) | (np.random.default_rng(seed).random(rewards.shape) < 0.3)
     none, strange, large = (np.where(missing, np.float32(value), rewards) for value in (np.nan, other, 1e15))
     for found, want in zip(outcomes(strange, baseline), outcomes(none, baseline), strict=True):
@@ -237,7 +237,7 @@ def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed)
 @pytest.mark.parametrize("baseline", [*BASELINES, "turn"])
 @pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 3), (0, 4, 0)])
 def test_no_prompts_and_no_steps_give_no_advantages(shape, baseline):
-    """An empty array of the rewards' shape, and no message of MLX."""
+    """The result is an empty array of the rewards' shape."""
     empty, states = mx.zeros(shape), mx.zeros(shape, mx.int32)
     assert g.turn_advantages(empty, baseline=baseline, states_pgs=states).shape == shape
     assert discounted_returns(empty, 0.5).shape == shape

@@ -47,7 +47,7 @@ def test_garbage_at_masked_places_touches_nothing(case, seed):
 @settings(max_examples=examples(30))
 @given(data=st.data(), fields=spec_fields(), seed=st.integers(0, 2**32 - 1))
 def test_masked_is_deleted(data, fields, seed):
-    """Tokens scattered among garbage give what the same tokens give alone, [B,k] with a full mask."""
+    """Tokens scattered among garbage give the same result as the tokens alone with a full mask."""
     rows, kept, width = (data.draw(st.integers(low, high)) for low, high in ((1, 5), (1, 5), (5, 9)))
     alone = make_case(seed, fields, rows=rows, tokens=kept, style="full", drift="wide", keep=True)
     rng = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def test_gradients_flow_through_the_policy_alone(case):
     [choice for choice in itertools.product(LEVELS, SURROGATES, AGGREGATIONS) if legal(*choice)],
 )
 def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
-    """100 nats of drift over 300 tokens, in either direction and all at once: finite loss and gradient."""
+    """Loss and gradient are finite after 100 nats of drift, gradual or in one token, up or down."""
     rng = np.random.default_rng(0)
     spread = rng.uniform(0, 1, (4, 300))
     drift = 100 * spread / spread.sum(axis=1, keepdims=True) * np.array([[1], [-1], [1], [-1]])

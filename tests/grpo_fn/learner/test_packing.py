@@ -1,4 +1,4 @@
-"""Packing rows into micro-batches: little padding on realistic lengths, and soon no new shape."""
+"""Packing rows into micro-batches: little padding on realistic lengths, and few shapes."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def assert_holds(part):
 
 
 def test_the_cheapest_cut_is_found():
-    """Against trying all cuts of a sorted order: nothing is cheaper."""
+    """No cut of the sorted rows is cheaper."""
     rng = np.random.default_rng(1)
     for _ in range(20):
         groups = [(int(p), int(c)) for p, c in rng.integers(1, 400, (7, 2))]
@@ -97,7 +97,7 @@ def exhaustive(rows, max_tokens):
 
 
 def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
-    """Padding up to the price of a trace; no more, and never past the budget."""
+    """Padding up to the price of a trace, and never beyond the budget."""
     rows = [Row(0, 0, 72, 32, 32)]
     near, far = Shape(0, 120, 1, 32), Shape(0, 900, 1, 32)
 
@@ -115,7 +115,7 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
 @pytest.mark.parametrize("name", Shape._fields)
 def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
-    """One column, row or prompt less than needed would cut completions off or drop them."""
+    """A missing column, row or prompt would cut or drop completions."""
     rows = rows_of([(72, 32), (70, 32)], generations=2)
 
     def runs(*known):

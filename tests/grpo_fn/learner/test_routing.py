@@ -1,4 +1,4 @@
-"""Models with experts: their load, and the loss that evens it, from routers that are recorded in a call."""
+"""Models with experts: their load, the loss that balances it, and replayed routing."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ PROMPT, LENGTH = 3, 8
 
 
 def batch_of(rows=3, seed=0):
-    """Completions of different lengths behind prompts of the same length."""
+    """Completions of different lengths after prompts of the same length."""
     tokens_bl = mx.random.randint(0, VOCABULARY, (rows, LENGTH), mx.int32, key=mx.random.key(seed))
     width = LENGTH - PROMPT
     mask_bt = mx.arange(width)[None] < mx.array([[width], [2], [4]])[:rows]
@@ -41,7 +41,7 @@ def batch_of(rows=3, seed=0):
 
 
 def by_hand(module, tokens_bl):
-    """Each router's logits, computed from what its block is given."""
+    """Each router's logits, computed from its block's input."""
     seen = []
     for layer in module.layers:
         for part in layer.modules():
@@ -61,7 +61,7 @@ def by_hand(module, tokens_bl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_routers_are_recorded(name):
-    """Four layers' logits, those that the blocks compute; the hidden states stay as they are."""
+    """The recorded logits are those of the blocks, and the hidden states are unchanged."""
     policy = g.Policy.from_module(small_model(name), patched=False)
     tokens = batch_of().tokens_bl
     hidden, routing = policy.hidden_and_routing(policy.params, tokens)
@@ -94,7 +94,7 @@ def test_the_gradient_has_the_balance(name):
 
 
 def test_the_load_of_a_batch():
-    """Against counts by hand."""
+    """The statistics equal counts by hand."""
     policy = g.Policy.from_module(small_model("qwen3_moe"))
     batch = batch_of()
     stats = routing_stats(policy, policy.params, batch)
@@ -135,7 +135,7 @@ REPLAYED = ("qwen3_moe", "mixtral", "gpt_oss")
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_models_own_experts_change_nothing(name):
-    """Replayed, they give the same hidden states and gradients; what is recorded is of all experts."""
+    """Replaying them gives the same hidden states, logits and gradients."""
     policy, batch = g.Policy.from_module(small_model(name)), batch_of()
     own = chosen_experts(policy, policy.params, batch)
     assert own.shape == (3, LENGTH, 4, 2) and own.dtype == mx.uint16
@@ -150,7 +150,7 @@ def test_a_models_own_experts_change_nothing(name):
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_given_experts_are_the_ones_that_compute(name):
-    """Other experts than the chosen ones: those that are shut out have no gradient, whatever is compiled."""
+    """Experts that were not given have no gradient, compiled or not."""
     policy, batch = g.Policy.from_module(small_model(name)), batch_of()
     experts = mx.broadcast_to(mx.array([1, 3], mx.uint16), (3, LENGTH, 4, 2))
     batch = attrs.evolve(batch, experts_blnk=experts)
@@ -164,7 +164,7 @@ def test_given_experts_are_the_ones_that_compute(name):
 
 
 def test_replay_follows_rows_into_micro_batches():
-    """Log-probs and gradient of pieces are those of the whole; a piece that shares prompts is refused."""
+    """Pieces have the log-probs and gradient of the whole; shared prompts are refused."""
     policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
     experts = mx.random.randint(0, 2, (3, LENGTH, 4, 1), key=mx.random.key(1)) * 2
     experts = mx.concatenate([experts, experts + 1], axis=-1).astype(mx.uint16)
@@ -193,7 +193,7 @@ def test_replay_follows_rows_into_micro_batches():
 
 
 def test_the_reference_keeps_its_own_routing():
-    """Experts are those of the sampler: the KL compares with the reference as it is."""
+    """The KL compares with the reference's own experts, not the sampler's."""
     policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
     experts = mx.broadcast_to(mx.array([0, 1], mx.uint16), (3, LENGTH, 4, 2))
     spec = g.preset("grpo", beta=0.1)
@@ -206,7 +206,7 @@ def test_the_reference_keeps_its_own_routing():
 
 
 def test_what_cannot_be_replayed():
-    """Weights that depend on experts that are not chosen, and arrays of another shape."""
+    """Weights that depend on all experts, and arrays of another shape."""
     for name, settings in (("qwen2_moe", {}), ("olmoe", {"norm_topk_prob": False})):
         with pytest.raises(ValueError, match=f"{name} weights its experts by a softmax over all"):
             check_replay(small_model(name, **settings))

@@ -1,4 +1,4 @@
-"""Split ≡ whole: micro-batches, gradient accumulation, shared prompts and rows left out give one update."""
+"""Micro-batches, gradient accumulation, shared prompts and inactive rows give the same update."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ SPLITS = {
 
 @functools.cache
 def of_the_whole(name):
-    """A policy and a batch, and what a grad step makes of it with the spec of this name."""
+    """A policy, a batch, and the result of one grad step with the spec of this name."""
     policy = tiny_policy("llama-untied")
     batch = near_policy(make_batch(prompts=(4, 2, 7), zeros=True, by_token=name == "by token"), policy)
     grad_step = grad_step_of(policy, SPECS.get(name, SPECS["grpo"]), compile=False)
@@ -45,7 +45,7 @@ def of_the_whole(name):
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("name", ["grpo", "token_mean", "sum", "by token"])
 def test_any_split_gives_the_same_update(name, how, dropped):
-    """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
+    """Gradient, loss and statistics are those of the whole batch."""
     policy, whole, grad_step, (want, want_stats) = of_the_whole(name)
     spec = SPECS.get(name, SPECS["grpo"])
     state, stats = make_state(policy), []
@@ -66,7 +66,7 @@ def test_any_split_gives_the_same_update(name, how, dropped):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_halves_are_smaller(shared):
-    """Half the rows, and never more places to compute; a single row stays whole."""
+    """Half the rows, never more tokens to compute; a single row stays whole."""
     batch = make_batch(prompts=(4, 2, 7))
     for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
         one, two = halve_batch(piece)

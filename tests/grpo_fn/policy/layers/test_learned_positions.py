@@ -1,4 +1,4 @@
-"""Learned positions: found in a model, refused where there are too few, and never looked up outside."""
+"""Learned positions are found, never exceeded, and refused if there are too few."""
 
 import importlib
 
@@ -22,7 +22,7 @@ SAMPLING = g.Sampling(num_generations=2, max_new_tokens=5)
 
 
 def made(name, positions=POSITIONS):
-    """A model with so many learned positions; models of all numbers agree in the first ones."""
+    """A model with this many learned positions; the first ones are the same for every number."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(1)
     model = module.Model(module.ModelArgs.from_dict(SIZES | {"model_type": name, "n_positions": positions}))
@@ -32,7 +32,7 @@ def made(name, positions=POSITIONS):
 
 
 def batch_of(policy, prompts=PROMPTS, sampling=SAMPLING):
-    """A rollout of a policy as a batch."""
+    """A policy's rollout as a batch."""
     rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0))
     return g.make_batch(rollout, mx.array([[1.0, -1.0]] * len(prompts)))
 
@@ -74,7 +74,7 @@ def test_more_tokens_than_positions_are_refused():
 
 
 class Shifted(nn.Module):
-    """Positions begin with the table's third row, as OPT's do; other tables are of tokens."""
+    """Positions start at the table's third row, as in OPT; the other tables are of tokens."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Shifted(nn.Module):
 
 
 def test_tables_are_found_by_what_is_looked_up():
-    """Not by their names; adapters and packed tables are tables too."""
+    """Not by name; adapters and packed tables count too."""
     from mlx_lm.tuner.lora import LoRAEmbedding
 
     module = Shifted()
