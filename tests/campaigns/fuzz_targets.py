@@ -278,31 +278,30 @@ def tokenizer(folder: Path) -> Made:
     return mutated(valid) | invented, feed, valid[0]
 
 
-def adapters(folder: Path) -> Made:
-    """adapters.safetensors and adapter_config.json beside a sound model."""
-    model = make_model_folder(folder / "model", layers=1)
+def _adapters(folder: Path) -> tuple[Path, Path, dict[str, Any], Any]:
+    """A sound model, a new folder, and what adapter_config.json says of new adapters, with their arrays."""
+    model, place = make_model_folder(folder / "model", layers=1), folder / "adapters"
+    place.mkdir()
     module, _ = load_module(model, False)
     config = new_adapters(module, "lora", LoraConfig(rank=2), 0)
-    place = folder / "adapters"
-    place.mkdir()
-    arrays: Any = dict(tree_flatten(module.trainable_parameters()))
-    save_arrays(place / "adapters.safetensors", arrays, {"format": "mlx"})
     stated = {"fine_tune_type": "lora", "model": str(model), **config}
+    return model, place, stated, dict(tree_flatten(module.trainable_parameters()))
+
+
+def adapters(folder: Path) -> Made:
+    """adapters.safetensors and adapter_config.json beside a sound model."""
+    model, place, stated, arrays = _adapters(folder)
+    save_arrays(place / "adapters.safetensors", arrays, {"format": "mlx"})
     (place / "adapter_config.json").write_bytes(dumped(stated))
     return _adapter_target(place, model, "adapters.safetensors")
 
 
 def peft(folder: Path) -> Made:
     """The same in PEFT's format, with patterns and scales in adapter_config.json."""
-    model = make_model_folder(folder / "model", layers=1)
-    module, _ = load_module(model, False)
-    config = new_adapters(module, "lora", LoraConfig(rank=2), 0)
-    arrays: Any = dict(tree_flatten(module.trainable_parameters()))
-    stated, theirs = to_peft({"fine_tune_type": "lora", "model": str(model), **config}, arrays)
+    model, place, stated, arrays = _adapters(folder)
+    stated, theirs = to_peft(stated, arrays)
     layer = stated["target_modules"][0]
     stated |= {"alpha_pattern": {layer: 3.0}, "rank_pattern": {layer: 2}, "layers_to_transform": None}
-    place = folder / "adapters"
-    place.mkdir()
     save_arrays(place / PEFT_ADAPTERS, theirs, {"format": "pt"})
     (place / "adapter_config.json").write_bytes(dumped(stated))
     return _adapter_target(place, model, PEFT_ADAPTERS)

@@ -36,18 +36,24 @@ def write(tmp_path):
     return ahead
 
 
+def straight_outcome(config, folder):
+    """What a run on one device leaves; it is renamed to `folder`."""
+    ran = run_training(load_config(str(config)), report=Quiet()).folder
+    found = outcome(ran)
+    ran.rename(folder)
+    return found
+
+
 @CPU
 @pytest.mark.parametrize("tables", [{}, LORA, TOOLS], ids=["full", "lora", "tools"])
 def test_a_rank_that_samples_changes_nothing_but_the_time(write, tmp_path, tables):
     """Weights, log and completions of one device, to the bit."""
     config = write("run", **tables)
-    alone = run_training(load_config(str(config)), report=Quiet()).folder
-    want = outcome(alone)
-    alone.rename(tmp_path / "alone")
+    want, run = straight_outcome(config, tmp_path / "alone"), tmp_path / "outputs/run"
     said = begin(2, tmp_path / "ranks", [str(config), *APART]).end()
     assert said.count("finished in") == 1, said
-    assert outcome(alone) == want
-    logs = [lines_of(folder / "training_log.jsonl") for folder in (alone, tmp_path / "alone")]
+    assert outcome(run) == want
+    logs = [lines_of(folder / "training_log.jsonl") for folder in (run, tmp_path / "alone")]
     assert [line.keys() for line in logs[0]] == [line.keys() for line in logs[1]]
 
 
@@ -55,16 +61,14 @@ def test_a_rank_that_samples_changes_nothing_but_the_time(write, tmp_path, table
 def test_a_hung_sampler_is_named(write, tmp_path):
     """After the time limit the run ends in one line, and one device finishes it, to the bit."""
     config = write("run")
-    straight = run_training(load_config(str(config)), report=Quiet()).folder
-    want = outcome(straight)
-    straight.rename(tmp_path / "straight")
+    want = straight_outcome(config, tmp_path / "straight")
     options = [str(config), *APART, "--set", "system.collective_timeout=15"]
     hooks = ("linger", "1", "runners.engines.local:LocalEngine._step", "45", "600")
     said = begin(2, tmp_path / "ranks", options, *hooks).end(120)
     told = [line for line in said.splitlines() if "waited for rank 1 (" in line]
     assert len(told) == 1 and "Traceback" not in said, said
     run_training(load_config(str(config)), report=Quiet(), resume=True)
-    assert outcome(straight) == want
+    assert outcome(tmp_path / "outputs/run") == want
 
 
 @CPU
@@ -72,9 +76,7 @@ def test_a_hung_sampler_is_named(write, tmp_path):
 def test_a_signal_to_either_rank_saves_and_the_run_goes_on(write, tmp_path, rank):
     """Rank 0 says how; the other ends when it has saved."""
     config = write("run")
-    straight = run_training(load_config(str(config)), report=Quiet()).folder
-    want = outcome(straight)
-    straight.rename(tmp_path / "straight")
+    want = straight_outcome(config, tmp_path / "straight")
     hooks = ("linger", "0", "runners.training.gradients:MicroBatches.gradients", "2", "600")
     run = begin(2, tmp_path / "ranks", [str(config), *APART, "--set", "checkpoint.every=0"], *hooks)
     assert run.wait_until((tmp_path / "ranks/0.there").exists), run.said()

@@ -117,8 +117,7 @@ def test_any_two_trees_are_kept_apart(args):
 
 
 def test_values_go_in_and_come_out():
-    """A state in, a state out: type, other fields and numbers are right at later calls too; named tuples
-    keep their names, though mlx gives back tuples."""
+    """Types, other fields and numbers survive every call; named tuples keep their names."""
 
     @g.compiled
     def step(state, by):
@@ -184,8 +183,7 @@ def operations(array):
 
 
 def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
-    """Its graph keeps every operation; what is compiled after it is fused as ever, and whoever has called
-    mx.disable_compile() keeps what they asked for."""
+    """Its graph keeps every operation; later steps are fused, and disable_compile() stays respected."""
 
     def function(x):
         return mx.exp(x) * mx.sin(x) + 1

@@ -14,6 +14,7 @@ from grpo_fn.learner import halve_batch
 from grpo_fn.policy import checkpoint_layers, takes_images, use_multimodal_rope
 from grpo_fn.trees import Tree, from_names, named_leaves
 from tests.support.closeness import assert_same_gradients
+from tests.support.naive_learner import accumulated
 
 SECTIONS = (2, 3, 3)
 IMAGE_TOKEN, VOCABULARY, WIDTH, HEADS, KEYS, HEAD = 90, 100, 64, 4, 2, 16
@@ -195,8 +196,7 @@ def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, c
     pieces = [half for piece in pieces for half in halve_batch(piece)]
     if share:
         assert any(piece.prompt_index_b is not None for piece in pieces)
-    state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
-    state, _ = g.make_grad_step(learner, spec, compile=how == "checkpointed")(state, pieces)
+    state, _ = accumulated(learner, pieces, spec, params=params, compile=how == "checkpointed")
 
     def summed(params):
         total = mx.array(0.0)

@@ -76,8 +76,7 @@ class Broken(nn.Module):
 
 
 def test_a_model_whose_decoding_is_never_right_is_refused():
-    """The line says what was found. mlx-lm decodes plamo3 over a window that is one token shorter than the
-    learner's (benchmarks/architectures/upstream.md)."""
+    """mlx-lm's plamo3 is one: its window is a token shorter in decoding (upstream.md)."""
     of = g.Policy.from_module(Broken(tiny_policy("llama").module))
     with pytest.raises(ValueError, match=r"even on the slowest path: log-probs of a row are off by .* nats"):
         checked(of)

@@ -14,54 +14,57 @@ from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import memory_in_use, same_tree
 
 KEY = mx.random.key(11)
-LARGEST = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
-# Between neighbours of many sizes: plain, around powers of two, subnormal, and the last gap of all.
-BETWEEN = [
-    1.003, 0.3, 1e-6, 12345.678, 2 + 2.0**-20, 1 + 2.0**-23, 3e-39, 1.2e-40, 1e-45,
-    *(np.nextafter(np.float32(x), np.float32(0)) for x in (2, 1, 2.0**-126, LARGEST)),
-]  # fmt: skip
+FORMATS = {mx.bfloat16: 0.0, mx.float16: 2.0**-13}  # and the smallest share of a gap that can be drawn
 
 
-def upper_half(array):
-    """The bits of bfloat16 numbers, uint16."""
-    return np.array(array.view(mx.uint16))
-
-
-def as_double(bits):
-    """The numbers with these upper halves, float64."""
+def numbers_of(array):
+    """The numbers of a 16-bit array, float64."""
+    if array.dtype == mx.float16:
+        return np.array(array).astype(np.float64)
     with np.errstate(invalid="ignore"):  # signalling NaN
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return (np.array(array.view(mx.uint16)).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-def neighbours(x):
-    """What lies below and above each number's magnitude in bfloat16, signed, float64."""
-    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
-    return as_double(bits), as_double(bits + np.uint16(1))
+def every_number(dtype):
+    """All 65,536 patterns of a format."""
+    return mx.array(np.arange(1 << 16, dtype=np.uint16)).view(dtype)
 
 
+def neighbours(x, dtype):
+    """The finite numbers of the format that are next to each x, below and above it, float64."""
+    numbers = numbers_of(every_number(dtype))
+    grid = np.unique(numbers[np.isfinite(numbers)])
+    below, above = np.searchsorted(grid, x, side="right") - 1, np.searchsorted(grid, x)
+    return grid[np.maximum(below, 0)], grid[np.minimum(above, len(grid) - 1)]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("compile", [False, True])
-def test_the_mean_is_the_number(compile):
-    """Neighbours and nothing else, with a mean within five standard errors, in all ranges of the format."""
-    draws = 40_000
-    x = np.array([*BETWEEN, *(-x for x in BETWEEN)], np.float32)
-    low, high = neighbours(x)
-    function = mx.compile(stochastic_round) if compile else stochastic_round
-    found = as_double(upper_half(function(mx.repeat(mx.array(x)[None], draws, axis=0), KEY)))
+def test_the_mean_is_the_number(compile, dtype):
+    """Neighbours of all sizes, with a mean within five standard errors; the format's own patterns stay."""
+
+    def rounded(x):
+        return stochastic_round(x, KEY, dtype)
+
+    function, every = mx.compile(rounded) if compile else rounded, every_number(dtype)
+    same, numbers = numbers_of(function(every.astype(mx.float32))), numbers_of(every)
+    np.testing.assert_array_equal(same, numbers)
+    signs = ~np.isnan(numbers) & (np.signbit(same) != np.signbit(numbers))
+    assert not numbers[signs].any() and (dtype == mx.float16 or not signs.any()), "float16 has one zero"
+    # Plain, around powers of two, subnormal, the last gap of bfloat16, and past that of float16.
+    sizes = [1.003, 0.3, 1e-6, 12345.678, 2 + 2.0**-20, 1 + 2.0**-23, 3e-39, 1.2e-40, 1e-45, 6.1e-5, 2e-8]
+    sizes += [65_000.4, 1e9, *(np.nextafter(np.float32(x), np.float32(0)) for x in (2, 1, 2.0**-126))]
+    sizes.append(np.nextafter(np.float32(mx.finfo(mx.bfloat16).max), np.float32(0)))
+    x, draws = np.array([*sizes, *(-size for size in sizes)], np.float32), 40_000
+    found = numbers_of(function(mx.repeat(mx.array(x)[None], draws, axis=0)))
+    low, high = neighbours(x, dtype)
     assert ((found == low) | (found == high)).all()
-    share = (x.astype(np.float64) - low) / (high - low)
-    error = np.abs(high - low) * np.sqrt(share * (1 - share) / draws)
-    assert (np.abs(found.mean(axis=0) - x.astype(np.float64)) <= 5 * error).all()
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_what_bfloat16_has_stays_bit_for_bit(compile):
-    """All 65,536 patterns: numbers, both zeros, subnormals, infinities; NaN stays NaN."""
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    values = mx.array((bits.astype(np.uint32) << 16).view(np.float32))
-    function = mx.compile(stochastic_round) if compile else stochastic_round
-    found = upper_half(function(values, KEY))
-    nan = np.isnan(as_double(bits))
-    assert (found[~nan] == bits[~nan]).all() and np.isnan(as_double(found[nan])).all()
+    most, gap, slack = mx.finfo(dtype).max, high - low, FORMATS[dtype]
+    wanted = np.clip(x.astype(np.float64), -most, most)
+    share = np.clip((wanted - low) / np.where(gap > 0, gap, 1), slack, 1 - slack)
+    error = gap * (5 * np.sqrt(share * (1 - share) / draws) + slack)
+    off = ~(np.abs(found.mean(axis=0) - wanted) <= error)
+    assert not off.any(), x[off]
 
 
 def test_any_bits_round_to_a_neighbour():
@@ -69,39 +72,13 @@ def test_any_bits_round_to_a_neighbour():
     bits = np.random.default_rng(0).integers(0, 1 << 32, 300_000, dtype=np.uint32)
     edges = [0x7F7F0001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800001, 0xFF80FFFF, 0x7FFFFFFF, 0xFFFFFFFF]
     x = np.concatenate([bits, np.array(edges, np.uint32)]).view(np.float32)
-    out = upper_half(stochastic_round(mx.array(x), KEY))
-    found = as_double(out)
+    out = stochastic_round(mx.array(x), KEY)
+    found = numbers_of(out)
     assert (np.isnan(found) == np.isnan(x)).all() and (np.isinf(found) == np.isinf(x)).all()
-    assert ((out >> 15) == (x.view(np.uint32) >> 31)).all()
+    assert ((np.array(out.view(mx.uint16)) >> 15) == (x.view(np.uint32) >> 31)).all()
     finite = np.isfinite(x)
-    low, high = neighbours(x[finite])
-    beyond = np.abs(x[finite]) > LARGEST
-    assert ((found[finite] == low) | ((found[finite] == high) & ~beyond)).all()
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_float16_is_drawn_alike(compile):
-    """All numbers of the format stay; others become a neighbour of NumPy's, with themselves as the mean."""
-
-    def rounded(x):
-        return stochastic_round(x, KEY, mx.float16)
-
-    function = mx.compile(rounded) if compile else rounded
-    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    same = np.array(function(mx.array(every.astype(np.float32))))
-    assert ((same == every) | (np.isnan(same) & np.isnan(every))).all()
-    sizes = [1.003, 0.3, 12345.678, 2 - 2**-12, 1 + 2**-23, 6.1e-5, 1e-6, 2e-8, 65_000.4, 1e9]
-    x, draws, most = np.array([*sizes, *(-size for size in sizes)], np.float32), 40_000, np.float16(65_504)
-    found = np.array(function(mx.repeat(mx.array(x)[None], draws, axis=0))).astype(np.float64)
-    x = np.clip(x, -most, most)
-    near = x.astype(np.float16)
-    low = np.where(near > x, np.nextafter(near, -most), near)
-    high = np.where(near < x, np.nextafter(near, most), near).astype(np.float64)
-    assert ((found == low) | (found == high)).all()
-    gap = high - low
-    share = (x - low) / np.where(gap > 0, gap, 1)
-    error = gap * (np.sqrt(share * (1 - share) / draws) * 5 + 2**-13)
-    assert (np.abs(found.mean(axis=0) - x) <= error).all()
+    low, high = neighbours(x[finite], mx.bfloat16)
+    assert ((found[finite] == low) | (found[finite] == high)).all()
 
 
 def test_any_shape():
@@ -256,10 +233,7 @@ def test_the_key_the_update_and_the_leaf_decide_the_draws():
 
 
 def test_an_update_holds_a_few_leaves_beyond_the_state():
-    """The old values make way leaf by leaf: no second tree of weights, moments or gradients.
-
-    On CUDA MLX also holds the arrays of ten buffers of operations: there are more leaves.
-    """
+    """No second tree of weights, moments or gradients; CUDA keeps ten buffers, so it gets more leaves."""
     size, leaves = 4096, 1600 if has_cuda() else 400
     optimizer = g.adamw(RATE)
     update = g.make_update_step(optimizer, max_grad_norm=1.0)

@@ -16,8 +16,7 @@ def start(command, *paths, cwd):
 
 @pytest.mark.parametrize("command", ["main", "run_command"])
 def test_a_foreign_package_is_named_in_one_line(command, tmp_path):
-    """Its path, ours, and what to do; it is not imported. A folder without an __init__.py is no package that
-    hides ours: the command starts, without a notice."""
+    """It is not imported, and the message says what to do; a folder without __init__.py hides nothing."""
     place = tmp_path.resolve() / "runners"
     place.mkdir()
     done = start(command, tmp_path, cwd=tmp_path)

@@ -1,5 +1,4 @@
-"""The house's rules that import-linter cannot tell: what is loaded at import, and which names of the core the
-shell takes. `make lint` holds the graph of the folders."""
+"""What import-linter cannot check: what an import loads, and which names the shell takes from the core."""
 
 import ast
 import functools

@@ -52,8 +52,7 @@ def leak(completions, **_):
 
 
 def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
-    """The quickstart, shortened: no socket is opened, planted secrets are in no file and no line, not even
-    where a reward puts one into its exception."""
+    """The quickstart opens no socket, and planted secrets reach no file and no message."""
     (tmp_path / "leak.py").write_text(LEAK)
     secrets = {"WANDB_API_KEY": "w" + PLANTED, "MY_PASSWORD": "p" + PLANTED}
     values = [*QUICK, f"run.output_dir={tmp_path}", "checkpoint.every=2", "reward.stop_if_all_fail=false"]
@@ -94,8 +93,7 @@ def _folder(tmp_path):
 
 
 def test_a_config_in_a_model_folder_is_never_read(folder, tmp_path, monkeypatch):
-    """Files that are configs elsewhere, in the model folder: the run goes by its own, and no reward of theirs
-    runs."""
+    """Only the run's own config counts, and no reward of the folder's runs."""
     ran = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(completions, **_):\n    return []\n")
     planted = {"run": {"name": "evil"}, "reward": {"functions": ["evil.py:f"]}}
@@ -131,10 +129,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch, template, place):
-    """What would reach Python, the disk or for ever is refused in one line, wherever the template stands.
-
-    The first look at it, in a process of its own, is at that of tokenizer_config.json.
-    """
+    """A template that reaches for Python, the disk or forever is refused in one line."""
     monkeypatch.chdir(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     if place == "tokenizer_config.json":

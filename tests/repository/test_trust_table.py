@@ -99,9 +99,7 @@ def cells(column):
 
 @pytest.fixture(name="place")
 def _place(tmp_path, monkeypatch):
-    """A working folder with models, configs, and a run whose keys, right or nearly, name code.
-
-    Sockets fail, and are noted in `asked`."""
+    """A folder with models, configs, and a run whose keys, right or nearly, name code."""
     monkeypatch.chdir(tmp_path)
     code = EVIL.format(canary=str(tmp_path / "ran"))
     coded, run = make_model_folder(tmp_path / "coded", layers=1), make_run(tmp_path / "run")

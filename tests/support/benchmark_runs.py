@@ -7,10 +7,7 @@ from tests.support.processes.new_process import python
 
 
 def check_quick_run(name: str, folder: Path) -> None:
-    """--quick --check ends well, prints the table, and leaves a result with this machine and its figures.
-
-    `name` is the module's in benchmarks; its last part is the result's.
-    """
+    """`python -m benchmarks.NAME --quick --check` ends well, prints its table and leaves a result."""
     done = python("-m", f"benchmarks.{name}", "--quick", "--check", "--out", folder)
     (found,) = record.load_records(folder / f"{name.rpartition('.')[2]}.json").values()
     figures = {figure.name: figure.value for figure in found.figures}

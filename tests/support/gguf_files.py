@@ -55,8 +55,7 @@ def value(of) -> bytes:
 
 
 def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(), size=None, kind=0) -> Path:
-    """A file of zeros, float32 or of another `kind`; `offsets` and `counts` (tensors, metadata) replace true
-    ones; `size` cuts it, or makes it longer by a hole."""
+    """A file of zeros; `offsets` and `counts` (tensors, metadata) replace true ones, `size` is the file's."""
     entries, place = [], 0
     for name, shape in tensors.items():
         number = 4

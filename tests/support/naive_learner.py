@@ -29,8 +29,7 @@ def make_state(policy, *, ref=False, optimizer=None) -> Any:
 def make_batch(
     *, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False, by_token=False
 ) -> Any:
-    """A batch whose π_old has moved away from the policy by up to the clip range and more. With `by_token`
-    a completion's advantage is multiplied by another number at each token."""
+    """A batch whose π_old is off by the clip range and more; `by_token`: advantages differ by token."""
     rollout = tiny_rollout(prompts, generations, width, seed=seed)
     adv_pg = tiny_advantages(rollout, seed=seed, zeros=zeros)
     if by_token:
@@ -111,6 +110,15 @@ def naive_gradient(name, params, batch, spec, ref_params=None):
     if reference is not None:
         reference.update(ref_params)
     return gradient_of(lambda module: naive_loss(module, reference, batch, spec), name, params)
+
+
+def accumulated(policy, batch, spec=SPECS["grpo"], *, params=None, **options) -> Any:
+    """(state, statistics) after one grad step from a first state; `options` of `make_grad_step`."""
+    first = policy.params if params is None else params
+    state = g.init_state(first, g.adamw(1e-3), key=mx.random.key(0))
+    state, stats = g.make_grad_step(policy, spec, **{"compile": False, **options})(state, batch)
+    mx.eval(state.accum_grads)
+    return state, stats
 
 
 def grad_step_of(policy, spec, **options) -> Any:

@@ -1,7 +1,4 @@
-"""An engine in a process of its own, which reads the model from its folder and new weights from files.
-
-What goes through the pipe is JSON.
-"""
+"""An engine in a separate process, with JSON through a pipe; weights and model come from files."""
 
 import json
 import multiprocessing
@@ -35,7 +32,6 @@ class PipeEngine:
         self._process.start()
 
     def load(self, weights):
-        """See `Engine`."""
         if weights is None:
             self._ask("load", None, 0, 0)
             return
@@ -45,12 +41,10 @@ class PipeEngine:
         self.version = weights.version
 
     def submit(self, request, sampling):
-        """See `Engine`."""
         drawn_from = attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)}
         return Ticket(self._ask("submit", attrs.asdict(request), drawn_from))
 
     def collect(self, least=1, *, should_stop=never):
-        """See `Engine`."""
         found = {}
         while True:
             rows, left, self.rows = self._ask("collect")
@@ -59,17 +53,14 @@ class PipeEngine:
                 return found
 
     def tokens(self, ticket, *, should_stop=never):
-        """See `Engine`."""
         while not should_stop() and (token := self._ask("next", ticket)):
             yield Token(*token)
         self._ask("close", ticket)
 
     def peek(self, ticket, start=0):
-        """See `Engine`."""
         return [Token(*token) for token in self._ask("peek", ticket, start)]
 
     def cancel(self, ticket):
-        """See `Engine`."""
         self._ask("cancel", ticket)
 
     def close(self):

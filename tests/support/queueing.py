@@ -21,10 +21,11 @@ def key_of(prompt, generation=0):
     return tuple(key)
 
 
-def entry(number, prompt, *, group=1, sampling=None, **options) -> Any:
-    """Completions of prompt `number`: rows number · group, …, with the keys that `generate` would use."""
+def entry(number, prompt, *, group=1, first=None, sampling=None, **options) -> Any:
+    """Completions of prompt `number` with the keys that `generate` would use; `first` is the first row."""
+    start = number * group if first is None else first
     return Entry(
-        rows=tuple(range(number * group, (number + 1) * group)),
+        rows=tuple(range(start, start + group)),
         prompt=prompt,
         keys=tuple(key_of(number, generation) for generation in range(group)),
         sampling=sampling or g.Sampling(max_new_tokens=12, eos_ids=EOS),
@@ -45,14 +46,9 @@ def drive(policy, queue, arrivals=(), **options):
     return columns
 
 
-def alone(policy, number, prompt, **options):
-    """The completion of prompt `number` as `generate` draws it by itself, and its log-probs."""
-    rollout = roll(policy, [prompt], prompt_numbers=[number], generations=1, **options)
-    return rollout.completions()[0], rollout.logp_bt[0].tolist(), rollout.finished_b.item()
-
-
 def assert_alone(policy, done, number, prompt, **options):
-    """The row has the tokens, the end and (to rounding) the log-probs that it has alone."""
-    tokens, logp, finished = alone(policy, number, prompt, **options)
-    assert (done.tokens, done.finished) == (tokens, finished), f"prompt {number}"
-    assert np.abs(np.array(done.logp) - logp[: len(tokens)]).max(initial=0.0) < 1e-4
+    """The row has the tokens, the end and (to rounding) the log-probs that `generate` gives it alone."""
+    rollout = roll(policy, [prompt], prompt_numbers=[number], generations=1, **options)
+    (tokens,) = rollout.completions()
+    assert (done.tokens, done.finished) == (tokens, rollout.finished_b.item()), f"prompt {number}"
+    assert np.abs(np.array(done.logp) - rollout.logp_bt[0, : len(tokens)]).max(initial=0.0) < 1e-4

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx2
@@ -54,12 +55,10 @@ class Recorded:
         return getattr(self._engine, name)
 
     def submit(self, request, sampling):
-        """See `Engine`."""
         self.requests.append(request)
         return self._engine.submit(request, sampling)
 
     def peek(self, ticket, start=0):
-        """See `Engine`."""
         found = self._engine.peek(ticket, start)
         self.computed = found[0].prompt_tokens if found else self.computed
         return found
@@ -96,30 +95,28 @@ class Client:
 
 
 @contextmanager
+def running(service):
+    """Within the block, another thread runs the service, or the trainer; its error is raised at the end."""
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(service.run, stopped.is_set)
+        try:
+            yield
+        finally:
+            stopped.set()
+    done.result()
+
+
+@contextmanager
 def serving(engine, model, *, limits=None, key="", public=True, **options):
     """A client of a server over this engine, which another thread owns meanwhile."""
     service = Service(engine, model, limits)
     session = service.open(key, records=False)
-    stopped = threading.Event()
-    faults = []
-
-    def run():
-        try:
-            service.run(stopped.is_set)
-        except Exception as error:
-            faults.append(error)
-
-    pump = threading.Thread(target=run)
-    with Server(service, public=session if public and not key else None, **options) as server:
-        pump.start()
-        try:
-            client = Client(server, key or "none")
-            client.session = session
-            yield client
-        finally:
-            stopped.set()
-            pump.join()
-    assert not faults, faults
+    app = Server(service, public=session if public and not key else None, **options)
+    with app as server, running(service):
+        client = Client(server, key or "none")
+        client.session = session
+        yield client
 
 
 def soon(holds, seconds=60.0):
@@ -150,17 +147,15 @@ class ScriptedEngine:
         self.freed = []
 
     def load(self, weights):
-        """See `Engine`."""
+        pass
 
     def submit(self, request, sampling):
-        """See `Engine`."""
         ticket = Ticket(next(self._tickets))
         self.requests.append(request)
         self.jobs[ticket] = [self._texts.pop(0)[: sampling.max_new_tokens], 0, None]
         return ticket
 
     def collect(self, least=1, *, should_stop=lambda: False):
-        """See `Engine`."""
         time.sleep(0.001)
         done = {}
         for ticket, job in list(self.jobs.items()):
@@ -173,12 +168,10 @@ class ScriptedEngine:
         return done
 
     def peek(self, ticket, start=0):
-        """See `Engine`."""
         tokens = self.jobs[ticket][0][: self.jobs[ticket][1]]
         return [Token(token, -1.0, 1) for token in tokens[start:]]
 
     def cancel(self, ticket):
-        """See `Engine`."""
         self.freed.append(ticket)
         if ticket in self.jobs:
             self.jobs[ticket][2] = "cancelled"

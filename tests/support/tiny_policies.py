@@ -46,10 +46,7 @@ UNUSUAL = ("gemma3n", "afm7")
 
 
 def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> Any:
-    """A model of that architecture, all of it trainable, with weights wide enough for uneven distributions.
-
-    Every leaf is away from its special values (norms from 1, biases from 0), so that one left out shows.
-    """
+    """A trainable random model of that architecture; every leaf is away from its special values."""
     if name in UNUSUAL:
         kind, config = name, small_config(name, **changes)
     else:
@@ -103,6 +100,17 @@ def token_rows(rows: int, length: int, *, seed: int = 0) -> Any:
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), mx.int32)
 
 
+def logprob_gradient(policy, tokens, targets) -> Any:
+    """(Σ log π(target), its gradient) of rows of tokens; computed."""
+
+    def total(params):
+        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets).sum()
+
+    value, gradient = mx.value_and_grad(total)(policy.params)
+    g.materialize(value, gradient)
+    return value, gradient
+
+
 def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=False) -> Any:
     """A rollout of random tokens: prompts of the given lengths, completions of 1 to `width` tokens."""
     rng = np.random.default_rng(seed)
@@ -142,8 +150,7 @@ def same_tree(one, other) -> bool:
 
 
 def repeats(one, other) -> bool:
-    """Whether two computations of the same gave the same numbers: on CUDA, where sums by atomic additions
-    come in any order, to rounding."""
+    """Whether two trees are equal, on CUDA to rounding: its atomic sums have no fixed order."""
     return worst_difference(one, other) < 1e-5 if has_cuda() else same_tree(one, other)
 
 

@@ -1,7 +1,6 @@
 """A server of Tinker's wire in a thread, its trainer in another one, and plain calls to it."""
 
 import itertools
-import threading
 from contextlib import contextmanager
 
 import httpx2
@@ -10,7 +9,7 @@ import numpy as np
 from runners.serve.tinker import wire
 from runners.serve.tinker.app import TrainingServer
 from runners.serve.tinker.trainer import Trainer
-from tests.support.serving import embedded, served
+from tests.support.serving import embedded, running, served
 
 TRAIN = {"rank": 4, "seed": 1}
 
@@ -105,21 +104,6 @@ def training(folder, *, loaded=None, key="", limits=None, host="127.0.0.1", **mo
     """A caller of a server over the model in the package."""
     loaded = loaded or embedded()
     trainer = Trainer(loaded.policy, loaded.engine, loaded.path, folder)
-    stopped = threading.Event()
-    faults = []
-
-    def run():
-        try:
-            trainer.run(stopped.is_set)
-        except BaseException as error:
-            faults.append(error)
-
-    thread = threading.Thread(target=run)
-    with TrainingServer(trainer, served(loaded, **model), host, key=key, limits=limits) as server:
-        thread.start()
-        try:
-            yield Caller(server, key)
-        finally:
-            stopped.set()
-            thread.join()
-    assert not faults, faults
+    app = TrainingServer(trainer, served(loaded, **model), host, key=key, limits=limits)
+    with app as server, running(trainer):
+        yield Caller(server, key)

@@ -49,10 +49,7 @@ def test_advantages_match_the_reference(rewards, baseline, scale, seed):
     scale=st.sampled_from(SCALES),
 )
 def test_equal_rewards_give_exactly_zero(size, value, name, scale):
-    """With a group's baseline a group without variance has A = 0 to the last bit, beside one with some; with
-    the batch's it has where all rewards of the batch are equal. GDPO's normalised rewards are 0 as well: not
-    the rounding of r − mean divided by the floor (0.1 seven times has a mean that is not 0.1).
-    """
+    """Equal rewards of a group (of the batch, with its baseline) give A = 0 exactly; so does GDPO."""
     rewards = np.full((2, size), value, np.float32)
     total = combined(rewards[:1], np.ones(1), aggregate="normalize_then_sum", group_size=size)
     assert (total == 0.0).all()
@@ -64,10 +61,7 @@ def test_equal_rewards_give_exactly_zero(size, value, name, scale):
 
 @given(rewards=reward_groups(missing=False), seed=seeds, penalty=st.booleans())
 def test_gdpo_leaves_groups_without_variance_exactly_zero(rewards, seed, penalty):
-    """z is exactly 0 there, and the mean of all z is 0: A = 0 to the last bit, as nothing else is added to z.
-
-    A length penalty is added to z: then the batch's baseline acts on such a group as well.
-    """
+    """Such a group has A = 0 exactly, unless a length penalty was added to its normalized rewards."""
     rewards = np.concatenate([rewards, np.full_like(rewards[:1], 0.75)])
     assume(any(len(set(group)) > 1 for group in rewards))
     rng = np.random.default_rng(seed)
@@ -143,8 +137,7 @@ GDPO = {"aggregate": "normalize_then_sum"}
     ],
 )
 def test_what_does_not_fit_is_refused(act, message):
-    """With the nearest spelling, or what was found and wanted: a group baseline needs two completions, GDPO
-    groups that divide them, and the buffer fits into the limit."""
+    """The message gives the nearest spelling, or what was found and what is expected."""
     with pytest.raises(ValueError, match=message):
         act()
 
@@ -185,7 +178,7 @@ def test_gdpo_by_hand():
 
 @given(rewards=reward_groups())
 def test_varied_rewards_are_those_with_an_advantage(rewards):
-    """Two given rewards of the group differ, exactly; only then an advantage differs from 0."""
+    """Exactly the groups with two different rewards have an advantage other than 0."""
     wanted = [len(set(group[~np.isnan(group)].tolist())) > 1 for group in rewards]
     assert np.array(has_varied_rewards(mx.array(rewards))).tolist() == wanted
     assert advantages(rewards, scale="none").any(axis=1).tolist() == wanted
@@ -217,7 +210,7 @@ NO_REWARDS = st.sampled_from([np.inf, -np.inf, 3e38, -1e30, 1.1e15])
 
 
 def outcomes(rewards, baseline):
-    """All that is made of these rewards, with each scale and aggregate, and repeated at a second step."""
+    """Everything computed from these rewards, with each scale and aggregate, also as two steps."""
     aggregates = ("sum_then_normalize", "normalize_then_sum")
     how = {"group_size": rewards.shape[1]}
     row = rewards.reshape(1, -1)
@@ -233,7 +226,7 @@ def outcomes(rewards, baseline):
 
 @given(rewards=reward_groups(), other=NO_REWARDS, baseline=st.sampled_from(BASELINES), seed=seeds)
 def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed):
-    """Infinite ones, and those beyond 1e15: everything is as with NaN; at 1e15 everything is finite."""
+    """Infinite rewards and those beyond 1e15 count as NaN; at 1e15 every result is finite."""
     missing = np.isnan(rewards) | (np.random.default_rng(seed).random(rewards.shape) < 0.3)
     none, strange, large = (np.where(missing, np.float32(value), rewards) for value in (np.nan, other, 1e15))
     for found, want in zip(outcomes(strange, baseline), outcomes(none, baseline), strict=True):
@@ -244,7 +237,7 @@ def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed)
 @pytest.mark.parametrize("baseline", [*BASELINES, "turn"])
 @pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 3), (0, 4, 0)])
 def test_no_prompts_and_no_steps_give_no_advantages(shape, baseline):
-    """An empty array of the rewards' shape, and no message of MLX."""
+    """The result is an empty array of the rewards' shape."""
     empty, states = mx.zeros(shape), mx.zeros(shape, mx.int32)
     assert g.turn_advantages(empty, baseline=baseline, states_pgs=states).shape == shape
     assert discounted_returns(empty, 0.5).shape == shape

@@ -10,7 +10,7 @@ from grpo_fn.algorithm import expert_shares, load_balancing_loss
 
 
 def naive(logits, mask, k):
-    """Shares, loss and its gradient, a token at a time."""
+    """Shares, loss and gradient, token by token."""
     experts = logits.shape[1]
     counts, probs = np.zeros(experts), np.zeros(experts)
     chances = [np.exp(z - z.max()) / np.exp(z - z.max()).sum() for z in logits]
@@ -31,7 +31,7 @@ def naive(logits, mask, k):
     tokens=st.integers(1, 9), experts=st.integers(1, 6), chosen=st.integers(1, 6), seed=st.integers(0, 2**16)
 )
 def test_as_the_formula_says(tokens, experts, chosen, seed):
-    """Shares add up to 1; tokens that do not count change neither value nor gradient, NaN or not."""
+    """Shares add up to 1; masked tokens change neither value nor gradient, even if they are NaN."""
     chosen = min(chosen, experts)
     rng = np.random.default_rng(seed)
     logits, mask = rng.normal(size=(tokens, experts)) * 3, rng.random(tokens) < 0.7
@@ -44,7 +44,7 @@ def test_as_the_formula_says(tokens, experts, chosen, seed):
 
 
 def test_even_is_one_and_all_on_one_is_e():
-    """The two ends of eq. 4: 4 tokens on 4 experts, each on its own or all on the first."""
+    """The two extremes of eq. 4: 4 tokens on 4 experts, one each, or all on the first."""
     even = 50 * mx.eye(4)
     mask = mx.ones((4,))
     assert load_balancing_loss(even, mask, 1).item() == pytest.approx(1)
@@ -54,7 +54,7 @@ def test_even_is_one_and_all_on_one_is_e():
 
 
 def test_arguments_are_checked():
-    """k beyond the experts, and a mask of another length."""
+    """More experts per token than there are, and a mask with a different length."""
     with pytest.raises(ValueError, match="experts_per_token = 5: expected 1 to 4"):
         expert_shares(mx.eye(4), mx.ones((4,)), 5)
     with pytest.raises(ValueError, match="mask_n"):

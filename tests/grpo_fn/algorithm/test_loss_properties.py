@@ -26,18 +26,10 @@ from tests.support.properties.strategies import (
 GARBAGE = (np.nan, np.inf, -np.inf, 3e38, -3e38, -1e4)
 
 
-def changed(case, change):
-    """The case with `change(array)` in place of each of its [B,T] arrays."""
-    return attrs.evolve(case, **{name: change(getattr(case, name)) for name in case.tokens()})
-
-
 @settings(max_examples=examples(75))
 @given(case=loss_cases(), seed=st.integers(0, 2**32 - 1))
 def test_garbage_at_masked_places_touches_nothing(case, seed):
-    """NaN, ±inf and huge values in every input's masked places: bit for bit the same, gradient exactly 0.
-
-    A row without a counted token may even have an advantage of NaN.
-    """
+    """Garbage at masked places, or as a masked row's advantage, changes no bit; the gradient there is 0."""
     rng = np.random.default_rng(seed)
     hidden = case.mask == 0
 
@@ -45,7 +37,7 @@ def test_garbage_at_masked_places_touches_nothing(case, seed):
         return np.where(hidden, rng.choice(GARBAGE, array.shape), array).astype(np.float32)
 
     adv = np.where(hidden.all(axis=1), rng.choice(GARBAGE, case.adv.shape), case.adv).astype(np.float32)
-    clean, spoiled = run_library(case), run_library(attrs.evolve(changed(case, spoil), adv=adv))
+    clean, spoiled = run_library(case), run_library(attrs.evolve(case.with_tokens(spoil), adv=adv))
     assert clean.loss == spoiled.loss and clean.stats == spoiled.stats
     for before, after in ((clean.grad, spoiled.grad), (clean.entropy_grad, spoiled.entropy_grad)):
         np.testing.assert_array_equal(before, after)
@@ -55,7 +47,7 @@ def test_garbage_at_masked_places_touches_nothing(case, seed):
 @settings(max_examples=examples(30))
 @given(data=st.data(), fields=spec_fields(), seed=st.integers(0, 2**32 - 1))
 def test_masked_is_deleted(data, fields, seed):
-    """Tokens scattered among garbage give what the same tokens give alone, [B,k] with a full mask."""
+    """Tokens scattered among garbage give the same result as the tokens alone with a full mask."""
     rows, kept, width = (data.draw(st.integers(low, high)) for low, high in ((1, 5), (1, 5), (5, 9)))
     alone = make_case(seed, fields, rows=rows, tokens=kept, style="full", drift="wide", keep=True)
     rng = np.random.default_rng(seed)
@@ -68,7 +60,7 @@ def test_masked_is_deleted(data, fields, seed):
 
     mask = np.zeros((rows, width), np.float32)
     np.put_along_axis(mask, places, 1.0, axis=1)
-    among = run_library(attrs.evolve(changed(alone, scatter), mask=mask))
+    among = run_library(attrs.evolve(alone.with_tokens(scatter), mask=mask))
     assert (among.grad[mask == 0] == 0).all()
     gathered = attrs.evolve(
         among,
@@ -125,7 +117,7 @@ def test_gradients_flow_through_the_policy_alone(case):
     [choice for choice in itertools.product(LEVELS, SURROGATES, AGGREGATIONS) if legal(*choice)],
 )
 def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
-    """100 nats of drift over 300 tokens, in either direction and all at once: finite loss and gradient."""
+    """Loss and gradient are finite after 100 nats of drift, gradual or in one token, up or down."""
     rng = np.random.default_rng(0)
     spread = rng.uniform(0, 1, (4, 300))
     drift = 100 * spread / spread.sum(axis=1, keepdims=True) * np.array([[1], [-1], [1], [-1]])
@@ -151,9 +143,8 @@ def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
 @settings(max_examples=examples(10))
 @given(case=loss_cases(drift="near"), dtype=st.sampled_from([mx.bfloat16, mx.float16]))
 def test_inputs_of_other_dtypes_are_computed_in_float32(case, dtype):
-    """bf16 and float16 arrays give float32 numbers: those of the same values passed as float32. bool, int32
-    and float32 masks mean the same."""
-    rounded = changed(case, lambda a: np.array(mx.array(a).astype(dtype).astype(mx.float32)))
+    """16-bit arrays give the float32 numbers of the same values; masks may be bool, int32 or float32."""
+    rounded = case.with_tokens(lambda a: np.array(mx.array(a).astype(dtype).astype(mx.float32)))
     full = run_library(rounded)
     for mask_dtype in (mx.bool_, mx.int32):
         half = run_library(rounded, dtype=dtype, mask_dtype=mask_dtype)

@@ -19,18 +19,18 @@ MARGIN = 1e-4
 
 
 def choices(fields):
-    """What is combined within a level and a surrogate."""
+    """The choices that are combined within a level and a surrogate."""
     correction = fields["correction"], fields["sequence_range"]
     return correction, (fields["beta"], fields["kl"], fields["kl_bias_corrected"]), fields["aggregation"]
 
 
 def pairs(sets):
-    """Each two of these choices that meet in one of the sets."""
+    """Each pair of choices that occurs in one of the sets."""
     return {pair for _, fields in sets for pair in itertools.combinations(enumerate(choices(fields)), 2)}
 
 
 def every_third(sets):
-    """As a Latin square has them: those whose choices' numbers give a multiple of three."""
+    """A Latin square of the sets: those whose choices' numbers add up to a multiple of three."""
     numbers = [{} for _ in range(3)]
     taken = []
     for index, fields in sets:
@@ -44,10 +44,7 @@ def every_third(sets):
     ("level", "surrogate"), sorted({(f["level"], f["surrogate"]) for f in all_field_sets()})
 )
 def test_every_legal_combination_matches_the_reference(level, surrogate):
-    """Each correction × KL × aggregation of this level and surrogate: value, gradients, statistics.
-
-    A third of them here, in which each two of the three choices meet; all with HYPOTHESIS_PROFILE=campaign.
-    """
+    """All in a campaign; here a third, in which every pair of correction, KL and aggregation occurs."""
     among = [each for each in enumerate(all_field_sets()) if each[1]["level"] == level]
     among = [(index, fields) for index, fields in among if fields["surrogate"] == surrogate]
     taken = among if examples(1) > 1 else every_third(among)
@@ -80,7 +77,7 @@ def test_any_batch_matches_the_reference(case):
     )
 )
 def test_reference_gradient_is_its_own_central_difference(case):
-    """The specification's hand-derived gradients agree with differences of its value, stop-gradients held."""
+    """The specification's gradients are central differences of its value."""
     want, step = run_reference(case), 1e-6
     assume(want.margin > 1e-3)
     rounding = 8 * np.spacing(abs(want.loss)) / step  # of a difference: k3 may be 10^8 nats
@@ -106,8 +103,7 @@ def test_reference_gradient_is_its_own_central_difference(case):
 
 
 def test_sampler_diagnostics_are_taken_before_masking():
-    """A correction that drops every token still reports the ratios that made it do so: of weights 1, 2, 3 the
-    effective sample size is (Σw)²/(nΣw²) = 36/(3·14) = 6/7."""
+    """With every token dropped: the ratios stay, and of weights 1, 2, 3 the ESS is 36/(3·14) = 6/7."""
     spec = g.LossSpec(correction="token_mask", correction_range=(3.5, 4.0))
     old, rollout = mx.log(mx.array([[1.0, 2.0, 3.0]])), mx.zeros((1, 3))
     loss, stats = g.policy_loss(
@@ -133,7 +129,7 @@ BY_TOKEN = ("mask_bt", "old_logp_bt", "rollout_logp_bt", "ref_logp_bt", "keep_bt
     ],
 )
 def test_what_is_missing_or_would_broadcast_is_refused(changes, arrays, named):
-    """A term without its input, and a [B,1] or [T] array where [B,T] is due: the argument is named."""
+    """The message names an argument that is missing or has another shape than [B,T]."""
     arrays = dict(adv_b=mx.zeros(3), mask_bt=mx.ones((3, 3))) | arrays
     with pytest.raises(ValueError, match=named):
         g.policy_loss(mx.zeros((3, 3)), spec=g.LossSpec(**changes), **arrays)
@@ -141,7 +137,7 @@ def test_what_is_missing_or_would_broadcast_is_refused(changes, arrays, named):
 
 @given(loss_cases(style="full"))
 def test_impossible_tokens_that_count_leave_everything_finite(case):
-    """log π = −∞ in any of the arrays, at tokens of its own in each: finite values, and no gradient there."""
+    """Log-probs of −∞ give finite values, and no gradient at those tokens."""
     arrays = {name: getattr(case, name) for name in ("logp", "old", "rollout", "ref")}
     given_arrays = {name: array.copy() for name, array in arrays.items() if array is not None}
     for number, array in enumerate(given_arrays.values()):
@@ -154,7 +150,7 @@ def test_impossible_tokens_that_count_leave_everything_finite(case):
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 def test_a_batch_without_tokens_has_no_loss(shape):
-    """0 with a gradient of its shape, whatever there is none of."""
+    """The loss is 0, with a gradient of the same shape."""
     empty = mx.zeros(shape)
     loss, stats = g.policy_loss(empty, mx.zeros(shape[:1]), empty, g.LossSpec())
     assert float(loss) == 0.0 and float(stats.denominator) == shape[0]

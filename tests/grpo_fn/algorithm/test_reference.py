@@ -1,4 +1,4 @@
-"""A quantized reference in the grad step: the KL to rounded weights, whatever way they are stored."""
+"""A quantized reference in the grad step: the KL to rounded weights, packed or dequantized."""
 
 import attrs
 import mlx.core as mx
@@ -44,7 +44,7 @@ def rounded_by_hand(params, names, mode):
     ],
 )
 def test_the_gradient_is_that_of_rounded_weights(name, storage, options, share):
-    """As with a plain reference whose weights were rounded by hand; and not that of an unrounded one."""
+    """It equals the gradient with weights rounded by hand, and differs from the unrounded one."""
     options = {**options}
     off = options.pop("off", [])
     if off and mechanisms.has_cuda():
@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_rounded_weights(name, storage, options, share):
 
 
 def test_the_reference_s_frozen_leaves_are_arguments():
-    """With adapters, a rounded reference computes with its own base, and the learner with its own."""
+    """With adapters, the reference uses its own rounded base and the learner its own."""
     policy = lora_policy("llama-untied", **SIZE)
     role = quantized_role(policy, "affine-4", "packed")
     batch = near_policy(make_batch(), policy)
@@ -82,7 +82,7 @@ def test_the_reference_s_frozen_leaves_are_arguments():
 
 
 def test_a_packed_reference_is_traced_once_and_small():
-    """Two steps of one shape make one trace; the reference takes about a sixth of the policy's memory."""
+    """Two steps of one shape share a trace; the reference uses a sixth of the policy's memory."""
     policy = tiny_policy("llama-untied", hidden_size=256, intermediate_size=512)
     role = quantized_role(policy, "affine-4", "packed", head=True)
     batch = near_policy(make_batch(), policy)
@@ -100,7 +100,7 @@ def test_a_packed_reference_is_traced_once_and_small():
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 def test_a_quantized_reference_moves_as_a_whole(storage):
-    """sync_ref with α = 1 rounds the policy again; below it refuses, as there is nothing left to mix with."""
+    """sync_ref with α = 1 rounds the policy again; a smaller α is refused."""
     policy = tiny_policy("llama-untied", **SIZE)
     role = quantized_role(policy, "affine-4", storage)
     state = attrs.evolve(make_state(policy, ref=True), ref_params={})

@@ -48,7 +48,7 @@ def returns_of(rewards_s, discount):
 
 @given(seed=seeds, baseline=baselines, scale=scales, discount=st.sampled_from([1.0, 0.9, 0.0]))
 def test_process_supervision_is_the_plain_loop(seed, baseline, scale, discount):
-    """All steps of a group normalised as one group's rewards, then summed from each step on."""
+    """All steps of a group are normalized together, then summed from each step on."""
     rewards, _ = cases(seed)
     if baseline == "batch_mean" and scale == "group":
         scale = "batch"
@@ -62,7 +62,7 @@ def test_process_supervision_is_the_plain_loop(seed, baseline, scale, discount):
 
 @given(seed=seeds, scale=st.sampled_from(["group", "none"]), discount=st.sampled_from([1.0, 0.95, 0.5]))
 def test_gigpo_is_the_plain_loop(seed, scale, discount):
-    """A = A^E + A^S: an episode against its group, a step's return against those from the same state."""
+    """A = A^E + A^S: the episode within its group, and the step's return within its state."""
     rewards, states = cases(seed)
     groups, size = rewards.shape[:2]
     total = np.where(np.isnan(rewards).all(axis=2), np.nan, np.nansum(rewards, axis=2))
@@ -85,7 +85,7 @@ def test_gigpo_is_the_plain_loop(seed, scale, discount):
 
 @given(rewards=reward_groups(), baseline=baselines, scale=scales, seed=seeds)
 def test_one_reward_at_the_end_gives_the_bits_of_whole_completions(rewards, baseline, scale, seed):
-    """At whichever turn each completion ends: its turns have the completion's advantage, to the bit."""
+    """Each turn of a completion has the completion's advantage, to the bit."""
     steps = np.random.default_rng(seed).integers(1, 5, rewards.shape)
     by_turn = np.full((*rewards.shape, 4), np.nan, np.float32)
     np.put_along_axis(by_turn, steps[..., None] - 1, rewards[..., None], axis=2)
@@ -116,16 +116,14 @@ def test_states_that_nobody_shares_add_nothing():
     ],
 )
 def test_wrong_options_are_named(options, message):
-    """Each with what was expected."""
+    """The message says what was expected."""
     with pytest.raises(ValueError, match=message):
         g.turn_advantages(mx.zeros((1, 2, 3)), **options)
 
 
 @given(case=loss_cases())
 def test_constant_token_advantages_are_those_of_the_completion(case):
-    """Loss, gradients and statistics, with every surrogate, correction, KL and aggregation: to the bit at the
-    level of tokens. At the level of sequences the tokens' own weights may move the gradient, not the value.
-    """
+    """Exactly at the token level; at the sequence level, token weights may move the gradient."""
     by_token = np.repeat(case.adv[:, None], case.mask.shape[1], axis=1)
     one, other = run_library(case), run_library(attrs.evolve(case, adv=by_token))
     assert one.stats == pytest.approx(other.stats, rel=1e-6, abs=1e-6)
@@ -139,7 +137,7 @@ def test_constant_token_advantages_are_those_of_the_completion(case):
 
 @given(case=loss_cases(fields=dict(level="token")), seed=seeds)
 def test_a_token_s_advantage_moves_that_token_alone(case, seed):
-    """A token's gradient depends on no other token's advantage; those at masked places are not read."""
+    """A token's gradient depends on its own advantage only; masked advantages are not read."""
     rng = np.random.default_rng(seed)
     adv = rng.normal(size=case.mask.shape).astype(np.float32)
     other = np.where(case.mask > 0, adv, np.nan).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The interface of the backends: what it finds, how a mechanism is turned off; none changes a result."""
+"""The backends' interface: what it finds, how mechanisms are turned off, and that none changes a result."""
 
 import importlib
 from functools import partial
@@ -47,7 +47,7 @@ FOLDERS = ("cpu", "cuda")
 
 @pytest.fixture(autouse=True)
 def _all_on():
-    """Whatever a test turns off is on again afterwards."""
+    """Mechanisms that a test turns off are on again afterwards."""
     with substituted():
         yield
 
@@ -58,8 +58,7 @@ def table(folder):
 
 
 def test_every_entry_of_a_table_is_there():
-    """Known operations and numbers; a submodule that has the function, and the predicate where one is named.
-    A name that no backend computes would never be found."""
+    """Each operation has its function, and its predicate if it names one; no table has an unknown name."""
     for folder in FOLDERS:
         for submodule, attribute, predicate in table(folder).values():
             module = importlib.import_module(f"grpo_fn.backends.{folder}.{submodule}")
@@ -79,7 +78,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest():
 
 
 def test_a_device_without_a_folder_has_the_composed_forms(monkeypatch):
-    """Metal; and a backend whose folder was deleted."""
+    """Metal has none, and a backend's folder may have been deleted."""
     x = mx.zeros((2, 3))
     mechanisms._folder.cache_clear()
     mechanisms.load.cache_clear()
@@ -92,7 +91,7 @@ def test_a_device_without_a_folder_has_the_composed_forms(monkeypatch):
 
 
 def test_what_is_disabled_is_not_found():
-    """Until the end of the block, also after an error; `disable` for good."""
+    """`disabled` lasts until the end of its block, also after an error; `disable` is permanent."""
     with substituted(exp=mx.exp, softmax=None):
         assert find("exp", mx.zeros(3, mx.bfloat16)) is mx.exp
         with pytest.raises(RuntimeError, match="stop"), disabled("exp", "softmax"):
@@ -110,7 +109,7 @@ def test_a_predicate_decides_by_the_arguments():
 
 
 def packed_policy():
-    """Adapters over a base of four bits."""
+    """Adapters on a 4-bit base."""
     return lora_policy(packed=True, intermediate_size=64)
 
 
@@ -123,7 +122,7 @@ OFF = pytest.mark.parametrize("off", [OPERATIONS, SWITCHES], ids=["operations", 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_a_rollout_is_the_same_without_mechanisms(make, prompts, off):
-    """Tokens, ends and log-probs to rounding."""
+    """Tokens and ends are equal, log-probs equal to rounding."""
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
     policy = make()
     ours = roll(policy, prompts, sampling=g.Sampling(min_p=1e-6), **options)
@@ -139,7 +138,7 @@ def test_a_rollout_is_the_same_without_mechanisms(make, prompts, off):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_gradient_and_its_update_are_the_same_without_mechanisms(make, compile, off):
-    """Of the whole loss over micro-batches, in every leaf, and the statistics beside it."""
+    """Every leaf and statistic of a gradient over micro-batches, and its update."""
     policy, spec = make(), SPECS["token_mean"]
     batch = near_policy(make_batch(zeros=True), policy)
 
@@ -162,7 +161,7 @@ ON_CPU = mx.default_device() == mx.cpu
 
 
 def counts(monkeypatch, owner, name, act):
-    """How often `act` calls a function."""
+    """The number of times that `act` calls a function."""
     real, found = getattr(owner, name), []
     monkeypatch.setattr(owner, name, lambda *a, **k: found.append(1) or real(*a, **k))
     act()
@@ -170,18 +169,18 @@ def counts(monkeypatch, owner, name, act):
 
 
 def update():
-    """Of a state."""
+    """An update of a state."""
     mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(make_state(tiny_policy()))[0].params)
 
 
 def delta():
-    """A forward of a model with a gated delta."""
+    """A forward pass of a model with a gated delta."""
     policy = g.Policy.from_module(small_model("qwen3_next"))
     mx.eval(policy.hidden(policy.params, token_rows(1, 4)))
 
 
 def ended_row():
-    """A batch of which a row has ended."""
+    """A batch in which one row has ended."""
     steps: Any = SimpleNamespace(drops_rows=True)
     bits = mx.zeros((4, 2, 3), mx.uint32)
     batch = RowBatch(steps, mx.zeros((2, 3)), bits, [0, 1])
@@ -190,7 +189,7 @@ def ended_row():
 
 
 def active_rows():
-    """Of a batch of six."""
+    """The number of active rows in a batch of six."""
     return g.drop_inactive(make_batch(zeros=True), SPECS["grpo"]).mask_bt.shape[0]
 
 
@@ -213,7 +212,7 @@ BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a
 
 @pytest.mark.parametrize("name", sorted(SWITCHES.keys() - OF_THE_SHELL))
 def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
-    """It acts; inside of the block it does not."""
+    """The mechanism acts outside of the block and not inside."""
     if ON_CPU or name not in BY_DEVICE:
         assert enabled(name) and ACTS[name](monkeypatch)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""From rollout to learner: layout, rows left out, minibatches and micro-batches conserve what they must."""
+"""From rollout to learner: layout, inactive rows, minibatches and micro-batches keep rows and counts."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def make(prompts=(4, 2), generations=3, width=7, *, seed=0, zeros=False, holes=F
 
 
 def rows_of(batch):
-    """What each row says of its counted tokens, sorted: prompt, completion up to there, mask and values."""
+    """Prompt, completion, mask and values of each row's counted tokens, sorted."""
     columns = [batch.targets_bt, batch.rollout_logp_bt, batch.old_logp_bt, batch.ref_logp_bt, batch.keep_bt]
     columns: Any = [None if column is None else np.array(column) for column in columns]
     mask, tokens = np.array(batch.mask_bt), np.array(batch.tokens_bl)
@@ -83,7 +83,7 @@ def test_a_row_is_prompt_completion_padding(prompts, generations, width, seed):
 
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
 def test_truncated_completions_take_no_place_among_the_most_uncertain(quantile):
-    """With both options: the share is one of the tokens that count, however uncertain the masked ones are."""
+    """The quantile is one of the counted tokens, even if masked ones are more uncertain."""
     rollout = tiny_rollout(width=9, entropy=True)
     finished_b = mx.array([True, False, True, True, False, True])
     entropy_bt = rollout.entropy_bt + mx.where(finished_b, 0.0, 10.0)[:, None]
@@ -100,7 +100,7 @@ def test_truncated_completions_take_no_place_among_the_most_uncertain(quantile):
 
 
 def test_rows_without_a_gradient_are_left_out():
-    """A = 0 and wholly masked rows go, all of them if need be; the denominators still count them."""
+    """Rows with A = 0 or without a counted token are left out; the denominators count them."""
     batch = make(zeros=True)  # group 0 and row 3 have A = 0
     batch = attrs.evolve(batch, mask_bt=batch.mask_bt & (mx.arange(6)[:, None] != 5))
     kept = g.drop_inactive(batch, GRPO)
@@ -123,7 +123,7 @@ def test_rows_without_advantage_stay_where_another_term_acts(spec):
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6])
 def test_minibatches_are_the_rows_in_order_with_counts_of_their_own(number):
-    """Consecutive parts that differ by at most a row; each counts itself, as it is an update by itself."""
+    """Consecutive parts, equal to within a row; each has its own counts."""
     batch = make(holes=True)
     parts = g.minibatches(batch, number)
     assert len(parts) == number
@@ -151,7 +151,7 @@ split_options = st.fixed_dictionaries(
     options=split_options,
 )
 def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, holes, zeros, options):
-    """Each counted token, with its prefix and its values, is in exactly one part; the counts add up."""
+    """Each counted token is in one part with its prefix and values; the counts add up."""
     batch = g.drop_inactive(make(prompts, generations, width, seed=seed, holes=holes, zeros=zeros), GRPO)
     parts = g.split_batch(batch, **options)
     assert sorted((row for part in parts for row in rows_of(part)), key=repr) == rows_of(batch)
@@ -169,8 +169,7 @@ def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, ho
     number=st.integers(1, 100_000),
 )
 def test_bucketed_sizes_are_rungs_of_the_ladder(prompts, generations, width, seed, share, number):
-    """Every size is one of a few, and padding rows count nothing and name a real prompt. A rung is at most an
-    eighth more than the number."""
+    """A size is at most an eighth larger than needed; padding rows count nothing and name a real prompt."""
     assert number <= round_up(number) <= 1.125 * number and round_up(number + 1) >= round_up(number)
     batch = make(prompts, generations, width, seed=seed)
     for part in g.split_batch(batch, max_tokens=300, share_prompts=share):
@@ -204,7 +203,7 @@ class Wider(g.Batch):
     ],
 )
 def test_no_field_is_forgotten(cut):
-    """A field whose axes are not declared fails wherever a batch is cut, not silently in the numbers."""
+    """A field without declared axes raises an error wherever a batch is cut."""
     batch = make()
     advantages = batch.advantages_b * (mx.arange(6) > 0)
     wider = Wider(**attrs.asdict(attrs.evolve(batch, advantages_b=advantages), recurse=False))
@@ -216,7 +215,7 @@ def test_no_field_is_forgotten(cut):
 
 
 def test_joined_rollouts_are_their_rows_one_after_another():
-    """Rollouts of unequal width join with zeros after their ends; groups can be taken out again."""
+    """Narrower rollouts are padded with zeros; groups can be selected again."""
     one = tiny_rollout((3,), width=4, entropy=True)
     other = tiny_rollout((5, 2), width=6, seed=1, entropy=True)
     joined = g.join_rollouts([one, other])
@@ -232,7 +231,7 @@ def test_joined_rollouts_are_their_rows_one_after_another():
 
 
 def of(adv_pg=(2, 3), **options):
-    """A batch of a rollout, with advantages of this shape."""
+    """A batch of a rollout with advantages of this shape."""
     return g.make_batch(tiny_rollout(), mx.zeros(adv_pg), **options)
 
 
@@ -256,6 +255,6 @@ def of(adv_pg=(2, 3), **options):
     ],
 )
 def test_what_does_not_fit_is_refused(act, message):
-    """The message names the argument, what was found and what is expected."""
+    """The message names the argument, the value found and the value expected."""
     with pytest.raises(ValueError, match=message):
         act()

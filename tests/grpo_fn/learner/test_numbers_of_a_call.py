@@ -1,4 +1,4 @@
-"""Numbers that the learner takes with each call, rates and weights of tokens; log-probs that it returns."""
+"""Values passed with each call of the learner: rates, token weights, and log-probs that it returns."""
 
 import operator
 
@@ -15,7 +15,7 @@ from tests.support.tiny_policies import tiny_policy
 
 
 def adamw_float64(param, grad, m, v, step, rates):
-    """One AdamW update in float64, as the paper's algorithm 2 has it."""
+    """One AdamW update in float64, as in the paper's algorithm 2."""
     b1, b2 = rates.betas
     m = b1 * m + (1 - b1) * grad
     v = b2 * v + (1 - b2) * grad**2
@@ -31,7 +31,7 @@ RATES = [
 
 
 def test_rates_of_a_call_are_adamw_in_float64_without_a_new_trace():
-    """Three updates with other rates each: the float64 twin's values, and one trace for all."""
+    """Three updates with different rates equal the float64 twin's, in one trace."""
     policy = tiny_policy("llama")
     traced = []
     optimizer = g.adamw(1.0)
@@ -76,7 +76,7 @@ def test_a_bound_of_a_call_clips_the_gradient():
 
 
 def test_the_grad_step_returns_the_log_probs_of_its_batch():
-    """One array for each micro-batch, as a separate forward pass computes them; an empty one has zeros."""
+    """One array per micro-batch, equal to a separate forward pass."""
     policy = tiny_policy("llama")
     batch = make_batch()
     pieces = g.split_batch(batch, max_tokens=40)
@@ -97,7 +97,7 @@ WEIGHTS = [[0.5, 2.0], [1.0, 0.0, 0.25, 3.0]]
 
 
 def test_weights_of_tokens_multiply_their_loss():
-    """Σ w · −log π of each token, as the model alone has it on each row; the sum is not divided."""
+    """Σ w · −log π over each row alone; the sum is not divided."""
     policy = tiny_policy("llama")
     batch = g.batch_of(ROWS, [[1.0] * len(completion) for _, completion in ROWS], WEIGHTS)
     spec = attrs.evolve(SFT, aggregation="sum")
@@ -114,7 +114,7 @@ def test_weights_of_tokens_multiply_their_loss():
 
 
 def test_rows_with_log_probs_have_their_ratio():
-    """With `logp` these are μ and π_old: the importance-sampled sum is Σ exp(log π − logp) · A."""
+    """`logp` is μ and π_old: the loss is Σ exp(log π − logp) · A."""
     policy = tiny_policy("llama")
     logp = [[-2.0, -3.0], [-1.5, -2.5, -4.0, -3.5]]
     advantages = [[1.0, -1.0], [0.5, 2.0, -0.25, 1.0]]
@@ -132,7 +132,7 @@ def test_rows_with_log_probs_have_their_ratio():
 
 @pytest.mark.parametrize("name", ["advantages", "weights", "logp"])
 def test_numbers_that_do_not_fit_the_tokens_are_refused(name):
-    """A row with one number too few is named with both counts."""
+    """The message has both counts of a row with one number too few."""
     numbers = {"advantages": [[1.0] * 2, [1.0] * 4], "weights": WEIGHTS, "logp": [[-1.0] * 2, [-1.0] * 4]}
     numbers[name] = [numbers[name][0], numbers[name][1][:3]]
     with pytest.raises(ValueError, match=rf"{name}: expected .*\[2, 4\], found \[2, 3\]"):
@@ -140,8 +140,7 @@ def test_numbers_that_do_not_fit_the_tokens_are_refused(name):
 
 
 def test_a_gradient_leaves_the_state_s_containers_alone(monkeypatch):
-    """While it is computed, another thread finds the weights where they were: MLX puts tracers into what it
-    differentiates."""
+    """MLX puts tracers into what it differentiates; another thread still finds the weights."""
     policy = tiny_policy("llama")
     state = make_state(policy)
     before = list(arrays_of(state.params))

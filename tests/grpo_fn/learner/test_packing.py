@@ -1,4 +1,4 @@
-"""Packing rows into micro-batches: little padding on realistic lengths, and soon no new shape."""
+"""Packing rows into micro-batches: little padding on realistic lengths, and few shapes."""
 
 import numpy as np
 import pytest
@@ -35,10 +35,7 @@ SHAPES = st.builds(
     known=st.lists(SHAPES, max_size=6),
 )
 def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, share, known):
-    """A run's shape covers its rows, keeps to the budget unless it is one row, and no row is lost.
-
-    Whatever shapes are known, and however dear another one is.
-    """
+    """A run's shape covers its rows and keeps to the budget unless it has one row; no row is lost."""
     rows = rows_of(groups)
     packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, new_shape_tokens=100_000)
     runs = packer.pack(rows, share)
@@ -60,7 +57,7 @@ def assert_holds(part):
 
 
 def test_the_cheapest_cut_is_found():
-    """Against trying all cuts of a sorted order: nothing is cheaper."""
+    """No cut of the sorted rows is cheaper."""
     rng = np.random.default_rng(1)
     for _ in range(20):
         groups = [(int(p), int(c)) for p, c in rng.integers(1, 400, (7, 2))]
@@ -100,7 +97,7 @@ def exhaustive(rows, max_tokens):
 
 
 def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
-    """Padding up to the price of a trace; no more, and never past the budget."""
+    """Padding up to the price of a trace, and never beyond the budget."""
     rows = [Row(0, 0, 72, 32, 32)]
     near, far = Shape(0, 120, 1, 32), Shape(0, 900, 1, 32)
 
@@ -118,7 +115,7 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
 @pytest.mark.parametrize("name", Shape._fields)
 def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
-    """One column, row or prompt less than needed would cut completions off or drop them."""
+    """A missing column, row or prompt would cut or drop completions."""
     rows = rows_of([(72, 32), (70, 32)], generations=2)
 
     def runs(*known):
@@ -138,9 +135,7 @@ def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
 
 
 def test_what_decides_shapes_and_their_number():
-    """Prompts are shared where that is fewer tokens: those of groups, not those of single completions. A
-    short and a long row are one micro-batch where launching another takes longer. The octave above 520 is
-    1,024, of which a row of 540 tokens has no use."""
+    """Sharing saves tokens, launches cost tokens, and no row is padded past the next octave."""
     packer = Packer(max_tokens=10_000, bucketed=True)
     assert all(part.shape.prompts for part in packer.pack(rows_of([(500, 40), (520, 30)], 8), True))
     alone = [Row(i, i, 33, 63, 63) for i in range(6)]

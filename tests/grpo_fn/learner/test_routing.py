@@ -1,4 +1,4 @@
-"""Models with experts: their load, and the loss that evens it, from routers that are recorded in a call."""
+"""Models with experts: their load, the loss that balances it, and replayed routing."""
 
 from typing import Any
 
@@ -17,13 +17,14 @@ from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, h
 from grpo_fn.policy.layers.routers import recorded_routing
 from grpo_fn.trees import arrays_of, named_leaves
 from tests.support.closeness import assert_same_gradients
+from tests.support.naive_learner import accumulated
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
 PROMPT, LENGTH = 3, 8
 
 
 def batch_of(rows=3, seed=0):
-    """Completions of different lengths behind prompts of the same length."""
+    """Completions of different lengths after prompts of the same length."""
     tokens_bl = mx.random.randint(0, VOCABULARY, (rows, LENGTH), mx.int32, key=mx.random.key(seed))
     width = LENGTH - PROMPT
     mask_bt = mx.arange(width)[None] < mx.array([[width], [2], [4]])[:rows]
@@ -40,7 +41,7 @@ def batch_of(rows=3, seed=0):
 
 
 def by_hand(module, tokens_bl):
-    """Each router's logits, computed from what its block is given."""
+    """Each router's logits, computed from its block's input."""
     seen = []
     for layer in module.layers:
         for part in layer.modules():
@@ -60,7 +61,7 @@ def by_hand(module, tokens_bl):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_routers_are_recorded(name):
-    """Four layers' logits, those that the blocks compute; the hidden states stay as they are."""
+    """The recorded logits are those of the blocks, and the hidden states are unchanged."""
     policy = g.Policy.from_module(small_model(name), patched=False)
     tokens = batch_of().tokens_bl
     hidden, routing = policy.hidden_and_routing(policy.params, tokens)
@@ -73,14 +74,10 @@ def test_routers_are_recorded(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_the_gradient_has_the_balance(name):
-    """That of the grad step, minus that without, is the coefficient times that of the loss over the counted
-    tokens, weighted as the batch is."""
+    """The gradient's difference is the coefficient times that of the balancing loss."""
     coef, batch = 0.3, batch_of()
     policy = g.Policy.from_module(small_model(name))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    spec = g.preset("grpo")
-    plain, _ = g.make_grad_step(policy, spec, compile=False)(state, batch)
-    found, _ = g.make_grad_step(policy, spec, router_aux_coef=coef, compile=False)(state, batch)
+    (plain, _), (found, _) = (accumulated(policy, batch, router_aux_coef=each) for each in (0.0, coef))
 
     def balance(params):
         _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
@@ -97,7 +94,7 @@ def test_the_gradient_has_the_balance(name):
 
 
 def test_the_load_of_a_batch():
-    """Against counts by hand."""
+    """The statistics equal counts by hand."""
     policy = g.Policy.from_module(small_model("qwen3_moe"))
     batch = batch_of()
     stats = routing_stats(policy, policy.params, batch)
@@ -113,8 +110,7 @@ def test_the_load_of_a_batch():
 
 
 def test_what_is_refused():
-    """A model without experts, one whose routers add biases, and checkpointed blocks: a line each. Whatever
-    happens, the routers come back."""
+    """No experts, biased routers, checkpointed blocks; after an error the routers are restored."""
     dense = g.Policy.from_module(small_model("qwen3"))
     assert not has_routers(dense.module)
     with pytest.raises(ValueError, match=r"qwen3 has no experts .* supported models: qwen3_moe"):
@@ -139,7 +135,7 @@ REPLAYED = ("qwen3_moe", "mixtral", "gpt_oss")
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_models_own_experts_change_nothing(name):
-    """Replayed, they give the same hidden states and gradients; what is recorded is of all experts."""
+    """Replaying them gives the same hidden states, logits and gradients."""
     policy, batch = g.Policy.from_module(small_model(name)), batch_of()
     own = chosen_experts(policy, policy.params, batch)
     assert own.shape == (3, LENGTH, 4, 2) and own.dtype == mx.uint16
@@ -147,21 +143,19 @@ def test_a_models_own_experts_change_nothing(name):
     found, recorded = policy.hidden_and_routing(policy.params, batch.tokens_bl, None, own)
     assert float(mx.abs(plain - found).max()) < 1e-5
     assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(logits, recorded, strict=True))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    step = g.make_grad_step(policy, g.preset("grpo"))
-    one, other = step(state, batch)[0], step(state, attrs.evolve(batch, experts_blnk=own))[0]
+    replayed = attrs.evolve(batch, experts_blnk=own)
+    one, other = (accumulated(policy, each, compile=True)[0] for each in (batch, replayed))
     assert_same_gradients(one.accum_grads, other.accum_grads)
 
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_given_experts_are_the_ones_that_compute(name):
-    """Other experts than the chosen ones: those that are shut out have no gradient, whatever is compiled."""
+    """Experts that were not given have no gradient, compiled or not."""
     policy, batch = g.Policy.from_module(small_model(name)), batch_of()
     experts = mx.broadcast_to(mx.array([1, 3], mx.uint16), (3, LENGTH, 4, 2))
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    batch = attrs.evolve(batch, experts_blnk=experts)
     for compile in (False, True):
-        step = g.make_grad_step(policy, g.preset("grpo"), compile=compile)
-        grads = named_leaves(step(state, attrs.evolve(batch, experts_blnk=experts))[0].accum_grads)
+        grads = named_leaves(accumulated(policy, batch, compile=compile)[0].accum_grads)
         weights = [grad for path, grad in grads.items() if "experts" in path or "switch_mlp" in path]
         assert weights
         for grad in weights:  # [experts, …]
@@ -170,7 +164,7 @@ def test_given_experts_are_the_ones_that_compute(name):
 
 
 def test_replay_follows_rows_into_micro_batches():
-    """Log-probs and gradient of pieces are those of the whole; a piece that shares prompts is refused."""
+    """Pieces have the log-probs and gradient of the whole; shared prompts are refused."""
     policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
     experts = mx.random.randint(0, 2, (3, LENGTH, 4, 1), key=mx.random.key(1)) * 2
     experts = mx.concatenate([experts, experts + 1], axis=-1).astype(mx.uint16)
@@ -199,7 +193,7 @@ def test_replay_follows_rows_into_micro_batches():
 
 
 def test_the_reference_keeps_its_own_routing():
-    """Experts are those of the sampler: the KL compares with the reference as it is."""
+    """The KL compares with the reference's own experts, not the sampler's."""
     policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
     experts = mx.broadcast_to(mx.array([0, 1], mx.uint16), (3, LENGTH, 4, 2))
     spec = g.preset("grpo", beta=0.1)
@@ -212,7 +206,7 @@ def test_the_reference_keeps_its_own_routing():
 
 
 def test_what_cannot_be_replayed():
-    """Weights that depend on experts that are not chosen, and arrays of another shape."""
+    """Weights that depend on all experts, and arrays of another shape."""
     for name, settings in (("qwen2_moe", {}), ("olmoe", {"norm_topk_prob": False})):
         with pytest.raises(ValueError, match=f"{name} weights its experts by a softmax over all"):
             check_replay(small_model(name, **settings))

@@ -1,4 +1,4 @@
-"""The supervised step is cross-entropy on the completions' tokens: naive, mlx-lm's, TRL's."""
+"""The supervised step is the cross-entropy of the completions' tokens, as in mlx-lm and TRL."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def learned(policy, *, packed, compile=False):
 
 
 def naive_loss(module):
-    """A row at a time, in full: −Σ log softmax at the completions' tokens, over their number."""
+    """−Σ log softmax at the completions' tokens, row by row, over their number."""
     total = mx.array(0.0)
     for prompt, gold in zip(PROMPTS, GOLD, strict=True):
         logits = module(mx.array([[*prompt, *gold]]))[0].astype(mx.float32)
@@ -41,7 +41,7 @@ def naive_loss(module):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba", "lora", "compiled"])
 def test_the_step_is_the_naive_cross_entropy(kind, packed):
-    """Loss and gradient: the prompt's tokens and padding count nowhere, however the rows are cut."""
+    """Prompt tokens and padding are masked, however the rows are cut."""
     name = "llama" if kind == "compiled" else kind
     policy = policy_of(name)
     stats, gradient = learned(policy, packed=packed, compile=kind == "compiled")
@@ -109,6 +109,6 @@ def test_the_step_is_that_of_trl(packed, tmp_path):
 
 @pytest.mark.parametrize("given", [([], []), ([(1,)], []), ([(1,)], [()]), ([()], [(1,)])])
 def test_given_completions_are_whole(given):
-    """As many as prompts, none of them empty."""
+    """There are as many completions as prompts, and none is empty."""
     with pytest.raises(ValueError, match="as many completions as prompts"):
         g.given_rollout(*given)

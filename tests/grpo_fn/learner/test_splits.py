@@ -1,4 +1,4 @@
-"""Split ≡ whole: micro-batches, gradient accumulation, shared prompts and rows left out give one update."""
+"""Micro-batches, gradient accumulation, shared prompts and inactive rows give the same update."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ SPLITS = {
 
 @functools.cache
 def of_the_whole(name):
-    """A policy and a batch, and what a grad step makes of it with the spec of this name."""
+    """A policy, a batch, and the result of one grad step with the spec of this name."""
     policy = tiny_policy("llama-untied")
     batch = near_policy(make_batch(prompts=(4, 2, 7), zeros=True, by_token=name == "by token"), policy)
     grad_step = grad_step_of(policy, SPECS.get(name, SPECS["grpo"]), compile=False)
@@ -45,7 +45,7 @@ def of_the_whole(name):
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("name", ["grpo", "token_mean", "sum", "by token"])
 def test_any_split_gives_the_same_update(name, how, dropped):
-    """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
+    """Gradient, loss and statistics are those of the whole batch."""
     policy, whole, grad_step, (want, want_stats) = of_the_whole(name)
     spec = SPECS.get(name, SPECS["grpo"])
     state, stats = make_state(policy), []
@@ -66,7 +66,7 @@ def test_any_split_gives_the_same_update(name, how, dropped):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_halves_are_smaller(shared):
-    """Half the rows, and never more places to compute; a single row stays whole."""
+    """Half the rows, never more tokens to compute; a single row stays whole."""
     batch = make_batch(prompts=(4, 2, 7))
     for piece in g.split_batch(batch, max_tokens=400, share_prompts=shared):
         one, two = halve_batch(piece)
@@ -100,8 +100,7 @@ def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
 
 
 def test_empty_batches_of_any_width_share_a_trace():
-    """A rollout that leaves no row is common early on: it counts in the denominator, has no gradient, and its
-    width must not cost a trace each time."""
+    """A rollout without an active row counts in the denominator and costs no new trace."""
     policy = tiny_policy()
     grad_step, state = grad_step_of(policy, SPECS["token_mean"]), make_state(policy)
     counted = 0
@@ -118,10 +117,7 @@ def test_empty_batches_of_any_width_share_a_trace():
 
 @pytest.mark.parametrize("way", ["micro-batches", "batch steps"])
 def test_memory_is_that_of_one_micro_batch(way):
-    """Eight micro-batches, or batch steps before anything is computed: one's activations at a time.
-
-    On CUDA MLX also holds the arrays of ten buffers of operations, here those of one or two micro-batches.
-    """
+    """One micro-batch's activations at a time; CUDA also keeps ten buffers of operations."""
     policy = tiny_policy("llama-untied", num_hidden_layers=4)
     batch = make_batch(prompts=(6,) * 16, generations=2, width=60)
     grad_step, start = grad_step_of(policy, SPECS["grpo"], compile=False), make_state(policy)

@@ -40,7 +40,7 @@ def test_the_first_state_has_counted_nothing():
 
 
 def test_zeros_like_takes_no_memory():
-    """Zeros the size of a model cost one number, also after they have been evaluated."""
+    """Zeros of a model's size occupy one number, also after evaluation."""
     shapes = {"w": mx.zeros((512, 512)), "h": mx.zeros((64,), mx.bfloat16)}
     mx.eval(shapes)
     before = memory_in_use()
@@ -51,7 +51,7 @@ def test_zeros_like_takes_no_memory():
 
 
 def test_sync_old_takes_the_policy_s_arrays_without_a_copy():
-    """π_old becomes the very arrays of π_θ; nothing else in the state changes."""
+    """π_old shares the arrays of π_θ; nothing else in the state changes."""
     state = attrs.evolve(make_state(), params=make_params(1))
     synced = g.sync_old(state)
     assert same_arrays(synced.old_params, state.params)
@@ -63,7 +63,7 @@ def test_sync_old_takes_the_policy_s_arrays_without_a_copy():
 
 @pytest.mark.parametrize("mixup", [0.1, 0.6, 0.999])
 def test_sync_ref_mixes(mixup):
-    """ref ← α·θ + (1−α)·ref, against float64; twice with the same θ leaves (1−α)² of the first reference."""
+    """ref ← α·θ + (1−α)·ref in float64; two syncs leave (1−α)² of the first reference."""
     state = attrs.evolve(make_state(ref_params=make_params(0)), params=make_params(1))
     once = g.sync_ref(state, mixup)
     twice = g.sync_ref(once, mixup)
@@ -79,7 +79,7 @@ def test_sync_ref_mixes(mixup):
 
 @pytest.mark.parametrize("mixup", [0.0, -0.1, 1.1, float("nan")])
 def test_sync_ref_refuses_a_share_outside_its_range(mixup):
-    """α = 0 would do nothing, past 1 the reference would overshoot; without one there is nothing to mix."""
+    """α must be in (0, 1], and the state must have a reference."""
     with pytest.raises(ValueError, match="mixup"):
         g.sync_ref(make_state(ref_params=make_params()), mixup)
     with pytest.raises(ValueError, match=r"no ref_params.*beta"):

@@ -1,4 +1,4 @@
-"""The learner's first step against a naive one, and how often it is traced and runs the model."""
+"""The grad step compared with a naive one; its traces and its forward passes."""
 
 import attrs
 import mlx.core as mx
@@ -27,7 +27,7 @@ from tests.support.tiny_policies import repeats, tiny_policy
 @pytest.mark.parametrize("by_token", [False, True], ids=["", "advantages of tokens"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_the_gradient_is_the_naive_one(spec, by_token):
-    """Loss and every leaf's gradient are the naive ones: clip, correction, KL, entropy, aggregation."""
+    """Loss and gradient for clip, correction, KL, entropy and each aggregation."""
     policy = tiny_policy("llama")
     batch = near_policy(make_batch(by_token=by_token and spec.level == "token"), policy)
     state = make_state(policy, ref=spec.beta > 0)
@@ -44,8 +44,7 @@ KINDS = ["llama-untied", "qwen2", "gemma2", "gemma3", "cohere", "mamba", "gpt_ne
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
-    """Padding, gathered positions and the head apart change nothing; windows and states included. Of adapters
-    the base and the head stay frozen, and are no part of the gradient."""
+    """Windows and states included; with adapters, base and head stay frozen."""
     policy = policy_of(name)
     batch = near_policy(make_batch(prompts=(5, 1, 9), generations=2, width=6), policy)
     state, stats = grad_step_of(policy, SPECS["token_mean"], compile=False)(make_state(policy), batch)
@@ -55,7 +54,7 @@ def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
 
 
 def test_what_is_missing_is_refused():
-    """No micro-batch at all, and beta > 0 without a reference: it says where to give one."""
+    """An empty list of micro-batches, and beta > 0 without a reference."""
     policy = tiny_policy()
     with pytest.raises(ValueError, match="batch"):
         grad_step_of(policy, g.LossSpec(), compile=False)(make_state(policy), [])
@@ -64,7 +63,7 @@ def test_what_is_missing_is_refused():
 
 
 def test_compiled_is_eager_and_traces_once_a_shape():
-    """The same gradient and statistics; new numbers, other weights and accumulated sums cost no new trace."""
+    """Same gradient and statistics; other values cost no new trace."""
     policy = tiny_policy("llama-untied")
     eager, grad_step = (grad_step_of(policy, SPECS["token_mean"], compile=c) for c in (False, True))
     state = make_state(policy)
@@ -84,7 +83,7 @@ def test_compiled_is_eager_and_traces_once_a_shape():
 
 
 def test_buckets_bound_the_traces():
-    """Twelve rollouts of random lengths, known shapes preferred: a trace for each shape, and few shapes."""
+    """Twelve rollouts of random lengths need few shapes, and one trace per shape."""
     policy = tiny_policy("llama-untied")
     grad_step, state, shapes, pieces = grad_step_of(policy, SPECS["token_mean"]), make_state(policy), set(), 0
     for seed in range(12):
@@ -98,7 +97,7 @@ def test_buckets_bound_the_traces():
 
 
 def count_forwards(policy):
-    """A list that grows by one with each forward of the policy's backbone."""
+    """A list that grows by one with each forward pass of the backbone."""
     forwards, backbone = [], policy.module.model
 
     class Counted(type(backbone)):
@@ -112,7 +111,7 @@ def count_forwards(policy):
 
 @pytest.mark.parametrize("beta, given, forwards", [(0.0, False, 1), (0.1, False, 2), (0.1, True, 1)])
 def test_the_reference_runs_only_where_it_is_needed(beta, given, forwards):
-    """beta = 0 or log-probs in the batch: one forward. Otherwise the reference's makes two."""
+    """One forward pass if beta = 0 or the batch has its log-probs, otherwise two."""
     policy = tiny_policy()
     count = count_forwards(policy)
     batch = make_batch(old=False)
@@ -123,7 +122,7 @@ def test_the_reference_runs_only_where_it_is_needed(beta, given, forwards):
 
 
 def test_given_reference_logprobs_are_those_of_the_reference():
-    """Kept in the batch or computed by the step, the reference's log-probs give the same gradient."""
+    """Stored or computed, they give the same gradient."""
     policy = tiny_policy()
     state, batch, spec = make_state(policy, ref=True), make_batch(old=False), g.LossSpec(beta=0.2)
     logprob_step = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)
@@ -136,7 +135,7 @@ def test_given_reference_logprobs_are_those_of_the_reference():
 
 
 def test_logprobs_are_those_of_each_row_alone():
-    """The learner's own log-probs against the model called on each row, unpadded; no gradient."""
+    """Equal to the model's on each unpadded row, with shared prompts too."""
     policy, batch = tiny_policy("qwen2"), make_batch(prompts=(5, 1), generations=2)
     logp = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, batch)
     for row in range(4):

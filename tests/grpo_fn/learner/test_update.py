@@ -1,4 +1,4 @@
-"""The learner's second step: AdamW in float64, clipping, and gradients that are not finite."""
+"""The update step: AdamW in float64, clipping, and values that are not finite."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
 
 
 def hand_state(grads, weight, optimizer, params=None):
-    """A state over two small leaves with a given accumulated gradient."""
+    """A state over two small leaves with the given accumulated gradient."""
     params = params or {"a": mx.array([1.0, -2.0, 0.5]), "l": [{"w": mx.array([[3.0, 0.1]])}]}
     state = g.init_state(params, optimizer, key=mx.random.key(0))
     return attrs.evolve(state, accum_grads=grads, accum_weight=mx.array(float(weight)))
@@ -37,7 +37,7 @@ DECAYED = ((0.9, 0.95), 0.1, 0.5)
 
 
 def make_update(betas=DECAYED[0], decay=DECAYED[1], clip=DECAYED[2], *, compile=False):
-    """(optimizer, update step, traces): warm-up of two and cosine decay over four updates to follow."""
+    """(optimizer, update step, traces): two warm-up updates, then four with cosine decay."""
     schedule = g.warmup_schedule("cosine", 0.05, 6, 0.34)
     optimizer = g.adamw(schedule, betas=betas, eps=1e-6, weight_decay=decay)
     traces = []
@@ -55,7 +55,7 @@ def make_update(betas=DECAYED[0], decay=DECAYED[1], clip=DECAYED[2], *, compile=
     [(((0.9, 0.999), 0.0, None), False), (((0.0, 0.5), 0.3, 2.0), False), (DECAYED, False), (DECAYED, True)],
 )
 def test_adamw_is_the_paper_s(settings, compile):
-    """Six updates in float64: division by the weight, clipping, moments, bias, decay, schedule."""
+    """Six updates in float64: weight, clipping, moments, bias correction, decay, schedule."""
     betas, decay, clip = settings
     optimizer, update, traces = make_update(*settings, compile=compile)
     state = hand_state(hand_grads(0), 1.0, optimizer)
@@ -83,7 +83,7 @@ def test_adamw_is_the_paper_s(settings, compile):
 
 @pytest.mark.parametrize("bad, compile", [(math.inf, False), (math.nan, True), (-math.inf, True)])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, compile):
-    """Parameters and moments stay bit for bit, sums start again at 0, the stats say so; the next works."""
+    """Parameters and moments keep every bit, the statistics say so, and the next update works."""
     optimizer, update, _ = make_update(compile=compile)
     state, _ = update(hand_state(hand_grads(0), 2.0, optimizer))
     broken = hand_grads(1)
@@ -103,7 +103,7 @@ BIG = {"a": mx.array([1.0, -2e38, 0.5]), "l": [{"w": mx.array([[3.0, 0.1]])}]}
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_rate_that_is_not_finite_changes_nothing(compile):
-    """1e39 is a number to the config and infinity to float32; a sane rate goes on from there."""
+    """1e39 is infinite in float32; a finite rate continues from the same state."""
     state = hand_state(hand_grads(0), 2.0, g.adamw(1e39))
     after, stats = g.make_update_step(g.adamw(1e39), compile=compile)(state)
     assert stats.skipped.item() and math.isfinite(float(stats.grad_norm))
@@ -116,7 +116,7 @@ def test_a_rate_that_is_not_finite_changes_nothing(compile):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_values_that_would_not_be_finite_are_never_taken(compile):
-    """Gradient and rate are sound, the step overflows in one leaf: it stays, and the stats say so."""
+    """A leaf that would overflow stays, and the statistics say so."""
     grads = {"a": mx.array([0.1, 0.2, -0.1]), "l": [{"w": mx.array([[0.3, 0.1]])}]}
     state = hand_state(grads, 2.0, g.adamw(2e38), BIG)
     after, stats = g.make_update_step(g.adamw(2e38), compile=compile)(state)
@@ -127,8 +127,7 @@ def test_values_that_would_not_be_finite_are_never_taken(compile):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_loss_that_is_not_finite_skips_its_update(compile):
-    """Advantages whose sum overflows, at a flat place of the loss: gradients are 0, and still nothing moves;
-    the sound micro-batches before and after it cannot hide it."""
+    """An infinite loss whose gradient is 0 is skipped, whatever micro-batches surround it."""
     policy, spec = tiny_policy(), g.preset("grpo", epsilon_high=0.2)
     rollout = tiny_rollout()
     good = g.make_batch(rollout, mx.array([[1.0, -1.0, 0.5], [0.2, -0.7, 0.4]]))
@@ -151,7 +150,7 @@ def test_a_loss_that_is_not_finite_skips_its_update(compile):
 
 
 def test_nothing_accumulated_is_no_division_by_zero():
-    """A batch without a counted token at token_mean: weight 0, gradient 0, parameters finite."""
+    """Weight 0 and gradient 0 leave the parameters finite and unchanged."""
     optimizer = g.adamw(0.1)
     state = hand_state(map_arrays(mx.zeros_like, hand_grads(0)), 0.0, optimizer)
     after, stats = g.make_update_step(optimizer, compile=False)(state)
@@ -164,7 +163,7 @@ def test_nothing_accumulated_is_no_division_by_zero():
     "total, ratio", [(10, 0.0), (10, 0.3), (7, 0.1), (1, 0.0), (1, 1.0), (5, 1.0), (200, 0.05)]
 )
 def test_warm_up_and_decay(kind, total, ratio):
-    """Every update's rate, also past the end, agrees with the formula."""
+    """Each update's rate follows the formula, also past the last update."""
     schedule, warmup = g.warmup_schedule(kind, 3e-4, total, ratio), round(total * ratio)
     for u in range(total + 3):
         share = min((u - warmup) / max(total - warmup, 1), 1.0)
@@ -191,13 +190,13 @@ def test_warm_up_and_decay(kind, total, ratio):
     ],
 )
 def test_values_out_of_range_are_refused(make, word):
-    """The message names the value that it found."""
+    """The message names the value."""
     with pytest.raises(ValueError, match=word):
         make()
 
 
 def test_applying_changes_nothing_in_place():
-    """The moments that went in are as they were: an update that is thrown away leaves no mark."""
+    """The moments passed in are unchanged, so a discarded update leaves no trace."""
     optimizer, grads = g.adamw(0.1), hand_grads(0)
     state = hand_state(grads, 1.0, optimizer)
     before, params = (map_arrays(lambda a: a + 0, tree) for tree in (state.opt_state, state.params))

@@ -68,8 +68,7 @@ def test_gradients_of_logprobs_are_the_model_s(name):
 
 
 def test_finding_the_head_leaves_the_module_alone():
-    """The probes put back the arrays that they replaced, and the backbone too. Hidden states as wide as the
-    vocabulary cannot be seen in logits: such a model stays whole."""
+    """Probes restore what they replaced; hidden states as wide as the vocabulary keep a model whole."""
     module = tiny_module("gemma2")
     held = {name: id(leaf) for name, leaf in tree_flatten(module.parameters())}
     backbone = module.model

@@ -61,8 +61,7 @@ def step_by_step(module, tokens_bl):
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_rollouts_are_the_learner_s(name, prompts):
-    """Log-probs of a rollout are those of the learner's forward, which gives the logits of a row's tokens one
-    by one, past the window as well; asking for shortcuts changes nothing."""
+    """The learner's log-probs are those of token-by-token decoding, past the window too."""
     policy, tokens = tiny_policy(name), token_rows(2, 13)
     want = step_by_step(policy.module, tokens)
     assert float(mx.abs(policy.logits(policy.params, tokens) - want).max()) < 1e-4

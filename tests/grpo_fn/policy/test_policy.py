@@ -53,8 +53,7 @@ def test_the_module_s_leaves_are_put_back(compile):
 
 
 def test_the_leaves_are_put_back_after_an_error():
-    """An exception in a forward, or parameters that the module does not know, change nothing. Where nothing
-    trains there is no policy to speak of; the message says what to do."""
+    """After an exception or unknown parameters; a module without trainable leaves is refused."""
     policy = tiny_policy()
     held = leaf_ids(policy.module)
     with pytest.raises(RuntimeError, match="mine"), policy.bound(shifted(policy.params)):
@@ -70,8 +69,7 @@ def test_the_leaves_are_put_back_after_an_error():
 
 
 def test_lora_trains_its_adapters_alone():
-    """Trainable and frozen leaves part without overlap, and together they are all of the module's. The frozen
-    tree given takes the place of the policy's own, for one call."""
+    """Trainable and frozen leaves are disjoint and complete; a call may replace the frozen tree."""
     policy, tokens = lora_policy(), token_rows(2, 5)
     trainable, frozen = dict(tree_flatten(policy.params)), dict(tree_flatten(policy.frozen))
     assert {name.rsplit(".", 1)[1] for name in trainable} == {"lora_a", "lora_b"} and len(trainable) == 8
@@ -163,8 +161,7 @@ PROBES = {
 
 @pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
 def test_a_model_that_cannot_be_called_in_a_way_takes_the_plain_one(probe):
-    """What says that the model does not fit, in words of its own or of Python's; memory that runs out is no
-    answer: it would choose the slow way without a word, and goes on to the caller."""
+    """Any error of the model means no; running out of memory is raised."""
     for error in (ValueError("shapes"), NotImplementedError("no masks here"), AttributeError("no keys")):
         assert probe(module_for_probes(error)) is False
     assert probe(module_for_probes()) is True

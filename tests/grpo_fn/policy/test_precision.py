@@ -11,7 +11,7 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from grpo_fn.policy.quantized_role import MODES, quantized_role
 from grpo_fn.trees import arrays_of, map_arrays, named_leaves
-from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_policy, token_rows
+from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_policy, token_rows, worst_difference
 
 SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 # Bits of a weight, and so how far rounding may take the logits of a random model from the full ones.
@@ -31,10 +31,6 @@ def wide_policy(name="llama-untied", **options):
     return tiny_policy(name, **SIZE, **options)
 
 
-def relative_error(got, want):
-    return float(mx.linalg.norm(got - want) / mx.linalg.norm(want))
-
-
 def both_storages(policy, mode, tokens, **options):
     """The role and its logits, packed and dequantized, which agree to rounding."""
     found = []
@@ -42,7 +38,7 @@ def both_storages(policy, mode, tokens, **options):
         role = quantized_role(policy, mode, storage, **options)
         found.append((role, role.policy.logits(role.transform(policy.params), tokens)))
     (packed, one), (_, other) = found
-    assert relative_error(one, other) < (1e-5 if one.dtype == mx.float32 else 0.1)
+    assert worst_difference(one, other) < (1e-5 if one.dtype == mx.float32 else 0.1)
     return packed, other
 
 
@@ -51,7 +47,7 @@ def test_both_storages_are_the_same_rounded_model(name):
     """Packed and dequantized logits agree to rounding, and differ from full precision as the bits suggest."""
     policy, tokens = wide_policy(), token_rows(2, 6)
     _, logits = both_storages(policy, name, tokens)
-    assert 1e-4 < relative_error(logits, policy.logits(policy.params, tokens)) < COARSE[name]
+    assert 1e-4 < worst_difference(logits, policy.logits(policy.params, tokens)) < COARSE[name]
 
 
 @pytest.mark.parametrize("name", ["affine-8", "affine-4", "nvfp4"])
@@ -65,7 +61,7 @@ def test_experts_are_rounded(model, name):
     leaves = named_leaves(role.transform(policy.params))
     assert all(leaves[leaf].dtype == mx.uint32 for leaf in experts)
     bits = {"affine-8": 0.05, "affine-4": 1.0, "nvfp4": 1.4}[name]
-    assert 1e-4 < relative_error(logits, policy.logits(policy.params, tokens)) < bits
+    assert 1e-4 < worst_difference(logits, policy.logits(policy.params, tokens)) < bits
 
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
@@ -114,9 +110,9 @@ def test_with_lora_the_base_is_rounded_and_the_adapters_are_not(storage):
     tokens = token_rows(2, 6)
     got = role.policy.logits(role.transform(policy.params), tokens)
     full = policy.logits(policy.params, tokens)
-    assert 1e-4 < relative_error(got, full) < COARSE["affine-8"]
+    assert 1e-4 < worst_difference(got, full) < COARSE["affine-8"]
     without = map_arrays(mx.zeros_like, policy.params)
-    assert relative_error(got, role.policy.logits(without, tokens)) > 0.01
+    assert worst_difference(got, role.policy.logits(without, tokens)) > 0.01
 
 
 def test_weights_are_rounded_in_the_compute_dtype():
@@ -144,8 +140,7 @@ def test_weights_are_rounded_in_the_compute_dtype():
     ],
 )
 def test_what_cannot_be_quantized_is_refused(make, name, options, message):
-    """Unknown names with the nearest one; weights that do not fit, or are quantized already, or gone; groups
-    that mlx does not pack, or that are another than the format's."""
+    """Unknown names, weights that do not fit or are packed or gone, and wrong group sizes."""
     with pytest.raises(ValueError, match=message):
         quantized_role(make(), name, **options)
 
@@ -163,8 +158,7 @@ def test_rows_that_do_not_fit_keep_their_precision():
 @pytest.mark.parametrize("mode", ["affine-8", "mxfp8"])
 @pytest.mark.parametrize("name", ["llama-untied", "gemma2", "cohere"])
 def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
-    """Tied or not they are among the role's weights, and norms stay as they are. A packed matrix is none to
-    take products with: the head is then a function alone, with the log-probs of the logits."""
+    """Tied or not; a packed head is a function without a matrix, with the same log-probs."""
     policy, tokens = tiny_policy(name, **SIZE, head_dim=32, compute_dtype=dtype), token_rows(2, 6)
     role, dense = both_storages(policy, mode, tokens, head=True)
     head = {"lm_head.weight"} if name == "llama-untied" else set()
@@ -178,4 +172,4 @@ def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
     want = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), targets[..., None], -1)[..., 0]
     assert float(mx.abs(got - want).max()) < (1e-4 if dtype is None else 0.1)
     plain = quantized_role(policy, mode)
-    assert relative_error(plain.policy.logits(plain.transform(policy.params), tokens), dense) > 1e-4
+    assert worst_difference(plain.policy.logits(plain.transform(policy.params), tokens), dense) > 1e-4

@@ -108,10 +108,7 @@ def test_the_learner_takes_no_packed_product(compile, no_packed_products):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_backward_pass_keeps_no_unpacked_weights(compile):
-    """The peak stays below half of the weights in full size.
-
-    On CUDA MLX also holds the arrays of ten buffers of operations, a gigabyte or two: there are more weights.
-    """
+    """The peak stays below half of the weights; CUDA also keeps ten buffers, so it gets more weights."""
     width, count = (4096, 96) if has_cuda() else (1024, 16)
     layers = [nn.Linear(width, width, bias=False).to_quantized(64, 4) for _ in range(count)]
     for layer in layers:

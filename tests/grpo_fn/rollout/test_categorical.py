@@ -102,9 +102,7 @@ def test_whatever_has_weight_can_be_drawn_and_nothing_else():
 
 @pytest.mark.parametrize("vocabulary", [6, 40, 1500])
 def test_the_first_and_the_last_word_pass_over_tokens_without_weight(vocabulary):
-    """Words of 0 draw the first token that has weight, words of all ones the last, in every level. Rows that
-    are no distribution, without weight or with NaN, give some token of the vocabulary, never one behind
-    it."""
+    """Rows without weight, or with NaN, still give a token of the vocabulary."""
     weights = np.zeros(vocabulary)
     first, last = vocabulary // 3, vocabulary - vocabulary // 3
     weights[first], weights[last] = 0.25, 1.0

@@ -14,10 +14,7 @@ from tests.support.tiny_policies import ARCHITECTURES, memory_in_use, tiny_polic
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_are_the_model_s(name, prompts):
-    """Prefill, fork, cache, compaction: each sampled token's log-prob is that of a teacher-forced forward.
-
-    Sliding windows (prompts and completions run past gemma3's 6), recurrent states and soft caps included.
-    """
+    """Every log-prob is that of a teacher-forced forward, past sliding windows of 6 and with soft caps."""
     policy = tiny_policy(name)
     rollout = roll(policy, prompts, eos_ids=EOS, check_every=2)
     assert_teacher_forced(policy, rollout)
@@ -27,8 +24,7 @@ def test_logprobs_are_the_model_s(name, prompts):
 
 
 def test_logprobs_are_those_of_the_sampler_s_distribution():
-    """Tempered and truncated; the entropy is that of the whole distribution at the temperature. At
-    temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
+    """Tempered, truncated, with the whole distribution's entropy; temperature 0 is the argmax."""
     policy = tiny_policy("qwen2")
     for sampling in (g.Sampling(temperature=0.6), g.Sampling(temperature=1.7, top_k=5, with_entropy=True)):
         rollout = roll(policy, sampling=sampling)
@@ -63,8 +59,7 @@ def test_a_later_part_of_a_group_is_that_part_of_the_whole():
 
 
 def test_it_samples_from_the_parameters_and_the_key_given():
-    """Not from those that the policy was made with, whose leaves are left alone; nothing is random but the
-    key."""
+    """The policy's own parameters and MLX's global random state play no part."""
     policy, other = tiny_policy("llama-untied"), tiny_policy("llama-untied", seed=4)
     held = [id(leaf) for leaf in arrays_of(policy.module.parameters())]
     sampling = g.Sampling(num_generations=3, max_new_tokens=12)

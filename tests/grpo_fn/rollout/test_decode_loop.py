@@ -9,12 +9,12 @@ import pytest
 import grpo_fn as g
 from grpo_fn.rollout import Interrupted, Respond, decode
 from tests.support.generating import EOS, RAGGED, assert_same, roll
+from tests.support.naive_learner import accumulated
 from tests.support.tiny_policies import VOCAB, tiny_policy
 
 
 def test_an_end_token_ends_and_counts():
-    """With end tokens each completion is what it is without them, up to and including the first one; the last
-    token that is allowed may be one; all rows may end at once, and no column is without a token."""
+    """A completion ends with its first end token, which may be the last token allowed or the first of all."""
     policy = tiny_policy()
     free = roll(policy, generations=6)
     assert not free.finished_b.any().item() and free.lengths_b.tolist() == [12] * 18
@@ -82,9 +82,7 @@ def test_ended_rows_really_leave_the_batch():
 @pytest.mark.parametrize("every", [1, 4, 12])
 @pytest.mark.parametrize("ends", [(), EOS], ids=["", "ends"])
 def test_a_stop_ends_at_the_token_that_completes_it(ends, every):
-    """find_stop says how many tokens to keep: the completion is cut there, however late it was looked at, or
-    at an end token before; what lies behind that is never looked at. `start` is how many tokens there were at
-    the look before: no token is new twice."""
+    """A completion is cut there, or at an earlier end token; `find_stop` sees no token as new twice."""
     policy = tiny_policy()
     free, seen = roll(policy, generations=6).completions(), []
 
@@ -125,10 +123,9 @@ def test_every_completion_may_be_empty(kept, share_prefix):
     assert not np.array(rollout.tokens_bt)[empty].any() and not np.array(rollout.logp_bt)[empty].any()
     batch = g.make_batch(rollout, mx.arange(9.0).reshape(3, 3) - 4)
     spec = g.LossSpec(aggregation="token_mean")
-    state = g.init_state(policy.params, g.adamw(1e-2), key=mx.random.key(0))
     active = g.drop_inactive(batch, spec)
     for parts in ([batch], g.split_batch(batch, max_tokens=20), g.split_batch(active, max_tokens=20)):
-        new, stats = g.make_grad_step(policy, spec, compile=False)(state, parts)
+        new, stats = accumulated(policy, parts, spec)
         assert np.isfinite(stats.loss.item()) and new.accum_weight.item() == lengths.sum()
     assert g.join_rollouts([rollout, rollout]).tokens_bt.shape == (18, 1)
 
@@ -171,8 +168,7 @@ def test_columns_are_the_rollout_s_tokens(name):
 @pytest.mark.parametrize("replies", [None, Respond(lambda row, tokens: [7, 8])], ids=["single", "turns"])
 @pytest.mark.parametrize("taken", [0, 1, 3, 7])
 def test_an_interrupted_rollout_has_what_was_sampled_before(taken, replies):
-    """The beginnings of the whole rollout's rows, and the module has its own weights again, as after a
-    generator that was closed."""
+    """It has the beginnings of the whole rollout's rows, and the module is restored."""
     policy = tiny_policy()
     options = {"replies": replies, "decoding": g.Decoding(check_every=1, max_batch=3)}
     _, whole = columns_of(started(policy, **options))

@@ -10,9 +10,9 @@ import pytest
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.policy.caches import prefix_cache
-from grpo_fn.rollout import Entry, RowQueue, decode_queue, rollout_of
+from grpo_fn.rollout import RowQueue, decode_queue, rollout_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
-from tests.support.queueing import LIMITS, MANY, assert_alone, drive, entry, key_of
+from tests.support.queueing import LIMITS, MANY, assert_alone, drive, entry
 from tests.support.tiny_policies import VOCAB, tiny_policy
 
 
@@ -59,8 +59,7 @@ def test_late_rows_join_and_draw_what_they_draw_alone(name, joins, options):
 
 
 def test_learned_positions_are_not_exceeded():
-    """Rows that have ended are fed on until they leave: so rows of such a model do not join others, and those
-    that begin together have one limit."""
+    """Rows of such a model join no others, and those that begin together have one limit."""
     policy, fed = tiny_policy(), []
     policy = attrs.evolve(policy, positions=40)
     queue = RowQueue(policy)
@@ -74,19 +73,15 @@ def test_learned_positions_are_not_exceeded():
 
 @pytest.mark.parametrize("options", [{}, {"share_prefix": False}], ids=str)
 def test_groups_join_groups(options):
-    """Late groups of several sizes, over one copy of each prompt or over copies; what nobody uses any more is
-    cut off the caches."""
+    """Late groups of several sizes, with shared and copied prompts; unused columns leave the caches."""
     policy, widths = tiny_policy(), []
-    queue, rows = RowQueue(policy), iter(range(100))
-    want = {}
+    queue, want = RowQueue(policy), {}
 
     def add(number, prompt, size, limit):
-        sampling = g.Sampling(max_new_tokens=limit)
-        mine = tuple(next(rows) for _ in range(size))
-        keys = tuple(key_of(number, generation) for generation in range(size))
-        queue.add(Entry(rows=mine, prompt=prompt, keys=keys, sampling=sampling))
-        how = {"generations": size, "limit": limit, "prompt_numbers": [number]}
-        want.update(zip(mine, roll(policy, [prompt], **how).completions(), strict=True))
+        first, sampling = 10 * number, g.Sampling(max_new_tokens=limit)
+        queue.add(entry(number, prompt, group=size, first=first, sampling=sampling))
+        alone = roll(policy, [prompt], generations=size, limit=limit, prompt_numbers=[number])
+        want.update(enumerate(alone.completions(), first))
 
     add(0, RAGGED[0], 3, 9)
     late = [(4 * n, lambda n=n: add(n, RAGGED[n % 3], 1 + n % 4, 12 + n % 5)) for n in range(1, 16)]
@@ -109,14 +104,12 @@ def test_a_bound_of_rows_holds_for_late_ones():
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     queue.add(entry(0, EQUAL[0], group=2, sampling=g.Sampling(max_new_tokens=8)))
     sampling = g.Sampling(max_new_tokens=5)
-    sizes = {1: 1, 2: 1, 3: 4, 4: 1}
 
-    def add(n):
-        rows = tuple(range(10 * n, 10 * n + sizes[n]))
-        keys = tuple(key_of(n, i) for i in range(sizes[n]))
-        queue.add(Entry(rows=rows, prompt=EQUAL[1], keys=keys, sampling=sampling))
+    def add():
+        for n, size in enumerate((1, 1, 4, 1), 1):
+            queue.add(entry(n, EQUAL[1], group=size, first=10 * n, sampling=sampling))
 
-    columns = drive(policy, queue, [(1, lambda: [add(n) for n in sizes])], max_batch=3, check_every=1)
+    columns = drive(policy, queue, [(1, add)], max_batch=3, check_every=1)
     order = []
     for column in columns:
         order += [row for row in column.rows if row not in order]
@@ -132,8 +125,7 @@ def test_many_that_wait_join_before_the_next_check():
 
     def add(*rows):
         for row in rows:
-            key = key_of(1, row)
-            queue.add(Entry(rows=(row,), prompt=EQUAL[1], keys=(key,), sampling=sampling))
+            queue.add(entry(row, EQUAL[1], sampling=sampling))
 
     columns = drive(policy, queue, [(2, lambda: add(16)), (11, lambda: add(17, 18, 19))], check_every=8)
     assert [len(column.rows) for column in columns[:13]] == [16] * 8 + [17] * 3 + [20] * 2
@@ -197,17 +189,8 @@ def test_a_kept_row_is_continued_as_if_it_had_not_ended(name, options):
     want = roll(policy, [prompt], generations=1, limit=10, **options).completions()[0]
     for n, (first, last) in enumerate([(0, 4), (4, 5), (5, 10)]):
         limited = attrs.evolve(sampling, max_new_tokens=last - first)
-        queue.add(
-            Entry(
-                rows=(n,),
-                prompt=[*prompt, *want[:first]],
-                keys=(key_of(0),),
-                sampling=limited,
-                drawn=first,
-                keep=True,
-                continues=n - 1 if n else None,
-            )
-        )
+        known = {"drawn": first, "keep": True, "continues": n - 1 if n else None}
+        queue.add(entry(0, [*prompt, *want[:first]], first=n, sampling=limited, **known))
         drive(policy, queue)
         (done,) = queue.take().values()
         assert done.tokens == want[first:last]
@@ -220,17 +203,15 @@ def test_a_branch_reuses_the_longest_common_beginning(name, trims):
     policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
     sampling = g.Sampling(max_new_tokens=6)
     for row in range(3):
-        queue.add(Entry(rows=(row,), prompt=RAGGED[0], keys=(key_of(0),), sampling=sampling, keep=True))
+        queue.add(entry(0, RAGGED[0], first=row, sampling=sampling, keep=True))
     drive(policy, queue)
     first = queue.take()[0].tokens
     branch = [*RAGGED[0], *first[:2], (first[2] + 1) % VOCAB, 3]
 
     def add(row, continues, **options):
-        keys = (key_of(0),) * (2 if row == 20 else 1)
         rows = (20, 21) if row == 20 else (row,)
-        queue.add(
-            Entry(rows=rows, prompt=branch, keys=keys, sampling=sampling, continues=continues, **options)
-        )
+        added = entry(0, branch, sampling=sampling, continues=continues, **options)
+        queue.add(attrs.evolve(added, rows=rows, keys=added.keys * len(rows)))
 
     add(10, 0)
     drive(policy, queue, [(2, lambda: add(20, 1, keep=True)), (3, lambda: add(11, 1))], check_every=1)

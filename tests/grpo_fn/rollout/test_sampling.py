@@ -74,8 +74,7 @@ def test_the_kept_set_is_the_naive_one(seed, size, scale, top_p, top_k, min_p):
     min_p=st.sampled_from([0.0, 0.05, 0.4]),
 )
 def test_the_logprob_is_that_of_the_distribution_drawn_from(seed, temperature, top_p, top_k, min_p):
-    """Tempered, truncated, normalised again; the token lies in the kept set. Where there is PyTorch, both are
-    those of transformers' processors, in the order in which its `generate` puts them."""
+    """Also that of transformers' processors, where PyTorch is installed; greedy takes the argmax."""
     z = np.random.default_rng(seed).normal(size=(3, 30)).astype(np.float32) * 2
     options = dict(top_p=top_p, top_k=top_k, min_p=min_p)
     found = [kept_tokens(row, **options) for row in z.astype(np.float64) / temperature]

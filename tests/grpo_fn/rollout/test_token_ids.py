@@ -50,8 +50,7 @@ class Positions(nn.Module):
 
 
 def test_other_embeddings():
-    """Packed rows are rows; of two tables the one with a row for each logit counts, or else the larger; of a
-    module without one nothing is known, and any id passes."""
+    """Packed rows count; of two tables, the one with a row per logit, or else the larger; none is unknown."""
     assert _embedding_rows(Positions(65)) == 65 and _embedding_rows(Positions(70)) == 256
     packed = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 96))
     nn.quantize(packed)

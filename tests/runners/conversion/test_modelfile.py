@@ -15,7 +15,7 @@ from runners.data.rendering import render
 from runners.errors import UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import PromptSettings
-from tests.support.modelfiles import ask, execute, read_modelfile
+from tests.runners.conversion.modelfiles import ask, execute, read_modelfile
 from tests.support.tiny_models import make_model_folder
 
 PROMPT = PromptSettings.of(load_config("quickstart").to_dict())

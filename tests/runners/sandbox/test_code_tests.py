@@ -18,7 +18,7 @@ from runners.sandbox.code_tests import (
     score_programs,
 )
 from runners.sandbox.sandbox import Limits, check_sandbox
-from tests.support.sandbox.forgeries import FORGED
+from tests.runners.sandbox.forgeries import FORGED
 
 try:
     check_sandbox()

@@ -19,8 +19,8 @@ from runners.config.loading import load_config
 from runners.files.toml_files import toml_text
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.runners.training.replay import RECORDING, Replay, read_calls
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.replay import RECORDING, Replay, read_calls
 from tests.support.replay_cases import CASES, OF_SPEED, OF_THE_CALLS, SECTIONS
 from tests.support.resuming import lines_of
 from tests.support.tiny_models import make_model_folder

@@ -9,19 +9,12 @@ os.environ["MSWEA_SILENT_STARTUP"] = "1"
 
 from minisweagent.agents.default import DefaultAgent  # pyright: ignore
 from minisweagent.environments.local import LocalEnvironment  # pyright: ignore
-from minisweagent.models.litellm_textbased_model import (  # pyright: ignore
-    LitellmTextbasedModel,
-)
+from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel  # pyright: ignore
 
 row = json.load(sys.stdin)
 model = LitellmTextbasedModel(model_name="openai/gpt-4o", model_kwargs={"max_tokens": 8})
-agent = DefaultAgent(
-    model,
-    LocalEnvironment(),
-    system_template="Use bash.",
-    instance_template="{{task}}",
-    step_limit=2,
-)
+templates = {"system_template": "Use bash.", "instance_template": "{{task}}"}
+agent = DefaultAgent(model, LocalEnvironment(), **templates, step_limit=2)
 agent.run(row["question"])
 said = "".join(str(message["content"]) for message in agent.messages if message["role"] == "assistant")
 print(json.dumps({"reward": float(len(set(said)))}))

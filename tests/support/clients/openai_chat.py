@@ -9,28 +9,18 @@ client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries
 messages = [{"role": "user", "content": "Anna has 3 pens and buys 4 more. How many pens has she?"}]
 tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
-whole = client.chat.completions.create(model=model, messages=messages, max_tokens=20, seed=1, n=2)
+asked = {"model": model, "messages": messages, "max_tokens": 20, "seed": 1}
+whole = client.chat.completions.create(**asked, n=2)
 assert [choice.index for choice in whole.choices] == [0, 1] and whole.usage.completion_tokens > 0
 
-ids = client.chat.completions.create(
-    model=model,
-    messages=messages,
-    max_tokens=20,
-    seed=1,
-    logprobs=True,
-    top_logprobs=0,
-    extra_body={"return_token_ids": True},
-)
+extra = {"return_token_ids": True}
+ids = client.chat.completions.create(**asked, logprobs=True, top_logprobs=0, extra_body=extra)
 choice = ids.choices[0]
-assert [entry.token for entry in choice.logprobs.content] == [
-    f"token_id:{token}" for token in choice.token_ids
-]
-assert ids.prompt_token_ids
+wanted = [f"token_id:{token}" for token in choice.token_ids]
+assert [entry.token for entry in choice.logprobs.content] == wanted and ids.prompt_token_ids
 
-stream = client.chat.completions.create(
-    model=model, messages=messages, max_tokens=20, seed=1, stream=True, stream_options={"include_usage": True}
-)
-events = list(stream)
+stream_options = {"include_usage": True}
+events = list(client.chat.completions.create(**asked, stream=True, stream_options=stream_options))
 text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
 assert text == choice.message.content == whole.choices[0].message.content, (text, choice.message.content)
 assert events[-1].usage.completion_tokens == ids.usage.completion_tokens

@@ -1,5 +1,4 @@
-"""renderers' client against a server: ids in, ids out, and a second turn behind them. Arguments: its URL, and
-the folder of the model's tokenizer."""
+"""renderers' client: two turns of ids. Arguments: the server's URL, the tokenizer's folder."""
 
 import asyncio
 import sys

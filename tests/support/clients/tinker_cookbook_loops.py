@@ -14,14 +14,9 @@ URL, FOLDER, LOGS, SIZE = sys.argv[1:5]
 NAME = "Qwen/Qwen3-8B-Base"  # the server's name for its model: the cookbook looks up how to render by it
 STEPS = 3
 problems = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(24)]
+roles = {"question": "user", "answer": "assistant"}
 chats = [
-    {
-        "messages": [
-            {"role": "user", "content": each["question"]},
-            {"role": "assistant", "content": each["answer"]},
-        ]
-    }
-    for each in problems
+    {"messages": [{"role": role, "content": each[name]} for name, role in roles.items()]} for each in problems
 ]
 
 
@@ -36,21 +31,10 @@ tokenizer_utils.register_tokenizer(NAME, lambda: AutoTokenizer.from_pretrained(F
 sizes = {"base_url": URL, "model_name": NAME, "lora_rank": 4, "max_steps": STEPS, "save_every": 2}
 turns = itertools.cycle((0.0, 1.0, 0.5))
 rl_loop.get_reward = lambda response, answer: next(turns)  # small models solve nothing
-rl_loop.main(
-    rl_loop.Config(
-        log_path=f"{LOGS}/rl",
-        batch_size=int(SIZE),
-        group_size=int(SIZE),
-        max_tokens=8,
-        loss_fn="importance_sampling",
-        **sizes,
-    )
-)
-sl_loop.main(
-    sl_loop.Config(
-        log_path=f"{LOGS}/sl", batch_size=2 * int(SIZE), max_length=256, learning_rate=1e-3, **sizes
-    )
-)
+rl = {"batch_size": int(SIZE), "group_size": int(SIZE), "max_tokens": 8, "loss_fn": "importance_sampling"}
+rl_loop.main(rl_loop.Config(log_path=f"{LOGS}/rl", **rl, **sizes))
+sl = {"batch_size": 2 * int(SIZE), "max_length": 256, "learning_rate": 1e-3}
+sl_loop.main(sl_loop.Config(log_path=f"{LOGS}/sl", **sl, **sizes))
 logs = [Path(LOGS, each, "metrics.jsonl").read_text().splitlines() for each in ("rl", "sl")]
 rl, sl = ([json.loads(line) for line in lines] for lines in logs)
 assert len(rl) == len(sl) == STEPS and all(row["grad_norm:mean"] > 0 for row in [*rl, *sl])

@@ -8,9 +8,8 @@ from tinker import types
 
 URL, FOLDER = sys.argv[1:3]
 service = tinker.ServiceClient(base_url=URL, api_key="tml-none")
-(model,) = (
-    tinker.RestClient(base_url=URL, api_key="tml-none").get_server_capabilities().result().supported_models
-)
+server = tinker.RestClient(base_url=URL, api_key="tml-none")
+(model,) = server.get_server_capabilities().result().supported_models
 training = service.create_lora_training_client(base_model=model.model_name, rank=4, seed=1).result()
 info = training.get_info()
 assert info.lora_rank == 4 and info.model_data.model_name == model.model_name
@@ -46,11 +45,8 @@ found = sampler.sample(types.ModelInput.from_ints(prompt), 3, params, include_pr
 assert len(found.sequences) == 3 and len({each.sequence_id for each in found.sequences}) == 3
 again = sampler.sample(types.ModelInput.from_ints(prompt), 3, params).result()
 assert [each.tokens for each in found.sequences] == [each.tokens for each in again.sequences]
-assert np.allclose(
-    found.prompt_logprobs[1:],
-    logprobs := sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:],
-    atol=1e-5,
-)
+logprobs = sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()
+assert np.allclose(found.prompt_logprobs[1:], logprobs[1:], atol=1e-5)
 sequence = found.sequences[0]
 row = types.Datum(
     model_input=types.ModelInput.from_ints([*prompt, *sequence.tokens][:-1]),
@@ -65,18 +61,13 @@ loaded = service.create_training_client_from_state_with_optimizer(saved).result(
 for client in (training, loaded):
     client.forward_backward([datum(weights=weights)], "cross_entropy").result()
     client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-one, other = (
-    c.forward([datum(weights=weights)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
-    for c in (training, loaded)
-)
+answers = [c.forward([datum(weights=weights)], "cross_entropy").result() for c in (training, loaded)]
+one, other = (answer.loss_fn_outputs[0]["logprobs"].to_numpy() for answer in answers)
 assert np.abs(one - other).max() < 1e-5
 named = training.save_weights_for_sampler("two").result().path
-service.create_sampling_client(model_path=named).result().sample(
-    types.ModelInput.from_ints(prompt), 1, params
-).result()
-service.create_sampling_client(base_model=model.model_name).result().sample(
-    types.ModelInput.from_ints(prompt), 1, params
-).result()
+for source in ({"model_path": named}, {"base_model": model.model_name}):
+    sampler = service.create_sampling_client(**source).result()
+    sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result()
 
 
 def custom(data, logprobs):

@@ -1,7 +1,4 @@
-"""nanochat's PyTorch checkpoints, small and random, as files. PyTorch is imported only when one is made.
-
-They are not in a test module: one that skips as a whole cannot be imported by another.
-"""
+"""Small random PyTorch checkpoints of nanochat as files; PyTorch is imported when one is made."""
 
 import json
 

@@ -48,6 +48,10 @@ class LossCase:
         names = ("logp", "old", "rollout", "ref", "entropy", "keep")
         return [name for name in names if getattr(self, name) is not None]
 
+    def with_tokens(self, change):
+        """The case with `change(array)` in place of each of its [B,T] arrays."""
+        return attrs.evolve(self, **{name: change(getattr(self, name)) for name in self.tokens()})
+
 
 def legal(level, surrogate, aggregation):
     """Whether the mathematics allows these three together."""

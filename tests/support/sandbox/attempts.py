@@ -245,29 +245,14 @@ ATTEMPTS = {
     for name, program in programs.items()
 }
 # What succeeds without a root of its own and without Landlock: the files that the program's user may read.
-FILES = {
-    f"read: {name}"
-    for name in (
-        *(
-            "a file of the user",
-            "the list of users",
-            "the home",
-            "another's environment",
-            "another's command",
-        ),
-        *("the parent's environment", "the first process's command", "its own memory map", "the mounts"),
-        *(
-            "its own root by /proc",
-            "the keys",
-            "the kernel's settings",
-            "the devices' folder",
-            "/var",
-            "/run",
-        ),
-        *("/tmp", "/etc", "commands", "libraries of the system", "the interpreter", "beyond the root"),
-        *("a path of it", "a disk", "other devices", "memory of others"),
-        *("installed packages", "the container's daemon", "the list of passwords", "/root"),
-    )
-} | {"process: the list of processes"}
+_READ = (
+    "a file of the user", "the list of users", "the list of passwords", "the home", "another's environment",
+    "another's command", "the parent's environment", "the first process's command", "its own memory map",
+    "the mounts", "its own root by /proc", "the keys", "the kernel's settings", "the devices' folder",
+    "/root", "/var", "/run", "/tmp", "/etc", "commands", "libraries of the system", "the interpreter",
+    "a path of it", "beyond the root", "a disk", "other devices", "memory of others", "installed packages",
+    "the container's daemon",
+)  # fmt: skip
+FILES = {"process: the list of processes", *(f"read: {name}" for name in _READ)}
 # Landlock leaves names and sizes of files visible, and installed packages.
 NAMES = {"read: the container's daemon", "read: installed packages"}

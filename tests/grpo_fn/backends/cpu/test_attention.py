@@ -1,4 +1,4 @@
-"""Attention over whole sequences on a CPU, against NumPy in float64 and MLX's own."""
+"""Attention over whole sequences on a CPU, compared with NumPy in float64 and with MLX."""
 
 import mlx.core as mx
 import numpy as np
@@ -29,14 +29,14 @@ def inputs():
 
 
 def masks():
-    """None, causal, and one of each row and query; every query sees its first key."""
+    """None, causal, and a random mask for each row and query; every query sees its first key."""
     seen = mx.random.uniform(shape=(ROWS, 1, LENGTH, SEEN), key=mx.random.key(9)) > 0.4
     return {"all": None, "causal": "causal", "by row": seen | (mx.arange(SEEN) == 0)}
 
 
 @pytest.mark.parametrize("name", masks())
 def test_it_is_the_formula(name):
-    """Also with fewer keys than heads, more keys than queries, and values of another width."""
+    """Also with fewer keys than heads, more keys than queries, and wider values."""
     queries, keys, values, _ = inputs()
     mask = masks()[name]
     q, k, v = (np.array(x, np.float64) for x in (queries, keys, values))
@@ -52,7 +52,7 @@ def test_it_is_the_formula(name):
 
 @pytest.mark.parametrize("name", masks())
 def test_the_gradient_is_mlx_s(name):
-    """Of queries, keys and values."""
+    """The gradient in queries, keys and values."""
     *arrays, cotangent = inputs()
     mask = masks()[name]
 
@@ -65,7 +65,7 @@ def test_the_gradient_is_mlx_s(name):
 
 
 def test_what_it_takes(monkeypatch):
-    """float32, several tokens, booleans or a word as a mask, and not too many scores."""
+    """It accepts float32, several tokens, a boolean or named mask, and a limited number of scores."""
     queries, keys, *_ = inputs()
     for mask in masks().values():
         assert takes_sequences(queries, keys, mask)
@@ -80,7 +80,7 @@ def test_what_it_takes(monkeypatch):
 
 @pytest.mark.skipif(find("attention", *inputs()[:2], None) is None, reason="needs a CPU")
 def test_layers_use_it():
-    """Where there are no sinks; without it mlx-lm's function computes."""
+    """Layers use it unless they have sinks; without it, mlx-lm's function computes."""
     queries, keys, values, _ = inputs()
     rest = {"cache": None, "scale": 0.3, "mask": "causal"}
     own = patched_layers.attention(queries, keys, values, **rest)

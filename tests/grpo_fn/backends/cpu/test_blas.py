@@ -18,15 +18,14 @@ IS_GLOBAL = "import ctypes; print(hasattr(ctypes.CDLL(None), 'cblas_sgemm'))\n"
 
 
 def in_new_process(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs code in a Python of its own, since a BLAS is loaded once in a process."""
+    """Runs code in a new Python process, since a process loads its BLAS once."""
     return python(*options, "-c", code, code=None, **environment)
 
 
 @linux_cpu
 @needs_blas
 def test_importing_the_core_makes_a_blas_global_once():
-    """Whichever module is imported first, the process has cblas_sgemm in its global scope afterwards, where
-    MLX finds it; a second call gives the same answer."""
+    """After any first import of the core, MLX finds cblas_sgemm; a second call changes nothing."""
     result = in_new_process(
         f"{IS_GLOBAL}import grpo_fn.backends.cpu, grpo_fn.algorithm.loss\n{IS_GLOBAL}"
         "from grpo_fn.backends.cpu import load_blas\n"
@@ -38,7 +37,7 @@ def test_importing_the_core_makes_a_blas_global_once():
 
 
 class OldLibrary:
-    """An OpenBLAS that knows no processor of today, and takes what the environment names when asked again."""
+    """An OpenBLAS that does not know today's processors, and obeys the environment when initialized again."""
 
     def __init__(self, kernels=b"Prescott"):
         """It chose `kernels` when it was loaded."""
@@ -63,7 +62,7 @@ class OldLibrary:
     ],
 )
 def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags, kernels, monkeypatch):
-    """Those of the newest processor whose instructions it has; the environment is as before."""
+    """The newest kernels that the processor can run; the environment is unchanged."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(blas, "processor_flags", lambda: set(flags.split()))
     library: Any = OldLibrary()
@@ -73,7 +72,7 @@ def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags,
 
 @linux_cpu
 def test_mlx_before_the_core_is_a_warning_with_the_remedy():
-    """Nothing is loaded then; one warning, at the line of the import, says what to do."""
+    """Nothing is loaded, and one warning at the import's line says what to do."""
     code = "import mlx.core\nimport grpo_fn\nfrom grpo_fn.algorithm import loss\n"
     code += "from runners.machine.startup import prepare\nprint(prepare().notices[0])"
     result = in_new_process(code)
@@ -86,7 +85,7 @@ def test_mlx_before_the_core_is_a_warning_with_the_remedy():
 
 @linux_cpu
 def test_no_warning_where_no_blas_is_wanted():
-    """GRPO_FN_BLAS=none loads nothing and warns of nothing, whatever was imported first."""
+    """GRPO_FN_BLAS=none loads nothing and prints no warning."""
     code = (
         f"import mlx.core, grpo_fn\n{IS_GLOBAL}from runners.machine.startup import prepare; print(prepare())"
     )
@@ -97,7 +96,7 @@ def test_no_warning_where_no_blas_is_wanted():
 
 @linux_cpu
 def test_a_misnamed_blas_is_an_import_error_and_a_line_of_the_commands():
-    """A library without BLAS in it is named; the command line says it in one line."""
+    """A library without BLAS is named; commands print one line."""
     core = in_new_process("import grpo_fn", GRPO_FN_BLAS="libm.so.6")
     last = core.stderr.splitlines()[-1]
     assert last.startswith("ImportError: GRPO_FN_BLAS=libm.so.6: expected a library with 32-bit cblas_sgemm")
@@ -109,7 +108,7 @@ def test_a_misnamed_blas_is_an_import_error_and_a_line_of_the_commands():
 
 @linux_cpu
 def test_a_64_bit_blas_is_refused(monkeypatch):
-    """A library that says it takes 64-bit integers would read garbage sizes from MLX."""
+    """A library with 64-bit integers would read wrong sizes from MLX."""
 
     class Ilp64:
         @staticmethod

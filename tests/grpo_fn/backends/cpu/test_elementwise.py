@@ -1,4 +1,4 @@
-"""The library's own exp and what is built on it, against NumPy in float64 and MLX's gradients."""
+"""The library's own exp and the functions built on it, compared with NumPy in float64 and MLX's gradients."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ from grpo_fn.backends.cpu import elementwise as fast
 
 
 def grid():
-    """Finite float32 numbers over all that exp does not overflow or underflow on."""
+    """Finite float32 numbers over the range in which exp neither overflows nor underflows."""
     return np.linspace(-87, 88, 200_001).astype(np.float32)
 
 
@@ -32,8 +32,7 @@ def test_exp_is_exact_to_two_roundings():
 
 
 def test_exp_at_the_ends():
-    """0 far below, infinity far above, NaN for NaN, 1 exactly at 0. In bfloat16 it is not the library's own:
-    the dtype stays."""
+    """0 far below, infinity far above, NaN for NaN, 1 at 0; bfloat16 is left to MLX."""
     x = mx.array([0.5, -1.0], mx.bfloat16)
     assert composed.exp(x).dtype == composed.softmax(x).dtype == composed.swiglu(x, x).dtype == x.dtype
     assert find("exp", x) is None
@@ -43,7 +42,7 @@ def test_exp_at_the_ends():
 
 @given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=9))
 def test_softmax_and_its_sums_are_numpy_s(values):
-    """Both agree with float64, also where one logit dwarfs the others."""
+    """Both agree with float64, also if one logit dwarfs the others."""
     z = np.array(values, np.float64)
     raised = np.exp(z - z.max())
     assert np.allclose(np.array(composed.softmax(mx.array(values))), raised / raised.sum(), atol=1e-6)
@@ -69,7 +68,7 @@ def test_gradients_of_one_argument(name):
 
 @pytest.mark.parametrize("off", [(), ("swiglu", "swiglu_gradient")], ids=["backend", "composed"])
 def test_swiglu_and_its_gradient(off):
-    """silu(g)·x and both derivatives, at gates from −30 to 30; also in the composed form."""
+    """silu(g)·x and both derivatives, at gates from −30 to 30, compiled or composed."""
     gate = mx.linspace(-30, 30, 401)
     x = mx.random.normal((401,), key=mx.random.key(0))
 
@@ -112,7 +111,7 @@ mx.eval(mx.compile(gate)(*mx.random.normal((3, 8, 16))))
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux")
 def test_no_program_of_a_compiled_gate_reads_with_strides(tmp_path):
-    """Those compute one number at a time, as MLX makes them where a chain is too long for one kernel."""
+    """Strided programs compute one number at a time; MLX makes them for long chains."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", COMPILED_GATE], env=environment, check=True)
     folder = tmp_path / "mlx" / importlib.metadata.version("mlx") / "cpu"
@@ -121,7 +120,7 @@ def test_no_program_of_a_compiled_gate_reads_with_strides(tmp_path):
 
 
 def test_a_first_use_inside_of_grad_fixes_no_shape():
-    """Shapes with axes of one, each for the first time while a gradient is traced: none gets another's."""
+    """Shapes that are first used inside a gradient are not confused with each other."""
     # A function of its own, as mx.compile knows functions by identity.
     fused = fast._fused(lambda x: (fast._rounded(x, 1.0), fast._power(x)))
 

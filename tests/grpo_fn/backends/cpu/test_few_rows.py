@@ -1,4 +1,4 @@
-"""Products with few rows over weights in blocks: the plain product's numbers, and when they are used."""
+"""Products with few rows over weights in blocks: equal to plain products, and used only where they help."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,14 +30,13 @@ class Layers(nn.Module):
 
 
 def blocked(module):
-    """How many of the layers have made their blocks."""
+    """The number of layers that have made their blocks."""
     return sum("_blocks" in layer for layer in module.modules())
 
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (4, 2), (27,), (28,), (200,)], ids=str)
 def test_the_same_numbers(shape):
-    """With rows in any arrangement, a bias or not; with too many for small products the whole weight is
-    used, and no blocks are made. Afterwards the module is what it was."""
+    """With any arrangement of rows; too many rows use the whole weight. Afterwards the module is restored."""
     module, x = Layers(), mx.random.normal((*shape, WIDE[1]))
     before, layers = module(x), module.leaf_modules()
     with decode_blocks(module, 8):
@@ -68,7 +67,7 @@ def test_the_same_numbers(shape):
     ids=str,
 )
 def test_where_blocks_are_made(rows, options, used, monkeypatch):
-    """Only where they save something, and memory is enough for all of them."""
+    """Blocks are made only if they save time and fit into memory."""
     options = dict(options)
     most = options.pop("most", 2**32)
     monkeypatch.setattr(few_rows, "number", {"block_rows": 16, "block_bytes": most}.get)
@@ -81,7 +80,7 @@ def test_where_blocks_are_made(rows, options, used, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
 def test_a_rollout_is_the_same(name, monkeypatch):
-    """Tokens, and log-probs to rounding; rows that join beyond the size are multiplied as a whole."""
+    """Equal tokens and log-probs; too many rows use the whole weight."""
     policy = tiny_policy(name)
     with disabled("decode_blocks"):
         want = roll(policy, eos_ids=EOS)
@@ -96,7 +95,7 @@ def test_a_rollout_is_the_same(name, monkeypatch):
 
 
 def test_only_with_a_blas_that_makes_no_copy(monkeypatch):
-    """OpenBLAS, with AVX-512."""
+    """Only OpenBLAS with AVX-512 has such products."""
     for library, flags, expected in (
         ("libopenblas.so.0", {"avx512f"}, True),
         ("libopenblas.so.0", {"avx2"}, False),

@@ -45,11 +45,7 @@ def attention(*given: Any) -> np.ndarray:
 
 
 class InPlaceKernel:
-    """Stands in for `append_and_attend` where nothing is compiled, and writes through as it does.
-
-    Attributes:
-        calls: rows, room for own tokens and the most own tokens so far, at each call of a layer.
-    """
+    """Replaces `append_and_attend` and writes in place; notes (rows, room, most own tokens) per call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int]] = []

@@ -21,10 +21,7 @@ def _logits(products, scale_cap):
 
 
 def wanted_logprobs(products, targets, scale_cap, temperature):
-    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary.
-
-    A token of probability 0 adds nothing to an entropy.
-    """
+    """logp, entropy (0 · log 0 = 0) and log Σ e^z of each row, and all log-probs."""
     z = _logits(products, scale_cap)[0] / temperature
     lse = np.logaddexp.reduce(z, axis=-1)
     every = z - lse[:, None]
@@ -83,10 +80,7 @@ def make_products(rows, vocabulary, dtype, size=6.0):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_and_gradients(vocabulary, form, dtype, temperature):
-    """Vocabularies that do and do not come in whole reads, three dtypes, every form of logits.
-
-    A capped logit is rounded to the dtype, as the model's own is: half a unit of its last place at 15.
-    """
+    """All forms of logits in three dtypes; a capped logit is rounded to the dtype, half a unit at 15."""
     products, targets, by_logp, by_entropy = make_products(6, vocabulary, dtype)
     given, how = (float64(products), np.array(targets)), (SCALES_AND_CAPS[form], temperature)
     rounding = {mx.float32: 2e-6, mx.float16: 2**-7, mx.bfloat16: 2**-4}[dtype]

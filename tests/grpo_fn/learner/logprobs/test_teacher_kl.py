@@ -1,4 +1,4 @@
-"""The reverse KL to a teacher: against all logits at once, in NumPy and in TRL, and in the grad step."""
+"""The reverse KL to a teacher, compared with all logits at once, with TRL, and in the grad step."""
 
 import attrs
 import mlx.core as mx
@@ -71,7 +71,7 @@ def computed(inputs, **options):
     ids=st.sampled_from([(13, 13), (13, 16), (16, 13)]),
 )
 def test_value_and_gradient_are_those_of_all_logits(seed, chunk, temperature, ids):
-    """Whatever the chunk; vocabularies of different padding are compared over the ids of both."""
+    """For any chunk; vocabularies of different padding are compared over their common ids."""
     inputs = make_inputs(seed, ids=ids[0], teacher_ids=ids[1])
     want = specified(*inputs, temperature=temperature)
     for found, wanted in zip(computed(inputs, chunk=chunk, temperature=temperature), want, strict=True):
@@ -80,7 +80,7 @@ def test_value_and_gradient_are_those_of_all_logits(seed, chunk, temperature, id
 
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
 def test_the_loss_is_that_of_gkd_with_beta_1():
-    """TRL's GKDTrainer with beta = 1 on the student's own tokens: the same value and gradient."""
+    """TRL's GKDTrainer with beta = 1 on the student's own tokens: same value and gradient."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed")
     torch = pytest.importorskip("torch")
     inputs = make_inputs(3)
@@ -99,7 +99,7 @@ def test_the_loss_is_that_of_gkd_with_beta_1():
 
 
 def test_a_model_has_no_distance_to_itself():
-    """The KL and its gradient are 0 to rounding; it is finite where the teacher excludes an id."""
+    """The KL and its gradient are 0 to rounding; an id that the teacher excludes keeps it finite."""
     hidden, weight, *_, up = make_inputs(1)
     kl_bt, dh, dw = computed([hidden, weight, hidden, weight, up])
     assert max(abs(x).max() for x in (kl_bt, dh, dw)) < 1e-5
@@ -109,12 +109,12 @@ def test_a_model_has_no_distance_to_itself():
 
 
 def teacher_of(kl_coef):
-    """Another model of the same vocabulary, as it is loaded for inference."""
+    """Another model with the same vocabulary, for inference."""
     return Teacher(g.Policy.for_inference(tiny_module("qwen2", seed=5)), {}, kl_coef)
 
 
 def naive_kl(module, teacher, batch):
-    """The mean over rows of the mean KL of a row's tokens: a row at a time, all logits at once."""
+    """The mean over rows of each row's mean KL, row by row from all logits."""
     total = mx.array(0.0)
     for row in range(batch.mask_bt.shape[0]):
         start, count = batch.prompt_lengths_b[row].item(), int(batch.mask_bt[row].sum().item())
@@ -147,7 +147,7 @@ def test_the_grad_step_adds_the_kl_to_the_loss(compile):
 @pytest.mark.parametrize("hinted", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_any_split_gives_the_same_kl(hinted, shared):
-    """Micro-batches, shared prompts, and prompts that only the teacher reads."""
+    """With micro-batches, shared prompts, and hints that only the teacher reads."""
     policy, teacher = tiny_policy("llama"), teacher_of(1.0)
     batch = near_policy(make_batch(prompts=(4, 2, 7)), policy)
     if hinted:

@@ -39,7 +39,7 @@ def specified(hidden, weight, targets, up, temperature=1.0, cap=None):
 
 
 def naive(hidden, head, targets, temperature=1.0):
-    """The same by log_softmax over all logits at once."""
+    """The same from all logits at once."""
     if isinstance(head, Head):
         flat = head.function(head.params, hidden.reshape(-1, WIDTH))
         z = flat.reshape(*hidden.shape[:2], -1)
@@ -75,10 +75,7 @@ def assert_close(got, want, relative=1e-5):
 def test_values_and_gradients_match_the_specification(
     seed, rows, length, chunk, temperature, scale, capped, constant
 ):
-    """Any shape, chunk, temperature and peakedness, with a plain and a soft-capped head: logp, H, dh, dW.
-
-    A constant entropy has its value, and leaves the gradient to logp alone.
-    """
+    """For plain and soft-capped heads; a constant entropy has a value but no gradient."""
     hidden, weight, targets, up = make_inputs(rows, length, seed=seed, scale=scale)
     held = [up[0], up[1] * (not constant)]
     want = specified(hidden, weight, targets, held, temperature, 3.0 if capped else None)
@@ -98,7 +95,7 @@ def test_values_and_gradients_match_the_specification(
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_frozen_head(plain):
-    """Parameters that a head closes over get no gradient, and hidden states get theirs."""
+    """Parameters that a head closes over have no gradient; hidden states have theirs."""
     hidden, weight, targets, up = make_inputs(seed=4)
     if plain:
         head = Head({}, lambda params, h: h @ weight.T, lambda params: weight)
@@ -115,7 +112,7 @@ def test_a_frozen_head(plain):
 
 @pytest.mark.parametrize("capped", [False, True])
 def test_bfloat16_inputs_give_float32_numbers(capped):
-    """The log-softmax is float32 whatever comes in; gradients come back in the dtypes that went in."""
+    """The log-softmax is float32; gradients keep the dtypes of the inputs."""
     hidden, weight, targets, up = make_inputs(seed=6, dtype=mx.bfloat16)
 
     def loss(h, w, function=g.token_logprobs_and_entropy):
@@ -134,7 +131,7 @@ def test_bfloat16_inputs_give_float32_numbers(capped):
 
 
 def test_many_bfloat16_chunks_lose_no_more_than_one():
-    """The weight's gradient over 512 positions is as good in chunks of 2 as in one piece."""
+    """The weight's gradient over 512 positions is as accurate in chunks of 2 as in one."""
     hidden, weight, targets, up = make_inputs(4, 128, seed=7, dtype=mx.bfloat16)
     want = specified(hidden, weight, targets, [up[0], mx.zeros_like(up[0])])[3]
 
@@ -164,10 +161,7 @@ def test_a_nearly_certain_token_keeps_a_finite_gradient():
 @pytest.mark.parametrize("target", [0, 2])
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_impossible_token_counts_nothing(plain, target, dtype):
-    """Logits 1, 2, −∞ (a product that overflows): entropy and gradients as of 1 and 2 alone.
-
-    The log-prob of the impossible token itself is −∞; its gradient is a number.
-    """
+    """Logits 1, 2, −∞: entropy and gradients are those of 1 and 2; the last token's log-prob is −∞."""
     weight = mx.diag(mx.array([1.0, 1.0, 2.0])).astype(dtype)
     hidden = mx.array([[[1.0, 2.0, {mx.float16: -6e4, mx.float32: -3e38}[dtype]]]], dtype)
     head = weight if plain else Head({"w": weight}, lambda params, h: h @ params["w"].T)
@@ -187,7 +181,7 @@ def test_an_impossible_token_counts_nothing(plain, target, dtype):
 
 
 def test_all_logits_are_never_held():
-    """Forward and backward over 1,024 positions × 2,048 tokens peak at less than half of the naive way."""
+    """The peak over 1,024 positions × 2,048 tokens is below half of the naive way's."""
     rng = np.random.default_rng(0)
     hidden = mx.array(rng.normal(size=(1, 1024, 16)), mx.float32)
     weight = mx.array(rng.normal(size=(2048, 16)), mx.float32)
@@ -205,7 +199,7 @@ def test_all_logits_are_never_held():
 
 
 def test_no_rows_give_no_logprobs():
-    """A batch all of whose rows were left out has log-probs of shape [0,T]; the process lives on."""
+    """A batch without rows has log-probs of shape [0,T]."""
     logp = g.token_logprobs(mx.zeros((0, 4, 6)), mx.zeros((11, 6)), mx.zeros((0, 4), mx.int32))
     assert logp.shape == (0, 4) and logp.dtype == mx.float32
     mx.eval(logp)

@@ -1,4 +1,4 @@
-"""Ranks ≡ one: sums over ranks, in one process, give the update of the whole batch."""
+"""Sums over ranks in one process give the update of the whole batch."""
 
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ OPTIMIZER = g.adamw(1e-3, eps=1e-3, weight_decay=0.1)
 
 
 def states_of(policy, spec, batch, ranks, *, max_tokens=60):
-    """The state of each rank after a grad step on its share, and the stats of each."""
+    """Each rank's state and statistics after a grad step on its share."""
     grad_step, found = grad_step_of(policy, spec, compile=False), []
     pieces = [p for part in deal(batch, ranks) for p in g.split_batch(part, max_tokens=max_tokens)]
     for rank in range(ranks):
@@ -53,7 +53,7 @@ def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks, monkeypatch):
 
 
 def test_few_large_buckets_go_over_the_wire(monkeypatch):
-    """Leaves are joined up to the bucket's size; the denominator is one more sum."""
+    """Leaves are joined up to the bucket size; the denominator needs one more sum."""
     policy = tiny_policy("llama-untied")
     state = make_state(policy)
     materialize(state)
@@ -74,7 +74,7 @@ def test_few_large_buckets_go_over_the_wire(monkeypatch):
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_buckets_cut_all_leaves_in_order(sizes, limit):
-    """Each leaf once, and no bucket of several leaves above the limit."""
+    """Each leaf is in one bucket, and a bucket of several leaves keeps to the limit."""
     with patch.object(reduce, "BUCKET_BYTES", limit):
         bounds = list(reduce.buckets(sizes))
     assert [place for low, high in bounds for place in range(low, high)] == list(range(len(sizes)))
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_row_is_on_one_rank(ranks):
-    """Dealt groups stay together, counts add up, and a rank for which nothing is left counts nothing."""
+    """Groups stay together, counts add up, and a rank without rows counts nothing."""
     batch = make_batch(prompts=(4, 2, 7))
     parts: Any = deal(batch, ranks)
     assert sum(part.mask_bt.shape[0] for part in parts) == batch.mask_bt.shape[0]
@@ -113,7 +113,7 @@ def test_every_row_is_on_one_rank(ranks):
 
 
 def test_shared_arrays_are_rank_zeros_bit_for_bit():
-    """NaN, -0.0, bfloat16, integers and odd numbers of bytes."""
+    """Also NaN, -0.0, bfloat16, integers and odd numbers of bytes."""
     half, byte = mx.array([1.5, -2.0, 3.0]).astype(mx.bfloat16), mx.array(7, mx.uint8)
     tree = {"a": mx.array([mx.nan, -0.0, 1e-40]), "b": [half, byte], "c": mx.array([2**31 + 5], mx.uint32)}
     other = map_arrays(mx.zeros_like, tree)
@@ -128,7 +128,7 @@ def test_shared_arrays_are_rank_zeros_bit_for_bit():
 
 
 def test_no_more_than_a_bucket_of_shared_arrays_is_in_memory_twice(monkeypatch):
-    """Beside what each of two ranks gives and gets."""
+    """Besides the arrays that each of the two ranks sends and receives."""
     monkeypatch.setattr(reduce, "BUCKET_BYTES", 2**20)
     tree = [mx.full((2**18,), number) for number in range(16)]
     materialize(tree)

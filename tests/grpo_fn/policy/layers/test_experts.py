@@ -1,4 +1,4 @@
-"""Few tokens in front of experts: the learner sorts them by expert, and computes what mlx-lm does."""
+"""Experts with few tokens: the learner sorts tokens by expert and computes what mlx-lm does."""
 
 import mlx.core as mx
 import pytest
@@ -10,31 +10,24 @@ from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.trees import arrays_of
 from tests.support.closeness import apart
-from tests.support.tiny_policies import token_rows, worst_difference
+from tests.support.tiny_policies import logprob_gradient, token_rows, worst_difference
 
 NAMES = ("qwen3_moe", "gpt_oss", "nemotron_h")  # gated experts, with a bias, and without a gate
 
 
 def loaded(name):
-    """As mlx-lm's loader leaves it: not in training."""
+    """As mlx-lm's loader returns it: not in training."""
     return small_model(name).eval()
 
 
 def gradient(policy, tokens):
-    """Of the log-probs of the next tokens."""
-
-    def loss(params):
-        targets = mx.roll(tokens, -1, axis=1)
-        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets).sum()
-
-    value, grads = mx.value_and_grad(loss)(policy.params)
-    g.materialize(value, grads)
-    return value, grads
+    """Σ of the log-probs of the next tokens, and its gradient."""
+    return logprob_gradient(policy, tokens, mx.roll(tokens, -1, axis=1))
 
 
 @pytest.fixture
 def said(monkeypatch):
-    """What each product of experts was told about its indices: whether they are sorted, and how many."""
+    """Per product of experts: whether its indices are sorted, and how many there are."""
     real, found = mx.gather_mm, []
 
     def spying(*arrays, rhs_indices, sorted_indices=False):
@@ -48,7 +41,7 @@ def said(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "length"), [(1, 5), (1, 31), (8, 4)])
 def test_few_tokens_of_the_learner_are_sorted(name, rows, length, said):
-    """Of 5, 31 and 32 tokens with two experts each, the last are enough by themselves."""
+    """Of 5, 31 and 32 tokens with two experts each, only the last are sorted by mlx-lm."""
     tokens = token_rows(rows, length) % VOCABULARY
     policy = g.Policy.from_module(loaded(name))
     said.clear()
@@ -67,7 +60,7 @@ def test_few_tokens_of_the_learner_are_sorted(name, rows, length, said):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_in_16_bits_compute_on_a_cpu(name, dtype):
-    """With and without adapters: in float32 inside, with the numbers of the same weights in float32."""
+    """With adapters, in float32 inside: the results of the same weights in float32."""
     tokens, found = token_rows(2, 6) % VOCABULARY, []
     for compute in (dtype, mx.float32):
         module = small_model(name)

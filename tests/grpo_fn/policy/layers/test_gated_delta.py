@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks is mlx-lm's loop over tokens: outputs, last state, and every gradient."""
+"""The chunked gated delta rule is mlx-lm's loop over tokens: outputs, last state, and all gradients."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ NAMES = ("q", "k", "v", "g", "beta", "state")
 
 
 def inputs(rows=2, length=13, key_heads=1, heads=2, key_width=8, value_width=6, *, channels=False, seed=0):
-    """Keys of length 1, as layers make them; decays from next to nothing up to 1, states that matter."""
+    """Keys of length 1, decays from almost 0 to 1, and a state that matters."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(size=(rows, length, key_heads, key_width)) for _ in range(2))
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
@@ -38,7 +38,7 @@ def inputs(rows=2, length=13, key_heads=1, heads=2, key_width=8, value_width=6, 
 
 
 def loop(q, k, v, g, beta, state, mask=None) -> Any:
-    """mlx-lm's, with outputs of 0 where there is no token: there, its loop and its kernel differ."""
+    """mlx-lm's loop; outputs at masked positions, where its loop and kernel differ, are 0."""
     y, last = theirs.gated_delta_ops(q, k, v, g, beta, state, mask)
     return (y if mask is None else mx.where(mask[..., None, None], y, 0)), last
 
@@ -59,7 +59,7 @@ def weighed(function, seed=9):
 
 
 def largest(found, wanted):
-    """The largest difference, relative to the largest entry where that is above 1."""
+    """The largest difference, relative to the largest entry if that is above 1."""
     return float(mx.abs(found - wanted).max() / mx.maximum(mx.abs(wanted).max(), 1))
 
 
@@ -90,7 +90,7 @@ def assert_same(arrays, mask=None, chunk=None):
     seed=st.integers(0, 2**16),
 )
 def test_same_as_the_loop(length, chunk, key_heads, group, channels, padding, seed):
-    """Any length and chunk, shared keys, decays a head or a channel, rows that are padded on either side."""
+    """For any length, chunk, sharing of keys, kind of decay, and padding on either side."""
     arrays = inputs(2, length, key_heads, key_heads * group, channels=channels, seed=seed)
     missing = min(padding, length - 1)
     mask: Any = mx.arange(length)[None] >= mx.array([[0], [missing]]) if missing else None
@@ -100,14 +100,14 @@ def test_same_as_the_loop(length, chunk, key_heads, group, channels, padding, se
 
 
 def test_keys_that_repeat():
-    """One token many times without decay: powers of A would reach 10⁸ in a chunk of 32, and its inverse 1."""
+    """One key many times without decay: powers of A reach 10⁸ in a chunk of 32, its inverse 1."""
     q, k, v, g, beta, state = inputs(1, 64)
     k = mx.broadcast_to(k[:, :1], k.shape)
     assert_same([q, k, v, mx.ones_like(g), mx.ones_like(beta), state])
 
 
 def test_a_decay_that_forgets_everything():
-    """A chunk's sum of ln g may reach −10⁶ without a digit lost for the tokens behind."""
+    """A chunk's Σ ln g of −10⁶ costs later tokens no accuracy."""
     q, k, v, g, beta, state = inputs(1, 32, 1, 1)
     log_g = mx.where(mx.arange(32)[:, None] == 3, -1e6, mx.log(g))
     found = ours.chunked_gated_delta(q, k, v, log_g, beta, state)
@@ -117,7 +117,7 @@ def test_a_decay_that_forgets_everything():
 
 
 def test_masked_is_deleted():
-    """Garbage, NaN among it, at positions without a token changes neither results nor gradients."""
+    """Garbage at masked positions, including NaN, changes neither results nor gradients."""
     arrays = inputs(1, 9)
     mask = mx.arange(9)[None] >= 4
     spoiled = [mx.where(mask.reshape(1, 9, *[1] * (x.ndim - 2)), x, mx.nan) for x in arrays[:5]]
@@ -139,7 +139,7 @@ def test_masked_is_deleted():
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("more", [{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}])
 def test_the_layers_function(more, channels):
-    """From what a layer hands over, in 16 bits too; a token alone is mlx-lm's, to the bit."""
+    """With a layer's inputs, also in 16 bits; a single token is mlx-lm's result to the bit."""
     q, k, v, g, beta, state = inputs(2, 11, 2, 2, channels=channels)
     a = mx.log(g).astype(mx.bfloat16)
     A_log, dt_bias = mx.array([0.2, -0.5]), mx.array([0.1, 0.3])
@@ -159,7 +159,7 @@ def test_the_layers_function(more, channels):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_whole_models(name):
-    """The layers of a policy call it: logits and gradients are those of mlx-lm's model, caches included."""
+    """A policy's layers call it: logits and gradients are those of mlx-lm's model, with caches too."""
     plain, patched = small_model(name), small_model(name)
     assert patch_layers(patched) > 0
     layers = [x for x in patched.modules() if "gated_delta_update" in getattr(x, "patched", ())]

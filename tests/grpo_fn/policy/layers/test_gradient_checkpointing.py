@@ -1,58 +1,60 @@
-"""Gradient checkpointing: the same gradient in less memory, on this one model, and only there."""
+"""Checkpointed blocks and MLPs: the same gradient in less memory, in this one model, and in no sampling."""
+
+import itertools
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-import grpo_fn as g
 from grpo_fn.policy.layers.learning_form import checkpoint_layers, checkpoint_mlps
 from grpo_fn.trees import arrays_of, map_arrays, named_leaves
 from tests.support.generating import assert_same, roll
-from tests.support.tiny_policies import (
-    lora_policy,
-    memory_in_use,
-    tiny_advantages,
-    tiny_policy,
-    tiny_rollout,
-    token_rows,
-    worst_difference,
-)
+from tests.support.naive_learner import accumulated, make_batch
+from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_policy, token_rows, worst_difference
+
+BLOCKS, MLPS = checkpoint_layers, checkpoint_mlps
 
 
-def checkpointed(policy):
-    """The policy, its blocks checkpointed."""
-    checkpoint_layers(policy.module)
+def checkpointed(policy, checkpoint=checkpoint_layers):
+    """The policy with checkpointed parts in each of its layers."""
+    assert checkpoint(policy.module) == len(policy.module.layers)
     return policy
 
 
-def gradient(policy, *, compile=False, params=None):
+def gradient(policy, **options):
     """The learner's accumulated gradient of a small batch."""
-    rollout = tiny_rollout((4, 2), 2, 6)
-    batch = g.make_batch(rollout, tiny_advantages(rollout))
-    params = policy.params if params is None else params
-    state = g.init_state(params, g.adamw(1e-3), key=mx.random.key(0))
-    state, _ = g.make_grad_step(policy, g.LossSpec(), compile=compile)(state, batch)
-    mx.eval(state.accum_grads)
-    return state.accum_grads
+    batch = make_batch(old=False, generations=2, width=6)
+    return accumulated(policy, batch, **options)[0].accum_grads
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3", "cohere", "mamba"])
-def test_the_gradient_is_the_same(name):
-    """Every leaf, those inside the blocks first of all: mx.checkpoint drops what it closes over."""
-    want = gradient(tiny_policy(name))
-    got = gradient(checkpointed(tiny_policy(name)))
-    assert worst_difference(got, want) < 1e-6
-    inside = [leaf for path, leaf in named_leaves(got).items() if ".layers." in path]
+@pytest.mark.parametrize(
+    ("checkpoint", "name", "compile"),
+    [
+        *itertools.product([BLOCKS], ["llama", "qwen2", "gemma2", "gemma3", "cohere", "mamba"], [False]),
+        *itertools.product([MLPS], ["llama", "qwen2"], [False, True]),
+    ],
+)
+def test_the_gradient_is_the_same(checkpoint, name, compile):
+    """Every leaf's, inside the checkpointed parts too; an MLP's is equal to the bit on a CPU."""
+    want = gradient(tiny_policy(name), compile=compile)
+    got = gradient(checkpointed(tiny_policy(name), checkpoint), compile=compile)
+    exact = checkpoint is MLPS and not mx.cuda.is_available()  # a GPU sums in any order
+    assert worst_difference(got, want) <= (0 if exact else 1e-6)
+    part = ".layers." if checkpoint is BLOCKS else ".mlp."
+    inside = [leaf for path, leaf in named_leaves(got).items() if part in path]
     assert inside and all(leaf.any().item() for leaf in inside)
 
 
-@pytest.mark.parametrize(("packed", "compile"), [(False, False), (True, True)])
-def test_adapters_get_their_gradient(packed, compile):
-    """LoRA inside checkpointed blocks, over packed weights too, which have none themselves."""
+@pytest.mark.parametrize(
+    ("checkpoint", "packed", "compile"),
+    [(BLOCKS, False, False), (BLOCKS, True, True), (MLPS, False, False), (MLPS, True, False)],
+)
+def test_adapters_get_their_gradient(checkpoint, packed, compile):
+    """LoRA inside checkpointed parts, also over packed weights, which have no gradient themselves."""
     options = {"packed": packed, "intermediate_size": 64}
     want = gradient(lora_policy(**options))
-    got = gradient(checkpointed(lora_policy(**options)), compile=compile)
+    got = gradient(checkpointed(lora_policy(**options), checkpoint), compile=compile)
     assert worst_difference(got, want) < 2e-6
     assert all(leaf.any().item() for leaf in arrays_of(got))
 
@@ -62,30 +64,31 @@ def test_the_module_s_leaves_are_put_back(compile):
     """The backward pass runs the blocks again: it must leave neither tracers nor other weights in them."""
     policy = checkpointed(tiny_policy())
     held = {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())}
-    tokens = token_rows(2, 5)
-    before = policy.module(tokens)
+    before = policy.module(token_rows(2, 5))
     gradient(policy, params=map_arrays(lambda a: a * 0.9, policy.params), compile=compile)
     assert {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())} == held
-    assert bool((policy.module(tokens) == before).all())
+    assert bool((policy.module(token_rows(2, 5)) == before).all())
 
 
-def test_decoding_is_left_alone(monkeypatch):
-    """The same tokens and log-probs, to the bit; no block of a forward with a cache is wrapped."""
+@pytest.mark.parametrize(("checkpoint", "name"), [(BLOCKS, "gemma3"), (MLPS, "llama")])
+def test_sampling_is_left_alone(checkpoint, name, monkeypatch):
+    """Nothing is wrapped: the tokens and log-probs are the same to the bit."""
 
     def wrapped(*args):
-        raise AssertionError("mx.checkpoint in a forward with a cache")
+        raise AssertionError("mx.checkpoint in a forward that has no gradient")
 
     monkeypatch.setattr(mx, "checkpoint", wrapped)
-    one, other = (
-        roll(policy, limit=9) for policy in (tiny_policy("gemma3"), checkpointed(tiny_policy("gemma3")))
-    )
+    policy = checkpointed(tiny_policy(name), checkpoint)
+    if checkpoint is MLPS:
+        policy.module.eval()  # as loaded models are
+        policy.module(token_rows(2, 5))
+    one, other = roll(tiny_policy(name), limit=9), roll(policy, limit=9)
     assert_same(one, other)
     assert one.logp_bt.tolist() == other.logp_bt.tolist()
 
 
 def test_it_takes_less_memory():
-    """24 blocks over 256 tokens: the peak of a gradient falls by at least two fifths. A model without layers
-    has nothing to checkpoint, and is refused by the name of its class."""
+    """24 blocks over 256 tokens: the peak falls by at least two fifths. A model without layers is refused."""
 
     def peak(policy):
         tokens = token_rows(4, 64)
@@ -102,44 +105,3 @@ def test_it_takes_less_memory():
     assert peak(checkpointed(less)) < 0.6 * peak(plain)
     with pytest.raises(ValueError, match="Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2))
-
-
-def with_checkpointed_mlps(policy):
-    """The policy, its gated MLPs checkpointed."""
-    assert checkpoint_mlps(policy.module) == len(policy.module.layers)
-    return policy
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-@pytest.mark.parametrize("compile", [False, True])
-def test_checkpointed_mlps_give_the_same_gradient(name, compile):
-    """To the bit on a CPU, as the same operations run again; every leaf of an MLP has one."""
-    want = gradient(tiny_policy(name), compile=compile)
-    got = gradient(with_checkpointed_mlps(tiny_policy(name)), compile=compile)
-    # A GPU adds up an embedding's gradient in any order.
-    assert worst_difference(got, want) <= (1e-6 if mx.cuda.is_available() else 0)
-    inside = [leaf for path, leaf in named_leaves(got).items() if ".mlp." in path]
-    assert inside and all(leaf.any().item() for leaf in inside)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_adapters_inside_checkpointed_mlps_get_their_gradient(packed):
-    """Over packed weights too, which have none themselves."""
-    options = {"packed": packed, "intermediate_size": 64}
-    want = gradient(lora_policy(**options))
-    got = gradient(with_checkpointed_mlps(lora_policy(**options)))
-    assert worst_difference(got, want) < 2e-6
-    assert all(leaf.any().item() for leaf in arrays_of(got))
-
-
-def test_checkpointed_mlps_sample_as_before(monkeypatch):
-    """Outside of learning nothing is wrapped, with a cache or without."""
-
-    def wrapped(*args):
-        raise AssertionError("mx.checkpoint in a forward that has no gradient")
-
-    policy = with_checkpointed_mlps(tiny_policy())
-    policy.module.eval()  # as loaded models are
-    monkeypatch.setattr(mx, "checkpoint", wrapped)
-    assert_same(roll(tiny_policy(), limit=9), roll(policy, limit=9))
-    policy.module(token_rows(2, 5))

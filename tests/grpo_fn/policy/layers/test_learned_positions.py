@@ -1,4 +1,4 @@
-"""Learned positions: found in a model, refused where there are too few, and never looked up outside."""
+"""Learned positions are found, never exceeded, and refused if there are too few."""
 
 import importlib
 
@@ -10,6 +10,7 @@ import grpo_fn as g
 from grpo_fn.policy import bound_positions
 from grpo_fn.policy_check import completion_logprobs
 from grpo_fn.trees import named_leaves
+from tests.support.naive_learner import accumulated
 
 POSITIONS = 13
 SIZES = dict(
@@ -21,7 +22,7 @@ SAMPLING = g.Sampling(num_generations=2, max_new_tokens=5)
 
 
 def made(name, positions=POSITIONS):
-    """A model with so many learned positions; models of all numbers agree in the first ones."""
+    """A model with this many learned positions; the first ones are the same for every number."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(1)
     model = module.Model(module.ModelArgs.from_dict(SIZES | {"model_type": name, "n_positions": positions}))
@@ -31,23 +32,20 @@ def made(name, positions=POSITIONS):
 
 
 def batch_of(policy, prompts=PROMPTS, sampling=SAMPLING):
-    """A rollout of a policy as a batch."""
+    """A policy's rollout as a batch."""
     rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0))
     return g.make_batch(rollout, mx.array([[1.0, -1.0]] * len(prompts)))
 
 
 def update(policy, batch):
     """The gradient of a batch, cut as a run does."""
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    step = g.make_grad_step(policy, g.LossSpec())
-    state, _ = step(state, g.split_batch(batch, max_tokens=32))
-    return named_leaves(state.accum_grads)
+    pieces = g.split_batch(batch, max_tokens=32)
+    return named_leaves(accumulated(policy, pieces, compile=True)[0].accum_grads)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
 def test_padding_reads_and_writes_nothing_outside_of_the_table(name):
-    """A batch is as wide as its longest prompt and longest completion together, and rounded up: the update is
-    that of a model with more positions."""
+    """Rows are padded past the table: the update is that of a model with more positions."""
     small, large = (g.Policy.from_module(made(name, positions)) for positions in (POSITIONS, 64))
     assert (small.positions, large.positions) == (POSITIONS, 64)
     batch = batch_of(large)
@@ -76,7 +74,7 @@ def test_more_tokens_than_positions_are_refused():
 
 
 class Shifted(nn.Module):
-    """Positions begin with the table's third row, as OPT's do; other tables are of tokens."""
+    """Positions start at the table's third row, as in OPT; the other tables are of tokens."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +89,7 @@ class Shifted(nn.Module):
 
 
 def test_tables_are_found_by_what_is_looked_up():
-    """Not by their names; adapters and packed tables are tables too."""
+    """Not by name; adapters and packed tables count too."""
     from mlx_lm.tuner.lora import LoRAEmbedding
 
     module = Shifted()

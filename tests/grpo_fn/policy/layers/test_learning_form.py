@@ -1,5 +1,4 @@
-"""The learner never calls a kernel of mlx-lm's that has no gradient. There is no Metal here: what is called
-counts, with a device that says that it is Metal and kernels that raise."""
+"""The learner calls no kernel of mlx-lm's without a gradient: a stand-in for Metal has kernels that raise."""
 
 import importlib
 import pkgutil
@@ -19,7 +18,7 @@ from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.policy import checkpoint_layers
 from grpo_fn.policy.layers.learning_form import asks_for_training, learning_form
-from tests.support.tiny_policies import token_rows
+from tests.support.tiny_policies import logprob_gradient, token_rows
 
 # mlx-lm's modules with kernels of their own, and the functions that lead to these.
 KERNELS = {
@@ -41,12 +40,12 @@ RECURRENT = ("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2")
 
 
 class KernelCalled(Exception):
-    """In place of a kernel."""
+    """Raised instead of running a kernel."""
 
 
 @contextmanager
 def metal():
-    """mlx-lm's layers see a Metal device; each of its kernels raises."""
+    """mlx-lm's layers see a Metal device, and each of its kernels raises."""
 
     def kernel(*args, **kwargs):
         raise KernelCalled
@@ -61,7 +60,7 @@ def metal():
 
 
 def test_every_kernel_is_known():
-    """A kernel that a new mlx-lm brings has to be looked at: this list and these tests name them all."""
+    """A kernel that a new mlx-lm adds must be added here and looked at."""
     found = {}
     for info in pkgutil.iter_modules(mlx_lm.models.__path__):
         source = Path(mlx_lm.models.__path__[0], f"{info.name}.py").read_text()
@@ -76,25 +75,19 @@ def test_every_kernel_is_known():
 
 
 def loaded(name):
-    """A small model as mlx-lm's loader leaves it: not in training."""
+    """A small model as mlx-lm's loader returns it: not in training."""
     return small_model(name, **CHANGES.get(name, {})).eval()
 
 
 def gradient(policy):
-    """Of the learner's log-probs of two rows."""
+    """The gradient of the learner's log-probs of two rows."""
     tokens = token_rows(2, 7) % VOCABULARY
-
-    def loss(params):
-        return g.token_logprobs(policy.hidden(params, tokens), policy.head(params), tokens).sum()
-
-    grads = mx.grad(loss)(policy.params)
-    g.materialize(grads)
-    return grads
+    return logprob_gradient(policy, tokens, tokens)[1]
 
 
 @pytest.mark.parametrize("name", GATED_DELTA)
 def test_decoding_uses_them_and_the_learner_does_not(name):
-    """The whole pass, log-probs and gradient; the prefill of the same model asks for the kernel."""
+    """The prefill asks for the kernel; log-probs and their gradient do not."""
     policy = g.Policy.from_module(loaded(name))
     with metal():
         with pytest.raises(KernelCalled), policy.bound(policy.params) as module:
@@ -109,7 +102,7 @@ def test_decoding_uses_them_and_the_learner_does_not(name):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_kernels_for_one_token_are_out_of_the_learner_s_way(name):
-    """Their kernel is for a token over a state; the learner's sequences, a token long or more, have none."""
+    """These need a state, and the learner's sequences have none."""
     policy = g.Policy.from_module(loaded(name))
     with metal():
         gradient(policy)
@@ -121,7 +114,7 @@ def test_kernels_for_one_token_are_out_of_the_learner_s_way(name):
 
 
 def test_only_layers_that_ask_are_switched():
-    """Dropout keeps its mode, as do layers that were in training, and an error puts all back."""
+    """Dropout and layers in training keep their mode; an error restores all layers."""
     module = nn.Sequential(LoRALinear(4, 4, dropout=0.5), nn.Dropout(0.5)).eval()
     with learning_form(module):
         assert not any(part.training for part in module.modules())
@@ -138,7 +131,7 @@ def test_only_layers_that_ask_are_switched():
 
 
 def test_a_model_outside_of_training_follows_its_weights():
-    """kimi_k3 keeps products of weights from its first call: decoding after an update would use old ones."""
+    """kimi_k3 caches products of weights in its first call; decoding must not use old ones."""
     policy = g.Policy.from_module(loaded("kimi_k3"))
     tokens = token_rows(1, 5)
     policy.logits(policy.params, tokens)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from tests.runners.training import numpy_llama
 from tests.support import reference
 from tests.support.properties import reference_advantages
-from tests.support.runs import numpy_llama
 
 EOS = 2  # of the tiny models' tokenizers
 NAMES = "odd", "last"  # of RECORDING's rewards
