@@ -43,7 +43,7 @@ TORCH ?= torch==2.13.0
 # What exists on one platform alone, in a wheel of its own, is not constrained: its owner names the version.
 ONE_PLATFORM := mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton
 BENCHMARKS := first_update rollout serving http_serving learner peers real_quant memory ranks mechanisms quickstart
-EVIDENCE := against_trl real_model real_samplers
+EVIDENCE := real_model staleness
 
 # Exit code 1 where a BLAS is wanted and there is none.
 HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import load_blas; import sys; \

@@ -27,7 +27,7 @@ import click
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
-from benchmarks.harness.record import Figure
+from benchmarks.harness.record import Figure, sample_figure
 from benchmarks.harness.shapes import make_prompts
 from runners.engines.engine import Request, Weights
 from runners.inference.inference_model import InferenceModel, load_inference
@@ -42,12 +42,23 @@ Asked = list[tuple[str, dict[str, Any]]]
 
 
 @attrs.frozen(kw_only=True)
+class Case:
+    """Sizes."""
+
+    streams: int
+    prompt: int = 64
+    system: int = 2000  # characters
+    new: int
+    repeats: int
+
+
+@attrs.frozen(kw_only=True)
 class Round:
     """The results of requests."""
 
     seconds: float
     tokens: int
-    first: tuple[float, ...] = (0.0,)  # seconds to the first token
+    first: Sequence[float] = (0.0,)  # seconds to the first token
     processor: float = 0.0
 
     @property
@@ -67,8 +78,7 @@ def clients(port: int) -> Iterator[Callable[[Asked], Round]]:
         def send(asked: Asked) -> Round:
             writes.write(f"{json.dumps(asked)}\n")
             writes.flush()
-            found = json.loads(reads.readline())
-            return Round(seconds=found["seconds"], tokens=found["tokens"], first=tuple(found["first"]))
+            return Round(**json.loads(reads.readline()))
 
         yield send
         writes.close()
@@ -143,11 +153,11 @@ def theirs(folder: Path) -> Iterator[Callable[[Asked], Round]]:
 def bodies(prompts: Sequence[Any], new: int, **more: Any) -> Asked:
     """Streaming requests with ids, texts or chats."""
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    usage |= {"max_tokens": new, "temperature": 1.0}
+    usage |= {"max_tokens": new, "temperature": 1.0, **more}
     return [
-        (CHAT, {"messages": prompt, **usage, **more})
+        (CHAT, {"messages": prompt, **usage})
         if isinstance(prompt, list) and isinstance(prompt[0], dict)
-        else (TEXT, {"prompt": prompt, **usage, **more})
+        else (TEXT, {"prompt": prompt, **usage})
         for prompt in prompts
     ]
 
@@ -160,81 +170,59 @@ def first_tokens(title: str, found: Round) -> list[Figure]:
     ]
 
 
-def rates(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
+def rates(model: InferenceModel, title: str, case: Case) -> list[Figure]:
     """Compares streams of ids with the engine's batch, in pairs."""
     vocabulary = model.policy.vocabulary or len(model.tokenizer)
-    prompts = [list(prompt) for prompt in make_prompts(streams, case.prompt, vocabulary)]
+    prompts = make_prompts(case.streams, case.prompt, vocabulary)
     asked = bodies(prompts, case.new, ignore_eos=True)
     pairs = []
     with ours(model) as send:
         for _ in range(1 + case.repeats):  # the first one compiles
             pairs.append((batch(model, prompts, case.new), send(asked)))
-    title = f"{name}, {streams} streams"
     ratios = [over.rate / own.rate for own, over in pairs[1:]]
     processor = [own.processor / over.processor for own, over in pairs[1:]]
     own, over = pairs[-1]
     return [
         Figure(name=f"{title}: engine's batch", value=own.rate, unit="tok/s"),
         Figure(name=f"{title}: over HTTP", value=over.rate, unit="tok/s"),
-        Figure(
-            name=f"{title}: over HTTP / engine's batch",
-            value=statistics.median(ratios),
-            unit="×",
-            at_least=LEAST,
-        ),
-        Figure(name=f"{title}: the same, processor time", value=statistics.median(processor), unit="×"),
+        sample_figure(f"{title}: over HTTP / engine's batch", ratios, "×", at_least=LEAST),
+        sample_figure(f"{title}: the same, processor time", processor, "×"),
         *first_tokens(title, over),
     ]
 
 
-def shared_system(model: InferenceModel, name: str, streams: int, case: Case) -> list[Figure]:
+def shared_system(model: InferenceModel, name: str, case: Case) -> list[Figure]:
     """Measures chats with a shared system prompt, cold and warm."""
     words = "You are a helpful assistant who answers briefly and counts with care. "
-    system = words * (case.system // len(words))
-    chats = [
-        [{"role": "system", "content": system}, {"role": "user", "content": f"What is {n} + {n}?"}]
-        for n in range(streams + 1)
-    ]
+    system = {"role": "system", "content": words * (case.system // len(words))}
+    chats = [[system, {"role": "user", "content": f"What is {n} + {n}?"}] for n in range(case.streams + 1)]
+    parts = {"cold": chats[:1], "warm": chats[1:2], f"warm, {case.streams} at once": chats[1:]}
     figures = []
     model.engine.load(Weights(model.policy, {}, 0))
     with ours(model) as send:
-        for title, asked in (
-            ("cold", chats[:1]),
-            ("warm", chats[1:2]),
-            (f"warm, {streams} at once", chats[1:]),
-        ):
+        for part, asked in parts.items():
+            title = f"{name}, shared system prompt, {part}"
             found = send(bodies(asked, 4, ignore_eos=True))
-            figures += first_tokens(f"{name}, shared system prompt, {title}", found)
-            worked = f"{name}, shared system prompt, {title}: processor time"
-            figures.append(Figure(name=worked, value=1e3 * found.processor / len(asked), unit="ms a call"))
+            worked = 1e3 * found.processor / len(asked)
+            figures += first_tokens(title, found)
+            figures.append(Figure(name=f"{title}: processor time", value=worked, unit="ms a call"))
     return figures
 
 
-def beside(model: InferenceModel, folder: Path, streams: int, case: Case) -> list[Figure]:
+def beside(model: InferenceModel, folder: Path, case: Case) -> list[Figure]:
     """Sends the same texts to both servers."""
-    texts = [f"Here is a long story about number {n}, and what it did next:" for n in range(streams)]
+    numbers = range(case.streams)
+    texts = [f"Here is a long story about number {n}, and what it did next:" for n in numbers]
     asked = bodies(texts, case.new)
-    with ours(model) as send:
-        own = [send(asked) for _ in range(2)][-1]
-    with theirs(folder) as send:
-        other = [send(asked) for _ in range(2)][-1]
-    title = f"{folder.name}, {streams} streams of texts"
-    return [
-        Figure(name=f"{title}: ours", value=own.rate, unit="tok/s"),
-        Figure(name=f"{title}: mlx_lm.server", value=other.rate, unit="tok/s"),
-        *first_tokens(f"{title}, ours", own),
-        *first_tokens(f"{title}, mlx_lm.server", other),
-    ]
-
-
-@attrs.frozen(kw_only=True)
-class Case:
-    """Sizes."""
-
-    prompt: int = 64
-    system: int = 2000  # characters
-    new: int = 128
-    repeats: int = 3
+    title = f"{folder.name}, {case.streams} streams of texts"
+    rates: list[Figure] = []
+    firsts: list[Figure] = []
+    for name, server in (("ours", ours(model)), ("mlx_lm.server", theirs(folder))):
+        with server as send:
+            found = [send(asked) for _ in range(2)][-1]
+        rates.append(Figure(name=f"{title}: {name}", value=found.rate, unit="tok/s"))
+        firsts += first_tokens(f"{title}, {name}", found)
+    return [*rates, *firsts]
 
 
 @benchmark("http_serving", parts=("models",))
@@ -246,19 +234,19 @@ def main(
     quick: bool, models: Sequence[str], streams: int, new: int, repeats: int
 ) -> Iterator[Sequence[Figure]]:
     """Compare streams over HTTP with the engine's own batch."""
-    case = Case(new=new, repeats=repeats)
+    case = Case(streams=streams, new=new, repeats=repeats)
     if quick:
-        streams = 2
-        case = Case(prompt=8, system=200, new=4, repeats=1)
+        case = Case(streams=2, prompt=8, system=200, new=4, repeats=1)
     for name in models:
         model = load_inference(name, prepare())
         say(f"http_serving: {name}")
-        figures = rates(model, Path(name).name, streams, case)
+        title = Path(name).name
+        figures = rates(model, f"{title}, {case.streams} streams", case)
         # --quick shows that it works, not how fast.
-        yield [attrs.evolve(each, at_least=None) for each in figures] if quick else figures
-        yield shared_system(model, Path(name).name, streams, case)
+        yield [each.unjudged() for each in figures] if quick else figures
+        yield shared_system(model, title, case)
         if Path(name).is_dir() and not quick:
-            yield beside(model, Path(name), streams, case)
+            yield beside(model, Path(name), case)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,18 @@ GPU. Memory: the layers' activations; the naive implementation's logits and soft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import click
 import mlx.core as mx
+import mlx.nn as nn
 
 import grpo_fn as g
-from benchmarks.harness.command import benchmark, chosen_of, say
+from benchmarks.harness.command import CASE, benchmark, chosen_of, of_backend, say
 from benchmarks.harness.machine import backend, rates
-from benchmarks.harness.measure import Timing, interleaved, largest_error, peak_bytes
+from benchmarks.harness.measure import Timing, interleaved, largest_error, peak_bytes, timed
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.rooflines import Work
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
@@ -33,16 +34,16 @@ from runners.memory.forecast import usual_tokens
 from runners.memory.sizes import model_shape
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Case:
     """Rows × (prompt + completion) tokens in one model, and the targets."""
 
     model: str
-    changes: dict[str, Any] = attrs.field(factory=dict)  # of its config
     prompt: int
     new: int
     prompts: int
     generations: int
+    changes: dict[str, Any] = attrs.field(factory=dict)  # of its config
     repeats: int = 3
     time_at_most: float | None = None  # of the naive way's
     peak_at_most: float | None = None
@@ -56,30 +57,15 @@ class Case:
 
 CPU_CASES = {
     "32 × (128 + 256)": Case(
-        model="qwen2-6x256",
-        changes={"vocab_size": 32768},
-        prompt=128,
-        new=256,
-        prompts=4,
-        generations=8,
-        time_at_most=1.1,
-        peak_at_most=1 / 3,
+        "qwen2-6x256", 128, 256, 4, 8, {"vocab_size": 32768}, time_at_most=1.1, peak_at_most=1 / 3
     )
 }
 GPU_CASES = {
     # One token of prompt: log-probs are wanted at all positions, the dearest there is.
-    "32 × 256, d20": Case(
-        model="nanochat-d20",
-        prompt=1,
-        new=255,
-        prompts=4,
-        generations=8,
-        repeats=5,
-        share_at_least=0.6,
-    ),
-    "32 × (128 + 256), d20": Case(model="nanochat-d20", prompt=128, new=256, prompts=4, generations=8),
+    "32 × 256, d20": Case("nanochat-d20", 1, 255, 4, 8, repeats=5, share_at_least=0.6),
+    "32 × (128 + 256), d20": Case("nanochat-d20", 128, 256, 4, 8),
 }
-QUICK_CASES = {"quick": Case(model="tiny", prompt=8, new=8, prompts=2, generations=2, repeats=1)}
+QUICK_CASES = {"quick": Case("tiny", 8, 8, 2, 2, repeats=1)}
 
 
 def make_batch(case: Case, vocabulary: int) -> g.Batch:
@@ -146,115 +132,95 @@ class Useful:
     exps: float
 
     @classmethod
-    def of(cls, work: Work, head: int, vocabulary: int, case: Case, *, shared: bool, logits: int) -> Useful:
+    def of(cls, module: nn.Module, case: Case, *, shared: bool, logits: int = 3) -> Useful:
         """6 FLOP per weight and token for forward and backward, attention accordingly, and the head
         at completion tokens.
 
         Args:
-            head: number of weights of the head.
             shared: whether each group's prompt is computed once.
-            logits: number of exponentials per logit.
+            logits: number of exponentials per logit. Ours: log-prob and entropy forward, the
+                softmax again backward.
         """
-        trunk = attrs.evolve(work, weights=work.weights - head)
+        vocabulary = vocabulary_of(module)
+        head = vocabulary * vars(module)["args"].hidden_size
+        work = Work.of(module)
+        trunk = attrs.evolve(work, weights=work.weights - head, exps=work.exps - vocabulary)
         prompts = case.prompts if shared else case.rows
         # (tokens, tokens behind each): prompts, and completions after them
         parts = ((prompts * case.prompt, case.prompt / 2), (case.rows * case.new, case.prompt + case.new / 2))
         products = 2 * case.rows * case.new * head + sum(trunk.flops(*part) for part in parts)
-        gates = attrs.evolve(work, exps=work.exps - vocabulary)
-        exps = sum(gates.exponentials(*part) for part in parts)
+        exps = sum(trunk.exponentials(*part) for part in parts)
         return cls(flops=3 * products, exps=exps + logits * case.rows * case.new * vocabulary)
 
-    def seconds(self, quick: bool) -> float:
-        """The lower bound of the time on this machine; a GPU computes exponentials in parallel to
-        products.
+    def figures(
+        self, title: str, name: str, timing: Timing, peak: int, quick: bool, least: float | None = None
+    ) -> list[Figure]:
+        """Time, rate and peak of one implementation; `least` is the target of the rate. The floor of
+        the time counts exponentials on a CPU only: a GPU computes them in parallel to products.
         """
         speed = rates(quick)
-        return self.flops / speed.matmul_here + (self.exps / speed.exp if backend() == "cpu" else 0)
-
-
-def figures_of(
-    title: str,
-    name: str,
-    timing: Timing,
-    peak: int,
-    useful: Useful,
-    quick: bool,
-    least: float | None = None,
-) -> list[Figure]:
-    """Time, rate and peak of one implementation; `least` is the target of the rate."""
-    reached = useful.flops / timing.median / rates(quick).matmul_here
-    return [
-        time_figure(f"{title}: time, {name}", timing, predicted=useful.seconds(quick)),
-        Figure(name=f"{title}: FLOP/s over a matmul's, {name}", value=reached, unit="x", at_least=least),
-        Figure(name=f"{title}: peak, {name}", value=peak / 1e6, unit="MB"),
-    ]
+        exps = self.exps / speed.exp if backend() == "cpu" else 0.0
+        floor = self.flops / speed.matmul_here + exps
+        reached = self.flops / timing.median / speed.matmul_here
+        share = f"{title}: FLOP/s over a matmul's, {name}"
+        return [
+            time_figure(f"{title}: time, {name}", timing, predicted=floor),
+            Figure(name=share, value=reached, unit="x", at_least=least),
+            Figure(name=f"{title}: peak, {name}", value=peak / 1e6, unit="MB"),
+        ]
 
 
 def measure(title: str, case: Case, quick: bool) -> list[Figure]:
     """All implementations for one case: naive and ours alternately, then ours with its options."""
     module = make_module(case.model, **case.changes)
     vocabulary = vocabulary_of(module)
-    work, head = Work.of(module), vocabulary * vars(module)["args"].hidden_size
     on_cpu = backend() == "cpu"
     policy = g.Policy.from_module(module, compute_dtype=None if on_cpu else mx.bfloat16)
     # The naive way runs mlx-lm's own functions.
-    plain = g.Policy.from_module(
-        make_module(case.model, **case.changes), compute_dtype=policy.compute_dtype, patched=False
-    ).without_weights()
+    other = make_module(case.model, **case.changes)
+    plain = g.Policy.from_module(other, compute_dtype=policy.compute_dtype, patched=False).without_weights()
     masters = map_arrays(lambda a: a.astype(mx.float32), policy.params)
     state = g.init_state(masters, g.adamw(1e-6), key=mx.random.key(0))
     g.materialize(state.params)
     batch = make_batch(case, vocabulary)
     can = case.prompt > 1 and can_share(module)
     shared = can and on_cpu  # as `system.share_prompts = "auto"` has it
-
-    def useful(*, shared: bool, logits: int = 3) -> Useful:
-        # Ours: log-prob and entropy forward, the softmax again backward.
-        return Useful.of(work, head, vocabulary, case, shared=shared, logits=logits)
-
     figures = [agreement(title, case, policy, plain, state, vocabulary)]
     calls = {
         "naive": naive(plain, state, batch),
         "ours": ours(policy, state, batch, share_prompts=shared),
     }
-    least = {"naive": useful(shared=False, logits=2), "ours": useful(shared=shared)}
     say(f"learner: {title}, {' and '.join(calls)}")
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     times = interleaved(calls, repeats=case.repeats, warmup=0)  # the peaks have warmed them up
-    for name in calls:
-        target = case.share_at_least if name == "ours" else None
-        figures += figures_of(title, name, times[name], peaks[name], least[name], quick, target)
+    usual = Useful.of(module, case, shared=False, logits=2)
+    figures += usual.figures(title, "naive", times["naive"], peaks["naive"], quick)
+    own = Useful.of(module, case, shared=shared)
+    figures += own.figures(title, "ours", times["ours"], peaks["ours"], quick, case.share_at_least)
     held = (peaks["ours"] + nbytes(state.params)) / 1e6
-    figures.append(Figure(name=f"{title}: peak with the float32 weights, ours", value=held, unit="MB"))
+    ratio = times["ours"] / times["naive"]
+    saved = peaks["ours"] / peaks["naive"]
     figures += [
-        ratio_figure(
-            f"{title}: time, ours / naive", times["ours"] / times["naive"], at_most=case.time_at_most
-        ),
-        Figure(
-            name=f"{title}: peak, ours / naive",
-            value=peaks["ours"] / peaks["naive"],
-            unit="x",
-            at_most=case.peak_at_most,
-        ),
+        Figure(name=f"{title}: peak with the float32 weights, ours", value=held, unit="MB"),
+        ratio_figure(f"{title}: time, ours / naive", ratio, at_most=case.time_at_most),
+        Figure(name=f"{title}: peak, ours / naive", value=saved, unit="x", at_most=case.peak_at_most),
     ]
     del calls
 
     quarter = ((case.prompts if shared else case.rows) * case.prompt + case.rows * case.new) // 4
-    ways: list[tuple[str, dict[str, Any]]] = [
-        ("4 micro-batches", {"max_tokens": quarter, "share_prompts": shared})
-    ]
+    ways: dict[str, dict[str, Any]] = {"4 micro-batches": {"max_tokens": quarter, "share_prompts": shared}}
     if can:
-        ways.append(("prompts not shared", {}) if shared else ("shared prompts", {"share_prompts": True}))
-    # Last, as it stays; a run does not share prompts with it.
-    for name, split in [*ways, ("checkpointed layers", {})]:
+        ways["prompts not shared" if shared else "shared prompts"] = {"share_prompts": not shared}
+    ways["checkpointed layers"] = {}  # last, as it stays; a run does not share prompts with it
+    for name, split in ways.items():
         say(f"learner: {title}, {name}")
         if name == "checkpointed layers":
             checkpoint_layers(module)
         call = ours(policy, state, batch, **split)
         peak = peak_bytes(call)
-        timing = interleaved({name: call}, repeats=max(case.repeats // 2, 1), warmup=0)[name]
-        is_shared = split.get("share_prompts", False)
-        figures += figures_of(title, name, timing, peak, useful(shared=is_shared), quick)
+        timing = timed(call, repeats=max(case.repeats // 2, 1), warmup=0)
+        useful = Useful.of(module, case, shared=split.get("share_prompts", False))
+        figures += useful.figures(title, name, timing, peak, quick)
     return figures
 
 
@@ -275,18 +241,16 @@ def agreement(
 
 
 @benchmark("learner", parts=("chosen",))
-@click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
+@CASE
 @click.option("--repeats", default=0, help="Rounds of each comparison [the case's own].")
-def main(quick: bool, chosen: Sequence[str], repeats: int) -> Sequence[Figure]:
+def main(quick: bool, chosen: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
     """Measure the learner's gradient: time, FLOP/s and peak memory of the naive implementation, of
     ours, and of its options.
     """
-    cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
-    figures: list[Figure] = []
+    cases = of_backend(quick, QUICK_CASES, CPU_CASES, GPU_CASES)
     for name in chosen_of(chosen, cases):
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)
-        figures += measure(name, case, quick)
-    return figures
+        yield measure(name, case, quick)
 
 
 if __name__ == "__main__":

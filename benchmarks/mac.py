@@ -13,7 +13,6 @@ Medians leave out the first update, which compiles.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +26,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import machine
-from benchmarks.harness.record import Figure
-from benchmarks.memory import WITHIN, Case, model_config, outcome
+from benchmarks.harness.record import Figure, sample_figure
+from benchmarks.harness.shapes import model_config
+from benchmarks.memory import WITHIN, Case, outcome
 from benchmarks.memory import figures_of as memory_figures
 from benchmarks.quickstart import QUICK, figures_of, run_seed
 from runners.errors import UserError
@@ -92,28 +92,19 @@ def model_figures(name: str, model: Model, *, quick: bool, randomly: bool) -> li
     """Sampling, steps, and memory as measured and as predicted."""
     source = None if quick or randomly else _on_the_hub(model.hub)
     found = outcome(model.case(source, quick), steps=3 if quick else STEPS)
-    judged = not quick and str(machine()["cpu"]) == TARGET_CHIP
     note = "" if source else "random weights"
-    values = {
-        "sampling": ([each["tokens_per_second"] for each in found.updates[1:]], "tokens/s"),
-        "steps": ([1 / each["step_time"] for each in found.updates[1:]], "steps/s"),
-    }
-    figures = []
-    for what, (samples, unit) in values.items():
-        figures.append(
-            Figure(
-                name=f"{name}: {what}",
-                value=statistics.median(samples),
-                unit=unit,
-                low=min(samples),
-                high=max(samples),
-                samples=len(samples),
-                at_least=model.at_least.get(what) if judged else None,
-                note=note,
-            )
-        )
+    least = model.at_least
+    sampled = [each["tokens_per_second"] for each in found.updates[1:]]
+    stepped = [1 / each["step_time"] for each in found.updates[1:]]
     peak, *predicted = memory_figures(name, found, None if quick else WITHIN)
-    return [*figures, attrs.evolve(peak, at_most=model.most_mb if judged else None), *predicted]
+    judged = [
+        sample_figure(f"{name}: sampling", sampled, "tokens/s", at_least=least.get("sampling"), note=note),
+        sample_figure(f"{name}: steps", stepped, "steps/s", at_least=least.get("steps"), note=note),
+        attrs.evolve(peak, at_most=model.most_mb),
+    ]
+    if quick or str(machine()["cpu"]) != TARGET_CHIP:
+        judged = [figure.unjudged() for figure in judged]
+    return [*judged, *predicted]
 
 
 def _on_the_hub(name: str) -> str | None:
@@ -125,10 +116,11 @@ def _on_the_hub(name: str) -> str | None:
 
 
 def quickstart_figures(quick: bool) -> list[Figure]:
-    """A whole run in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
-        found = run_seed(QUICKSTART, 0, Path(folder), QUICK if quick else ())
-    return figures_of(QUICKSTART, found, judged=not quick)
+    """A whole run in a separate process."""
+    with tempfile.TemporaryDirectory(prefix="quickstart-") as work:
+        folder = Path(work) / QUICKSTART
+        usage = run_seed(QUICKSTART, 0, folder, QUICK if quick else ())
+        return figures_of(QUICKSTART, folder, usage, judged=not quick)
 
 
 @benchmark("mac")

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,9 +36,9 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Ratio, Timing
 from benchmarks.harness.record import Figure, ratio_figure
-from benchmarks.harness.shapes import write_folder
-from benchmarks.harness.stepping import ROOT, Side, SteppingProcess
-from benchmarks.peers import write_data
+from benchmarks.harness.runs import REAL_MODEL, Job, finish
+from benchmarks.harness.shapes import Sizes, same_length, write_run
+from benchmarks.harness.stepping import Side, SteppingProcess
 from runners.errors import UserError, did_you_mean
 
 FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", "quickstart"
@@ -75,8 +74,7 @@ class Mechanism:
     pairs: int | None = None  # of steps, at most: where a step without it takes very long
 
 
-ELEMENTWISE = ("exp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
-ELEMENTWISE += ("add_at",)
+ELEMENTWISE = ("exp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm", "add_at")
 MECHANISMS = (
     Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF, REAL)),
     Mechanism("row compaction", ("row_compaction",), shapes=(*TWO, REAL)),
@@ -108,62 +106,32 @@ def shape_side(shape: str, work: Path, quick: bool) -> Side:
     if shape == QUICKSTART:
         settings += ["data.max_samples=16", "eval.samples=8"] if quick else []
         return Side(config=QUICKSTART, overrides=settings, disable=[])
-    _write_config(work)
+    settings = [
+        *('rollout.stop=["za", "zi"]', 'reward.functions=["benchmarks.harness.stepping:graded"]'),
+        *settings,
+    ]
+    model = "tiny" if quick else MODELS.get(shape, "")
     if shape in (REAL, REAL_LORA):
-        folder = Path(os.environ["GRPO_REAL_MODEL"])
+        model = os.environ[REAL_MODEL]
         settings += ["data.source=embedded", "data.max_samples=64"]
-    else:
-        folder = work / MODELS[shape]
-        if not folder.exists():
-            write_folder(folder, "tiny" if quick else MODELS[shape])
+    config = write_run(work, model, same_length(16), Sizes(16, 8, 32))
     if shape == PACKED:
-        folder = _packed(folder)
+        settings.append(f"model.path={_packed(work / 'model')}")
     if shape in GPU_SHAPES and not quick:
         # Sides that start together would see different amounts of free memory, and choose by it.
         tokens = 1024 if shape == HALF_SMALL else 12288
         settings += ["rollout.max_new_tokens=256", "rollout.stop=[]", f"system.micro_batch_tokens={tokens}"]
     settings += ["model.tune=lora"] if shape in ADAPTED else []
-    return Side(config=str(work / "train.toml"), overrides=[*settings, f"model.path={folder}"], disable=[])
-
-
-def _write_config(work: Path) -> None:
-    """The data and the config of all shapes except the quickstart."""
-    if (work / "train.toml").exists():
-        return
-    write_data(work, 16)
-    (work / "train.toml").write_text(
-        f"""
-        [model]
-        path = "model"
-        lora = {{rank = 8, scale = 10.0}}
-        [data]
-        source = "{work}"
-        system_prompt = ""
-        nudge = ""
-        [rollout]
-        num_generations = 8
-        max_new_tokens = 32
-        stop = ["za", "zi"]
-        [reward]
-        functions = ["benchmarks.harness.stepping:graded"]
-        [optim]
-        batch_size = 16
-        max_steps = 100
-        """,
-        encoding="utf-8",
-    )
+    return Side(config=str(config), overrides=settings, disable=[])
 
 
 def _packed(source: Path) -> Path:
     """A copy of a model folder with 4-bit weights."""
     target = source.with_name("packed")
     if not target.exists():
-        command = ["runners.cli", "convert", str(source), "--out", str(target), "--bits", "4"]
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise UserError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        command = [sys.executable, "-m", "runners.cli", "convert", str(source), "--out", str(target)]
+        printed = source.with_name("packed.txt")
+        finish(Job(name="grpo convert", command=[*command, "--bits", "4"], printed=printed))
     return target
 
 
@@ -189,65 +157,44 @@ def compare(with_all: SteppingProcess, other: SteppingProcess, pairs: int, *, ad
 def measure(
     mechanisms: Sequence[Mechanism], shapes: Sequence[str], pairs: int, quick: bool
 ) -> Iterator[list[Figure]]:
-    """The figures of each mechanism, one shape after another."""
+    """The figures of each mechanism, one shape after another. On a GPU, two sides start together."""
     together = STARTED_TOGETHER if backend() == "cuda" else 1
-    with tempfile.TemporaryDirectory(prefix="mechanisms-") as name:
-        work = Path(name)
-        for shape in shapes:
-            wanted = [each for each in mechanisms if shape in each.shapes]
-            if not wanted:
-                continue
+    for shape in shapes:
+        wanted = [each for each in mechanisms if shape in each.shapes]
+        if not wanted:
+            continue
+        with tempfile.TemporaryDirectory(prefix="mechanisms-") as name, contextlib.ExitStack() as ending:
+            work = Path(name)
             base = shape_side(shape, work, quick)
-            with contextlib.ExitStack() as ending:
-                with_all = _processes([(f"{shape}, everything", base, {})], work, ending)[0]
-                for first in range(0, len(wanted), together):
-                    yield from _figures(wanted[first : first + together], shape, base, with_all, pairs, work)
-
-
-def _figures(
-    mechanisms: Sequence[Mechanism],
-    shape: str,
-    base: Side,
-    with_all: SteppingProcess,
-    pairs: int,
-    work: Path,
-) -> Iterator[list[Figure]]:
-    """Compares mechanisms whose sides start together, each while the others are paused."""
-    sides = [
-        (
-            f"{shape}: {each.title}",
-            attrs.evolve(
-                base, overrides=[*base.overrides, *each.overrides], disable=[*base.disable, *each.disable]
-            ),
-            each.environment,
-        )
-        for each in mechanisms
-    ]
-    with contextlib.ExitStack() as ending:
-        for each, other in zip(mechanisms, _processes(sides, work, ending), strict=True):
-            ratios = compare(with_all, other, min(pairs, each.pairs or pairs), adds=each.adds)
-            other.end()  # on a GPU it holds memory that the next side may need
-            say(
-                f"{other.name}: "
-                + ", ".join(f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items())
-            )
-            yield [ratio_figure(f"{other.name}: {part}", ratio) for part, ratio in ratios.items()]
+            with_all = _processes(shape, base, [Mechanism("everything")], work, ending)[0]
+            for first in range(0, len(wanted), together):
+                chosen = wanted[first : first + together]
+                others = _processes(shape, base, chosen, work, ending)
+                for each, other in zip(chosen, others, strict=True):
+                    ratios = compare(with_all, other, min(pairs, each.pairs or pairs), adds=each.adds)
+                    other.end()  # on a GPU it holds memory that the next side may need
+                    words = [f"{part} {ratio.paired:.3f} ×" for part, ratio in ratios.items()]
+                    say(f"{other.name}: {', '.join(words)}")
+                    yield [ratio_figure(f"{other.name}: {part}", ratio) for part, ratio in ratios.items()]
 
 
 def _processes(
-    sides: Sequence[tuple[str, Side, Mapping[str, str]]], work: Path, ending: contextlib.ExitStack
+    shape: str, base: Side, mechanisms: Sequence[Mechanism], work: Path, ending: contextlib.ExitStack
 ) -> list[SteppingProcess]:
-    """The sides' processes, started together; each has run its first step, and ends with the stack."""
+    """A process without each of the mechanisms, started together; each has run its first step, and
+    ends with the stack.
+    """
 
-    def start(side: tuple[str, Side, Mapping[str, str]]) -> SteppingProcess:
-        name, settings, environment = side
-        environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **environment}
-        process = SteppingProcess(name, settings, work, environment)
+    def start(mechanism: Mechanism) -> SteppingProcess:
+        overrides = [*base.overrides, *mechanism.overrides]
+        side = attrs.evolve(base, overrides=overrides, disable=[*mechanism.disable])
+        environment = {**os.environ, "GRPO_FN_CACHE": str(work / "cache"), **mechanism.environment}
+        process = SteppingProcess(f"{shape}: {mechanism.title}", side, work, environment)
         ending.callback(process.end)
         return process
 
-    with ThreadPoolExecutor(max_workers=len(sides)) as pool:
-        return list(pool.map(start, sides))
+    with ThreadPoolExecutor(max_workers=len(mechanisms)) as pool:
+        return list(pool.map(start, mechanisms))
 
 
 @benchmark("mechanisms", parts=("shapes", "names"))
@@ -261,8 +208,8 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
     one.
     """
     default = GPU_SHAPES if backend() == "cuda" else CPU_SHAPES
-    if not os.environ.get("GRPO_REAL_MODEL") and {REAL, REAL_LORA} & {*(shapes or default)}:
-        say("real: skipped, because GRPO_REAL_MODEL is not a folder")
+    if not os.environ.get(REAL_MODEL) and {REAL, REAL_LORA} & {*(shapes or default)}:
+        say(f"real: skipped, because {REAL_MODEL} is not a folder")
         shapes = [shape for shape in shapes or default if shape not in (REAL, REAL_LORA)]
     for name in names:
         if name not in TITLES:

@@ -24,6 +24,8 @@ import mlx.nn as nn
 
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
+from benchmarks.harness.shapes import Sizes, empty_module, model_config, write_run
+from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
 from runners.memory.forecast import Forecast, forecast
@@ -36,35 +38,10 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 
 WITHIN = 15.0  # per cent
-
-TOML = """
-[run]
-name = "measured"
-output_dir = "{folder}/out"
-[model]
-path = "{model}"
-[data]
-source = "{folder}/rows.jsonl"
-system_prompt = ""
-nudge = ""
-max_prompt_length = 4096
-[reward]
-functions = ["{folder}/reward.py:alternating"]
-[loss]
-preset = "dapo"
-dynamic_sampling = false
-overlong.buffer = 0
-[optim]
-max_steps = 2
-[eval]
-at_start = false
-samples = 1
-[checkpoint]
-every = 0
-[log]
-jsonl = false
-completions = false
-"""
+USUAL = (
+    *("loss.preset=dapo", "loss.dynamic_sampling=false", "loss.overlong.buffer=0"),
+    *("optim.schedule=cosine", "log.jsonl=false", "log.completions=false"),
+)
 # Random weights earn nothing: so that every group has a gradient, completions are rewarded in turn.
 REWARD = "def alternating(completions, **_):\n    return [float(i % 2) for i in range(len(completions))]\n"
 
@@ -76,25 +53,6 @@ class Case:
     model: Mapping[str, Any] | str | None  # its config, for random weights; a folder or a name on the Hub
     words: int = 0  # of each question, about a token each
     settings: Sequence[str] = ()
-
-
-def model_config(arch: str, layers: int, hidden: int, vocabulary: int, **more: Any) -> dict[str, Any]:
-    """The config.json of a model; `torch_dtype` and `quantization` count for its random weights too."""
-    return {
-        "model_type": arch,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        **more,
-    }
 
 
 def _batch(prompts: int, generations: int, new: int) -> list[str]:
@@ -198,16 +156,22 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
     platform = prepare()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        (folder / "reward.py").write_text(REWARD)
+        settings = [
+            *USUAL[-2:],
+            f'reward.functions=["{folder}/reward.py:alternating"]',
+            f"run.output_dir={folder}/out",
+            f"optim.max_steps={steps}",
+        ]
         if case.model is None:
-            (folder / "reward.py").write_text(REWARD)
-            small = ["eval.samples=16", "eval.at_start=false", "log.jsonl=false", "log.completions=false"]
-            reward = f'reward.functions=["{folder}/reward.py:alternating"]'
-            overrides = [*small, reward, f"run.output_dir={folder}/out", f"optim.max_steps={steps}"]
-            config = load_config("quickstart", [*overrides, *case.settings])
+            path = "quickstart"
+            settings += ["eval.samples=16", "eval.at_start=false", *case.settings]
         else:
-            write_case(folder, case)
-            config = load_config(str(folder / "train.toml"), [f"optim.max_steps={steps}", *case.settings])
-        config = config.check()
+            questions = [f"{'7 ' * case.words}{i % 10}" for i in range(40)]
+            model = case.model if isinstance(case.model, str) else write_model(folder, case.model)
+            path = str(write_run(folder, model, questions, Sizes(1, 2, 4)))
+            settings += [*USUAL, *case.settings]
+        config = load_config(path, settings).check()
         prompt = data_shape(config)[0]
         assert prompt is not None
         predicted = forecast(config, platform, 1 << 40, prompt=prompt, sizes=model_sizes(config, platform))
@@ -222,32 +186,17 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
     return Outcome(predicted, max(peaks.values()), peaks, report.updates)
 
 
-def write_case(folder: Path, case: Case) -> None:
-    """Problems, a reward and a config; a model of random weights if the case has no other."""
-    assert case.model is not None
-    model = case.model
-    if not isinstance(model, str):
-        model = write_model(folder / "model", model)
-    rows = [{"question": f"{'7 ' * case.words}{i % 10}", "answer": "1"} for i in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "train.toml").write_text(TOML.format(folder=folder, model=model))
-
-
-def write_model(target: Path, config: Mapping[str, Any]) -> Path:
+def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     """A model of random weights with the embedded model's tokenizer."""
-    from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes
-
+    target = folder / "model"
     target.mkdir()
-    model_class, args_class = _get_classes(dict(config))
     mx.random.seed(0)
-    module = model_class(args_class.from_dict(dict(config)))
+    module = empty_module(dict(config))
     module.set_dtype(getattr(mx, config.get("torch_dtype", "float32")))
     if "quantization" in config:
         nn.quantize(module, **config["quantization"])
-    weights = dict(tree_flatten(module.parameters()))
-    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
+    weights = named_leaves(module.parameters())
+    mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
     copy_companions(MODEL_DIR, target)
     (target / "config.json").write_text(json.dumps(config))
     return target

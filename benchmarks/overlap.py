@@ -20,14 +20,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
 import click
 
 from benchmarks.harness.command import benchmark
 from benchmarks.harness.record import Figure
-from benchmarks.quickstart import command_line, run_quietly
-from runners.files.json_files import read_lines
-from runners.files.run_files import METRICS
+from benchmarks.harness.runs import Job, finish, placed, run_command, step_lines
 
 HIDDEN = 90.0  # per cent of a reward of 1 s: the target
 FIRST = 4  # updates that are not counted: they compile, and fill the threads
@@ -41,55 +38,36 @@ async def slow(completions, **_):
 """
 
 
-@attrs.frozen(kw_only=True)
-class Sizes:
-    """Sizes of a measurement."""
-
-    prompts: int = 96
-    updates: int = 14
-    stalenesses: tuple[int, ...] = (0, 1, 2, 4)
-    seconds: tuple[float, ...] = (0.0, 1.0, 10.0)
-
-
-QUICK = Sizes(prompts=2, updates=5, stalenesses=(0, 1), seconds=(0.0, 0.1))
-
-
-def step_seconds(folder: Path, sizes: Sizes, staleness: int, seconds: float) -> float:
+def step_seconds(folder: Path, prompts: int, updates: int, staleness: int, seconds: float) -> float:
     """The median step of one run."""
-    name = f"{staleness}-{seconds:g}"
-    reward = folder / f"slow_{name}.py"
+    reward = folder / "slow.py"
     reward.write_text(REWARD.format(seconds=seconds))
+    run = folder / f"{staleness}-{seconds:g}"
     settings = [
-        f"run.output_dir={folder}",
-        f"run.name={name}",
+        *placed(run),
         f'reward.functions=["{reward}:slow"]',
         f"rollout.max_staleness={staleness}",
         "loss.correction=token_truncate",
-        f"optim.batch_size={sizes.prompts}",
-        f"optim.max_steps={sizes.updates}",
-        "eval.every=0",
-        "eval.at_start=false",
-        "eval.samples=1",
-        "log.report=false",
+        f"optim.batch_size={prompts}",
+        f"optim.max_steps={updates}",
+        *("eval.every=0", "eval.at_start=false", "eval.samples=1"),
     ]
-    run_quietly([*command_line(), "quickstart"], settings)
-    steps = [line["step_time"] for line in read_lines(folder / name / METRICS) if "reward" in line]
-    return statistics.median(steps[FIRST - 1 :])
+    printed = run.with_suffix(".txt")
+    finish(Job(name=run.name, command=run_command("quickstart", settings), printed=printed))
+    return statistics.median(step["step_time"] for step in step_lines(run)[FIRST - 1 :])
 
 
 @benchmark("overlap")
-@click.option("--prompts", type=click.IntRange(1), default=None, help="A step's.")
-def main(quick: bool, prompts: int | None) -> Iterator[list[Figure]]:
+@click.option("--prompts", type=click.IntRange(1), default=96, help="Prompts in each step.")
+def main(quick: bool, prompts: int) -> Iterator[list[Figure]]:
     """Measure how much of a slow reward is hidden by rollouts ahead."""
-    sizes = QUICK if quick else Sizes()
-    if prompts:
-        sizes = attrs.evolve(sizes, prompts=prompts)
+    prompts, updates = (2, 5) if quick else (prompts, 14)
     work = 0.0
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
-        for staleness in sizes.stalenesses:
+        for staleness in (0, 1) if quick else (0, 1, 2, 4):
             without = 0.0
-            for seconds in sizes.seconds:
-                step = step_seconds(Path(folder), sizes, staleness, seconds)
+            for seconds in (0.0, 0.1) if quick else (0.0, 1.0, 10.0):
+                step = step_seconds(Path(folder), prompts, updates, staleness, seconds)
                 name = f"staleness {staleness}, reward of {seconds:g} s"
                 if not seconds:
                     without = step

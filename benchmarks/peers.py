@@ -15,9 +15,6 @@ on other load on the machine's caches and memory.
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +23,18 @@ from typing import Any
 import attrs
 import click
 
-from benchmarks.evidence.pool import Job, side_by_side
-from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.command import benchmark, of_backend, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Timing
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
-from benchmarks.harness.shapes import write_folder
-from benchmarks.quickstart import command_line
-from benchmarks.sides import side_settings
+from benchmarks.harness.runs import Job, finish, log_lines, placed, run_command
+from benchmarks.harness.shapes import Sizes, same_length, write_run
+from benchmarks.sides import side_settings, their_command
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.machine.versions import installed_version
 
 VERSIONS = {"mlx-lm-lora": "5.10.2", "trl": "1.16.0"}  # what the figures are for
-
-WORDS = ("bando", "kirsu", "melon", "tavor", "zipun", "loger", "fedas", "nikol", "virat", "gumes")
 
 
 @attrs.frozen
@@ -83,16 +77,19 @@ PARTS = {"step": "step_time", "rollout": "time/rollout", "the rest": "rest"}  # 
 WARM = 2  # first steps of a run, which do not count
 
 
+@attrs.define
 class Side:
     """A trainer with its settings, and the steps of its runs."""
 
-    def __init__(self, peer: Peer, settings: Mapping[str, Any]) -> None:
-        self.peer = peer
-        self.name = peer.title
-        self.steps: list[dict[str, Any]] = []
-        self.resident = 0.0  # bytes
-        told = {**settings["trl"], **peer.more}
-        self._settings = {**settings, "trl": told}
+    peer: Peer
+    settings: Mapping[str, Any]
+    steps: list[dict[str, Any]] = attrs.field(factory=list)
+    resident: float = 0.0  # bytes
+
+    @property
+    def name(self) -> str:
+        """In the names of figures."""
+        return self.peer.title
 
     def run(self, number: int) -> None:
         """One complete run; all steps except the first ones count.
@@ -100,33 +97,25 @@ class Side:
         Raises:
             UserError: the run failed.
         """
-        settings, work = self._settings, Path(self._settings["work"])
+        settings = self.settings
+        work = Path(settings["work"])
         folder = work / f"{self.peer.side}-{len(list(work.glob('*.txt')))}"
-        job = Job(name=self.name, command=self._command(folder, number), printed=folder.with_suffix(".txt"))
-        ((_, usage),) = side_by_side([job], 1, until=math.inf)
-        if isinstance(usage, UserError):
-            raise usage
-        text = (folder / "training_log.jsonl").read_text(encoding="utf-8")
-        steps = [line for line in map(json.loads, text.splitlines()) if "step_time" in line]
+        if self.peer.side == "ours":
+            own = [*settings["overrides"], *self.peer.overrides, *placed(folder, number)]
+            command = run_command(settings["config"], own)
+        else:
+            told = {**settings, "trl": {**settings["trl"], **self.peer.more}}
+            side = "train" if self.peer.side == "trl" else self.peer.side
+            command = their_command(side, told, folder, number)
+        job = Job(name=self.name, command=command, printed=folder.with_suffix(".txt"))
+        self.resident = max(self.resident, finish(job).resident)
+        steps = [line for line in log_lines(folder) if "step_time" in line]
         for step, before in zip(steps[1:], steps, strict=False):
             step["rest"] = step["step_time"] - step["time/rollout"]
             if self.peer.side == "ours":
                 step["tokens"] = step["num_tokens"] - before["num_tokens"]
         self.steps += steps[WARM : WARM + settings["repeats"]]
-        self.resident = max(self.resident, usage.resident)
         say(f"{self.name}: {self.timing('step').median:.2f} s")
-
-    def _command(self, folder: Path, number: int) -> list[str]:
-        settings = self._settings
-        if self.peer.side == "ours":
-            place = (f"run.name={folder.name}", f"run.output_dir={folder.parent}", f"run.seed={number}")
-            words = [*settings["overrides"], *self.peer.overrides, *place]
-            sets = [word for each in words for word in ("--set", each)]
-            return [*command_line(), settings["config"], *sets]
-        file = folder.with_suffix(".json")
-        file.write_text(json.dumps(settings), encoding="utf-8")
-        side = "train" if self.peer.side == "trl" else self.peer.side
-        return [sys.executable, "-m", "benchmarks.sides", side, str(file), str(folder), str(number)]
 
     def timing(self, part: str) -> Timing:
         """The timing of one of PARTS."""
@@ -155,22 +144,23 @@ def compare(
 
 def _found(settings: Mapping[str, Any], sides: Sequence[Side], judged: bool) -> list[Figure]:
     """The last side's figures, and comparisons with other sides."""
-    last, by_title = sides[-1], {side.name: side for side in sides}
+    last = sides[-1]
+    by_title = {side.name: side for side in sides}
     pairs = [(sides[0], last, last.peer)] if last is not sides[0] else []
     if last.peer.side == "ours" and _SAVING.title in by_title:
         pairs.append((last, by_title[_SAVING.title], attrs.evolve(_SAVING, peak=1.2)))
     figures = _figures(settings, last)
     for mine, other, peer in pairs:
-        targets = peer if judged else attrs.evolve(peer, times=None, peak=None)
-        figures += _ratios(settings["case"], mine, other, targets)
-    return figures
+        figures += _ratios(settings["case"], mine, other, peer)
+    return figures if judged else [figure.unjudged() for figure in figures]
 
 
 def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
     case, title, told = settings["case"], side.name, settings["trl"]
     wanted = settings["batch_size"] * told["num_generations"] * told["max_completion_length"]
     tokens = [step["tokens"] for step in side.steps]
-    figures = [
+    memory = {"resident memory": side.resident, "peak of its arrays": side.peak}
+    return [
         *(time_figure(f"{case}: {part}, {title}", side.timing(part)) for part in PARTS),
         Figure(
             name=f"{case}: tokens a step, {title}",
@@ -179,69 +169,26 @@ def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
             # A sampled end of text costs less, once in hundreds of thousands; the shipped model ends answers.
             at_least=None if case == QUICKSTART else 0.99 * wanted,
         ),
-        Figure(name=f"{case}: resident memory, {title}", value=side.resident / 1e6, unit="MB"),
+        *(
+            Figure(name=f"{case}: {what}, {title}", value=nbytes / 1e6, unit="MB")
+            for what, nbytes in memory.items()
+            if nbytes
+        ),
     ]
-    if side.peak:
-        figures.append(Figure(name=f"{case}: peak of its arrays, {title}", value=side.peak / 1e6, unit="MB"))
-    return figures
 
 
 def _ratios(case: str, mine: Side, other: Side, peer: Peer) -> list[Figure]:
-    ends = f"{other.name} / {mine.name}"
-    title = f"{case}: {'peak' if other.peak else 'resident memory'}, {mine.name} / {other.name}"
+    """Times of the other side over ours, and our memory over the other side's."""
+    figures = []
+    for part in PARTS:
+        least = peer.times if part == "step" else None
+        ratio = other.timing(part) / mine.timing(part)
+        name = f"{case}: {part}, {other.name} / {mine.name}"
+        figures.append(ratio_figure(name, ratio, at_least=least))
+    what = "peak" if other.peak else "resident memory"
     memory = mine.peak / other.peak if other.peak else mine.resident / other.resident
-    times = {"step": peer.times}
-    return [
-        *(
-            ratio_figure(
-                f"{case}: {part}, {ends}", other.timing(part) / mine.timing(part), at_least=times.get(part)
-            )
-            for part in PARTS
-        ),
-        Figure(name=title, value=memory, unit="x", at_most=peer.peak),
-    ]
-
-
-def write_data(folder: Path, prompts: int, *, words: int = 16) -> None:
-    """Questions with about three tokens per word, all of the same length, for our loader."""
-    for split, number in (("train", prompts), ("test", 1)):
-        lines = [
-            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(words)), "answer": "1"}
-            for row in range(number)
-        ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-CONFIG = """
-[run]
-output_dir = "{work}"
-overwrite = true
-[model]
-path = "{work}/model"
-lora = {{rank = 8, scale = 10.0}}
-[data]
-source = "{work}"
-system_prompt = ""
-nudge = ""
-[rollout]
-num_generations = {generations}
-max_new_tokens = {new}
-[reward]
-functions = ["benchmarks.sides:letters"]
-[optim]
-learning_rate = 1e-5
-schedule = "constant"
-warmup_ratio = 0.0
-batch_size = {prompts}
-max_steps = 1000000
-[eval]
-at_start = false
-samples = 1
-[log]
-report = false
-[checkpoint]
-every = 0
-"""
+    name = f"{case}: {what}, {mine.name} / {other.name}"
+    return [*figures, Figure(name=name, value=memory, unit="x", at_most=peer.peak)]
 
 
 def side_of(work: Path, case: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -282,21 +229,18 @@ def main(
     on_cpu = backend() == "cpu"
     if QUICKSTART in tunes and not on_cpu:
         raise UserError("--tune quickstart: this case is for a CPU")
-    prompts, generations, new = (2, 2, 4) if quick else (4, 8, 64) if on_cpu else (16, 8, 256)
-    shape = "tiny" if quick else model or ("qwen2-6x256" if on_cpu else "qwen2.5-0.5b")
+    sizes = of_backend(quick, Sizes(2, 2, 4), Sizes(4, 8, 64), Sizes(16, 8, 256))
+    shape = of_backend(quick, "tiny", model or "qwen2-6x256", model or "qwen2.5-0.5b")
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         folder = Path(name)
-        write_folder(folder / "model", shape)
-        write_data(folder, prompts)
-        config = folder / "train.toml"
-        config.write_text(CONFIG.format(work=name, prompts=prompts, generations=generations, new=new))
+        config = write_run(folder, shape, same_length(sizes.prompts), sizes)
         rounds = 3 if on_cpu and not quick else 1
         wanted = tunes or (["lora"] if quick else ["lora", "full", *([QUICKSTART] if on_cpu else [])])
         for case, peers in _compared(wanted, names).items():
             steps = repeats or (1 if quick else 5 if case == QUICKSTART else 3)
             own = [f"optim.max_steps={WARM + steps}", *overrides]
             if case == QUICKSTART:  # as it is; TRL takes the whole batch at once
-                own += ["run.overwrite=true", "eval.at_start=false", "eval.samples=1", "log.report=false"]
+                own += ["run.overwrite=true", "eval.at_start=false", "eval.samples=1"]
                 settings = side_of(folder, case, QUICKSTART, own)
             else:
                 own += [f"model.tune={case}", f"loss.beta={beta}"]
@@ -313,26 +257,26 @@ def _compared(tunes: Sequence[str], names: Sequence[str]) -> dict[str, list[Peer
     Raises:
         UserError: no case has such a peer, or none is installed.
     """
-    peers = {
-        tune: [each for each in PEERS[QUICKSTART if tune == QUICKSTART else backend()] if tune in each.tunes]
-        for tune in tunes
-    }
-    titles = list(dict.fromkeys(peer.title for of_tune in peers.values() for peer in of_tune))
-    unknown = [name for name in names if name not in titles]
-    if unknown:
-        raise UserError(f"peer {unknown[0]!r}: expected one of {', '.join(titles)}")
-    found = {package: installed_version(package) or "none" for package in VERSIONS}
+    there = {"ours"}
     for package, version in VERSIONS.items():
-        if found[package] != version:
-            say(f"{package} {version} is not here (found {found[package]}): pip install -e '.[peers]'")
-    there = {"ours", *(package for package, version in VERSIONS.items() if found[package] == version)}
+        found = installed_version(package) or "none"
+        if found == version:
+            there.add(package)
+        else:
+            say(f"{package} {version} is not here (found {found}): pip install -e '.[peers]'")
+    peers = {tune: PEERS[QUICKSTART if tune == QUICKSTART else backend()] for tune in tunes}
+    peers = {tune: [peer for peer in found if tune in peer.tunes] for tune, found in peers.items()}
+    titles = list(dict.fromkeys(peer.title for found in peers.values() for peer in found))
+    for name in names:
+        if name not in titles:
+            raise UserError(f"peer {name!r}: expected one of {', '.join(titles)}")
     kept = {
-        tune: [peer for peer in of_tune if peer.side in there and peer.title in (names or titles)]
-        for tune, of_tune in peers.items()
+        tune: [peer for peer in found if peer.side in there and peer.title in (names or titles)]
+        for tune, found in peers.items()
     }
     if not any(kept.values()):
         raise UserError("there is nothing to compare with: pip install -e '.[peers]'")
-    return {tune: of_tune for tune, of_tune in kept.items() if of_tune}
+    return {tune: found for tune, found in kept.items() if found}
 
 
 if __name__ == "__main__":

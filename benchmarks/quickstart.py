@@ -10,21 +10,17 @@ run's log.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import click
 
-from benchmarks.evidence.readings import read_log
 from benchmarks.harness.command import benchmark, numbers, say
 from benchmarks.harness.headlines import TRANSCRIPT
-from benchmarks.harness.record import Figure, Measured
+from benchmarks.harness.record import Figure
+from benchmarks.harness.runs import Job, Usage, finish, placed, read_log, run_command
 from runners.errors import UserError
 
 SECONDS_TARGET = 120.0
@@ -36,124 +32,57 @@ PROBLEMS_TARGET = 200
 QUICK = ("optim.max_steps=1", "optim.batch_size=4", "eval.samples=16", "eval.every=0")
 
 
-@attrs.frozen
-class Outcome:
-    """The content of a run's log, and the system's data about its process if it was started here."""
+def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> Usage:
+    """One run of a preset in a separate process, with its output on stderr and in FOLDER.txt."""
+    settings = [*placed(folder, seed), "log.report=true", *overrides]
+    return finish(
+        Job(
+            name=f"grpo-run {config} with seed {seed}",
+            command=run_command(config, settings),
+            printed=folder.with_suffix(".txt"),
+            heard=lambda seconds, line: say(line),
+        )
+    )
 
-    first: float  # exact match before training, %
-    last: float  # at the end, %
-    problems: int  # that the exact match was taken on
-    updates: int
-    mlx_peak: float  # bytes of MLX's arrays
-    seconds: float = 0.0
-    resident: float = 0.0  # bytes, the process's largest resident set
-    printed: str = ""  # on its standard output
 
-
-def outcome_of(folder: Path) -> Outcome:
-    """The outcome in a run's folder.
+def figures_of(
+    label: str, folder: Path, usage: Usage | None, *, judged: bool, config: str = "quickstart"
+) -> list[Figure]:
+    """The figures of a finished run, with their targets if `judged`; time and memory only with the
+    usage of its process.
 
     Raises:
-        UserError: there is no log, or it lacks an evaluation before and one after training.
+        UserError: the log lacks an evaluation before or after training.
     """
+    most, least = TARGETS[config]
     lines = read_log(folder)
     scores = [line for line in lines if "em" in line]
     updates = [line for line in lines if "reward" in line]
     if scores[-1]["update"] != updates[-1]["update"]:
         raise UserError(f"{folder} ends without an evaluation: the run was not finished")
-    return Outcome(
-        first=100 * scores[0]["em"],
-        last=100 * scores[-1]["em"],
-        problems=min(line["em_subset"] for line in (scores[0], scores[-1])),
-        updates=updates[-1]["update"],
-        mlx_peak=1e9 * max(line.get("memory/peak_gb", 0.0) for line in updates),
-    )
-
-
-def command_line() -> list[str]:
-    """`grpo-run` of this environment; if the package is not installed, the same command by its
-    module.
-    """
-    script = Path(sys.executable).parent / "grpo-run"
-    return [str(script)] if script.is_file() else [sys.executable, "-m", "runners.cli", "run"]
-
-
-def run_quietly(command: Sequence[str], settings: Sequence[str]) -> None:
-    """Runs a command in a separate process, without its output.
-
-    Raises:
-        UserError: it did not end well.
-    """
-    sets = [word for setting in settings for word in ("--set", setting)]
-    code = subprocess.run([*command, *sets], stdout=subprocess.DEVNULL, check=False).returncode
-    if code:
-        raise UserError(f"{' '.join(command)} ended with code {code}")
-
-
-def run_seed(config: str, seed: int, folder: Path, overrides: Sequence[str]) -> Outcome:
-    """One run of a preset in a separate process, with its output on stderr.
-
-    Raises:
-        UserError: it did not end well.
-    """
-    name = f"{config}-{seed}"
-    settings = [f"run.seed={seed}", f"run.name={name}", f"run.output_dir={folder}", *overrides]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    started = time.perf_counter()
-    process = subprocess.Popen([*command_line(), config, *sets], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    printed = []
-    try:
-        for line in process.stdout:
-            printed.append(line)
-            say(line.rstrip())
-        _, status, usage = os.wait4(process.pid, 0)
-    except KeyboardInterrupt:
-        process.wait()  # it got the interrupt as well, and ends cleanly
-        raise
-    seconds = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise UserError(f"grpo-run {config} with seed {seed} ended with code {process.returncode}")
-    resident = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return attrs.evolve(
-        outcome_of(folder / name), seconds=seconds, resident=resident, printed="".join(printed)
-    )
-
-
-def figures_of(label: str, outcome: Outcome, *, judged: bool, config: str = "quickstart") -> list[Figure]:
-    """The figures of one run, with their targets if `judged`; time and memory only if it was run
-    here.
-    """
-    most, least = TARGETS[config]
+    problems = min(line["em_subset"] for line in (scores[0], scores[-1]))
+    share = scores[-1]["em"]
+    error = 100 * math.sqrt(share * (1 - share) / problems)
+    after = f"{updates[-1]['update']} updates; standard error {error:.1f}"
+    peak = 1e3 * max(line.get("memory/peak_gb", 0.0) for line in updates)
     figures = [
         Figure(
-            name=f"{label}: exact match before",
-            value=outcome.first,
+            name="exact match before",
+            value=100 * scores[0]["em"],
             unit="%",
-            note=f"{outcome.problems} problems",
+            note=f"{problems} problems",
             at_most=most,
         ),
-        Figure(
-            name=f"{label}: exact match after",
-            value=outcome.last,
-            unit="%",
-            note=f"{outcome.updates} updates; standard error {_standard_error(outcome):.1f}",
-            at_least=least,
-        ),
-        Figure(name=f"{label}: held-out problems", value=outcome.problems, at_least=PROBLEMS_TARGET),
-        Figure(name=f"{label}: peak of MLX's arrays", value=outcome.mlx_peak / 1e6, unit="MB"),
+        Figure(name="exact match after", value=100 * share, unit="%", note=after, at_least=least),
+        Figure(name="held-out problems", value=problems, at_least=PROBLEMS_TARGET),
+        Figure(name="peak of MLX's arrays", value=peak, unit="MB"),
     ]
-    if outcome.seconds:
-        name = f"{label}: from command to end"
-        figures.insert(0, Figure(name=name, value=outcome.seconds, unit="s", at_most=SECONDS_TARGET))
-        figures.append(Figure(name=f"{label}: resident memory", value=outcome.resident / 1e6, unit="MB"))
-    return figures if judged else [attrs.evolve(f, at_most=None, at_least=None) for f in figures]
-
-
-def _standard_error(outcome: Outcome) -> float:
-    share = outcome.last / 100
-    return 100 * math.sqrt(share * (1 - share) / outcome.problems)
+    if usage:
+        seconds = Figure(name="from command to end", value=usage.seconds, unit="s", at_most=SECONDS_TARGET)
+        figures.insert(0, seconds)
+        figures.append(Figure(name="resident memory", value=usage.resident / 1e6, unit="MB"))
+    named = [attrs.evolve(figure, name=f"{label}: {figure.name}") for figure in figures]
+    return named if judged else [figure.unjudged() for figure in named]
 
 
 @benchmark("quickstart")
@@ -172,22 +101,24 @@ def _standard_error(outcome: Outcome) -> float:
 )
 def main(
     quick: bool, seeds: Sequence[int], config: str, overrides: Sequence[str], finished: Path | None
-) -> Sequence[Figure] | Measured:
+) -> Iterator[Sequence[Figure]]:
     """Measure a quickstart from command to end: seconds, exact match before and after, and memory,
     for each seed.
     """
     if finished:
-        return figures_of(finished.name, outcome_of(finished), judged=not quick, config=config)
+        yield figures_of(finished.name, finished, None, judged=not quick, config=config)
+        return
     if quick:
         seeds, overrides = seeds[:1], [*QUICK, *overrides]
-    figures, printed = [], ""
-    with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
+    with tempfile.TemporaryDirectory(prefix="quickstart-") as work:
         for seed in seeds:
             say(f"{config}: seed {seed}")
-            outcome = run_seed(config, seed, Path(folder), overrides)
-            figures += figures_of(f"seed {seed}", outcome, judged=not quick, config=config)
-            printed = printed or outcome.printed
-    return Measured(figures, {TRANSCRIPT: printed})
+            folder = Path(work) / f"{config}-{seed}"
+            usage = run_seed(config, seed, folder, overrides)
+            yield figures_of(f"seed {seed}", folder, usage, judged=not quick, config=config)
+            if seed == seeds[0]:
+                printed = folder.with_suffix(".txt").read_text(encoding="utf-8")
+                (click.get_current_context().obj / TRANSCRIPT).write_text(printed, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,9 @@ import click
 from benchmarks.harness.command import benchmark, chosen_of, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
-from benchmarks.harness.shapes import write_folder
-from benchmarks.peers import CONFIG, write_data
-from benchmarks.quickstart import command_line
-from runners.config.loading import Config, load_config
+from benchmarks.harness.runs import Job, finish, placed, run_command, step_lines
+from benchmarks.harness.shapes import Sizes, same_length, write_run
 from runners.errors import UserError
-from runners.files.json_files import read_lines
 from runners.machine import startup
 from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_cores
 
@@ -81,16 +77,14 @@ def cases(quick: bool) -> list[Case]:
     return strong + [attrs.evolve(case, weak=True) for case in strong[:2]]
 
 
-def write_case(folder: Path, case: Case) -> Config:
-    """The run of a case; its files are written to the folder."""
-    common = (f"run.output_dir={folder}", f"model.tune={case.tune}", "system.check_model=false")
+def write_case(folder: Path, case: Case) -> tuple[Path, list[str]]:
+    """The config of a case, whose files are written to the folder, and overrides of it."""
     config = folder / "train.toml"
     if not config.exists():
-        write_folder(folder / "model", case.model)
-        write_data(folder, case.prompts, words=case.prompt // 3)
-        sizes = {"prompts": case.prompts, "generations": case.generations, "new": case.new}
-        config.write_text(CONFIG.format(work=folder, **sizes))
-    return load_config(str(config), (*common, f"system.micro_batch_tokens={case.micro_batch}")).check()
+        sizes = Sizes(case.prompts, case.generations, case.new)
+        write_run(folder, case.model, same_length(case.prompts, case.prompt // 3), sizes)
+    settings = [f"model.tune={case.tune}", f"system.micro_batch_tokens={case.micro_batch}"]
+    return config, [*settings, "system.check_model=false"]
 
 
 def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
@@ -99,72 +93,55 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
     """
     import mlx.core as mx
 
-    from runners.profiling import Stepping
+    from benchmarks.harness.stepping import built
+    from runners.config.loading import load_config
     from runners.ranks.ranks import Ranks
-    from runners.telemetry.diary import Diary
-    from runners.telemetry.report import Report
-    from runners.training.setup import SetUp
 
     ranks = Ranks(read_rank_place(), timeout=600)
-    seconds: dict[str, list[float]] = {}
+    steps: list[dict[str, float]] = []
     with ranks.ending_together():
-        run = SetUp(write_case(folder, case), startup.prepare(), ranks=ranks).build()
-        stepping = Stepping(run, Diary(Report()))
-        del run
+        config, settings = write_case(folder, case)
+        stepping = built(load_config(str(config), settings).check(), ranks=ranks, note=say)
         for number in range(case.repeats + 1):
             if number == 1:
                 mx.reset_peak_memory()
             ranks.all_gather_object("a step")
             ranks.seconds()
             stepping.plan.times.take()
-            computed = time.process_time()
             found = stepping.step()
             step, rollout = found["step_time"], found["time/rollout"]
-            spent = {**ranks.seconds(), "cpu": time.process_time() - computed}
-            for name, value in {
-                "step": step,
-                "rollout": rollout,
-                "the rest": step - rollout,
-                **spent,
-            }.items():
-                seconds.setdefault(name, []).append(value)
-        medians = {
-            name: statistics.median(taken[1:]) for name, taken in seconds.items()
-        }  # the first compiles
+            parts = {"step": step, "rollout": rollout, "the rest": step - rollout}
+            steps.append({**parts, **ranks.seconds()})
+        timed = steps[1:]  # the first compiles
+        medians = {name: statistics.median(each[name] for each in timed) for name in steps[0]}
         own = {"seconds": medians, "peak": mx.get_peak_memory()}
         return [message.value for message in ranks.all_gather_object("the result", own)]
 
 
-def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, Any]]:
+def start(ranks: int, case: Case) -> list[dict[str, Any]]:
     """The measurements of each of this number of processes. Raises UserError if they fail."""
     with tempfile.TemporaryDirectory() as folder:
         write_case(Path(folder), case)
         out = Path(folder) / "result.json"
         own = [sys.executable, "-m", "benchmarks.ranks", "--worker", str(out)]
-        own += ["--case", json.dumps(attrs.asdict(case))]
-        said = Path(folder) / "said.txt"
-        run_on(ranks, own, said, launcher=launcher)
+        run_on(ranks, [*own, "--case", json.dumps(attrs.asdict(case))], Path(folder))
         if not out.exists():
-            raise UserError(f"{ranks} ranks: no result: {said.read_text()[-600:]}")
+            said = (Path(folder) / "printed.txt").read_text(errors="replace")
+            raise UserError(f"{ranks} ranks: no result: {said[-600:]}")
         return json.loads(out.read_text())
 
 
-def run_on(ranks: int, own: Sequence[str], said: Path, *, launcher: bool) -> None:
-    """Runs a command on several ranks of this host; their output goes into the file."""
+def run_on(ranks: int, own: Sequence[str], folder: Path) -> None:
+    """Runs a command on several ranks of this host. Raises UserError if it fails."""
     transport = "nccl" if backend() == "cuda" else "ring"
     # fmt: off
-    command = [
+    launched = [
         launcher_script(), "-n", str(ranks), "--backend", transport,
         "--starting-port", str(_free_port()), "--nccl-port", str(_free_port()), "--", *own,
     ]
     # fmt: on
-    with said.open("w") as stream:
-        done = subprocess.Popen(
-            command if launcher else own, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
-        )
-        done.wait()  # with its input open: at the end of it mlx.launch never sleeps
-    assert done.stdin is not None
-    done.stdin.close()
+    command = launched if ranks > 1 else own
+    finish(Job(name=f"{ranks} ranks", command=command, printed=folder / "printed.txt"))
 
 
 def launcher_script() -> str:
@@ -190,40 +167,32 @@ def devices() -> int:
     return max(listed.count("GPU "), 1)
 
 
-def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
+def figures_of(case: Case, counts: Sequence[int], quick: bool) -> Iterator[list[Figure]]:
     """One case on each number of ranks."""
-    title, figures = case.name, []
-    on_gpu, base = backend() == "cuda", 0.0
+    base = 0.0
     for count in counts:
-        say(f"ranks: {title}, {count}")
+        say(f"ranks: {case.name}, {count}")
         shared = case.on(count)
         tokens = shared.prompts * shared.generations * shared.new
-        found = start(count, shared, launcher=count > 1)
-        step = max(each["seconds"]["step"] for each in found)
-        name = f"{title}: {count} rank{'s' if count > 1 else ''}"
+        found = start(count, shared)
+        slowest = {name: max(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
+        step = slowest["step"]
+        peak = max(each["peak"] for each in found) / 1e6
         base = base or step * count / tokens  # rank-seconds a token
-        figures += [
-            Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
-            *(
-                Figure(name=f"{name}: {part}", value=max(each["seconds"][part] for each in found), unit="s")
-                for part in ("rollout", "the rest")
-            ),
-            Figure(name=f"{name}: rate", value=tokens / step, unit="tokens/s"),
-            Figure(name=f"{name}: peak of a rank", value=max(e["peak"] for e in found) / 1e6, unit="MB"),
+        figures = [
+            Figure(name="step", value=step, unit="s", samples=case.repeats),
+            *(Figure(name=part, value=slowest[part], unit="s") for part in ("rollout", "the rest")),
+            Figure(name="rate", value=tokens / step, unit="tokens/s"),
+            Figure(name="peak of a rank", value=peak, unit="MB"),
         ]
         if count > 1:
-            goal = EFFICIENCY.get(count) if on_gpu and not quick else None
-            shares = {
-                part: 100 * max(each["seconds"][part] for each in found) / step
-                for part in ("waiting", "reducing")
-            }
-            figures += [
-                Figure(
-                    name=f"{name}: efficiency", value=base * tokens / (step * count), unit="x", at_least=goal
-                ),
-                *(Figure(name=f"{name}: {part}", value=share, unit="%") for part, share in shares.items()),
-            ]
-    return figures
+            goal = EFFICIENCY.get(count) if backend() == "cuda" and not quick else None
+            reached = base * tokens / (step * count)
+            figures.append(Figure(name="efficiency", value=reached, unit="x", at_least=goal))
+            for part in ("waiting", "reducing"):
+                figures.append(Figure(name=part, value=100 * slowest[part] / step, unit="%"))
+        name = f"{case.name}: {count} rank{'s' if count > 1 else ''}"
+        yield [attrs.evolve(figure, name=f"{name}: {figure.name}") for figure in figures]
 
 
 APART = {  # the processes of each run, and its settings; the first one is the base
@@ -239,22 +208,12 @@ def apart_figures(case: Case, quick: bool) -> Iterator[list[Figure]]:
     base = 0.0
     for title, (count, more) in APART.items():
         say(f"ranks: {case.name}, {title}")
-        with tempfile.TemporaryDirectory() as folder:
-            write_case(Path(folder), case)
-            settings = [
-                f"model.tune={case.tune}",
-                f"optim.max_steps={case.repeats + 5}",
-                f"run.output_dir={folder}",
-                f"system.micro_batch_tokens={case.micro_batch}",
-                "run.name=apart",
-                "loss.correction=token_truncate",
-                *more,
-            ]
-            words = [word for setting in settings for word in ("--set", setting)]
-            own = [*command_line(), str(Path(folder) / "train.toml"), *words]
-            run_on(count, own, Path(folder) / "said.txt", launcher=count > 1)
-            log = Path(folder) / "apart/training_log.jsonl"
-            steps = [line["step_time"] for line in read_lines(log) if "reward" in line]
+        with tempfile.TemporaryDirectory() as work:
+            config, settings = write_case(Path(work), case)
+            run = Path(work) / "apart"
+            settings += [f"optim.max_steps={case.repeats + 5}", "loss.correction=token_truncate"]
+            run_on(count, run_command(config, [*settings, *more, *placed(run)]), Path(work))
+            steps = [line["step_time"] for line in step_lines(run)]
         step = statistics.median(steps[4:])  # the first compile, and fill the queue
         base = base or step
         name = f"{case.name}: {title}"
@@ -277,10 +236,7 @@ def main(quick: bool, chosen: Sequence[str], counts: Sequence[int], apart: bool)
     counts = counts or ([1, 2] if quick else [count for count in (1, 2, 4, 8) if count <= most])
     known = {case.name: case for case in cases(quick)}
     for name in chosen_of(chosen, known):
-        if apart:
-            yield from apart_figures(known[name], quick)
-        else:
-            yield figures_of(known[name], counts, quick)
+        yield from apart_figures(known[name], quick) if apart else figures_of(known[name], counts, quick)
 
 
 @click.command()

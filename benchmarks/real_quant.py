@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ import mlx.core as mx
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
-from benchmarks.harness.generators import as_a_run
 from benchmarks.harness.measure import peak_bytes, run_once, timed
-from benchmarks.harness.record import Figure, time_figure
+from benchmarks.harness.record import Figure, sample_figure, time_figure
+from benchmarks.harness.runs import REAL_MODEL
+from benchmarks.rollout import as_a_run
 from grpo_fn.policy import (
     STORAGES,
     QuantizedRole,
@@ -50,7 +51,6 @@ from runners.data.prompts import build_examples
 from runners.machine import startup
 from runners.models.loaded_model import load_model
 
-MODEL = "GRPO_REAL_MODEL"
 CONFIG = Path(__file__).parent / "evidence" / "real_model.toml"
 CALIBRATED = ("affine-4", "affine-6", "affine-3")
 PARTS = ("rounding", "rates")
@@ -106,7 +106,8 @@ def apart(
     """The perplexity of the distributions `low`, and their off, KL and sample size relative to
     `full`.
     """
-    off, sizes = [], []
+    off: list[float] = []
+    sizes: list[float] = []
     for seed in range(SEEDS):
         differences = []
         for row, (p_tv, q_tv) in enumerate(zip(full, low, strict=True)):
@@ -120,56 +121,43 @@ def apart(
     sums = [float((mx.exp(q) * (q - p)).sum()) for p, q in zip(full, low, strict=True)]
     most_off, most_kl, least_size = targets or (None, None, None)
     kl = sum(sums) / sum(p.shape[0] for p in full)
-
-    def over_seeds(name: str, values: Sequence[float], unit: str, **target: Any) -> Figure:
-        ends = {"low": min(values), "high": max(values), "samples": len(values)}
-        return Figure(name=f"{title}: {name}", value=statistics.fmean(values), unit=unit, **ends, **target)
-
+    mean_off, mean_size = statistics.fmean(off), statistics.fmean(sizes)
     tokens = mx.concatenate([mx.array(drawn) for _, drawn in texts.held_out])
     own = mx.take_along_axis(mx.concatenate(list(low)), tokens[:, None], axis=-1).mean()
     return [
         Figure(name=f"{title}: perplexity", value=float(mx.exp(-own))),
-        over_seeds("off", off, "nats", at_most=most_off),
+        sample_figure(f"{title}: off", off, "nats", value=mean_off, at_most=most_off),
         Figure(name=f"{title}: KL", value=kl, unit="nats", at_most=most_kl),
-        over_seeds("sample size", sizes, "%", at_least=least_size),
+        sample_figure(f"{title}: sample size", sizes, "%", value=mean_size, at_least=least_size),
     ]
 
 
 def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, QuantizedRole]]:
     """The roles that are measured, with their titles."""
-    names = quantized_role(policy, "affine-4").names
     moments: dict[str, mx.array] = {}
-    seconds = run_once(lambda: moments.update(moments_of(policy, texts, names)))
-    tokens, size = int(texts.lengths_b.sum()), sum({id(m): m.nbytes for m in moments.values()}.values())
-    say(f"real_quant: moments of {tokens} tokens in {seconds:.1f} s: {size / 1e6:.0f} MB")
+    names = quantized_role(policy, "affine-4").names
+    tokens_bl, lengths_b = texts.calibration_bl, texts.lengths_b
+
+    def measure() -> dict[str, mx.array]:
+        moments.update(input_moments(policy, policy.params, tokens_bl, lengths_b, names, 64))
+        return moments
+
+    seconds = run_once(measure)
+    say(f"real_quant: moments of {int(lengths_b.sum())} tokens in {seconds:.1f} s")
     for name in CALIBRATED[: 1 if quick else None]:
         yield f"rounding: {name}, calibrated", quantized_role(policy, name, moments=moments)
         yield f"rounding: {name}, to nearest", quantized_role(policy, name)
     few = 2 if quick else 6
-    effects = rounding_effects(
-        policy,
-        policy.params,
-        quantized_role(policy, "affine-4", moments=moments),
-        texts.calibration_bl[:few],
-        texts.lengths_b[:few],
-        mx.random.key(0),
-    )
+    usual = quantized_role(policy, "affine-4", moments=moments)
+    key = mx.random.key(0)
+    effects = rounding_effects(policy, policy.params, usual, tokens_bl[:few], lengths_b[:few], key)
     sizes = {name: leaf.size for name, leaf in named_leaves(policy.params).items()}
     for budget in (5.0, 4.6):
         formats = formats_within(effects, sizes, 4, 64, budget)
-        yield (
-            f"rounding: {budget:g} bits, calibrated",
-            quantized_role(policy, "affine-4", moments=moments, formats=formats),
-        )
+        role = quantized_role(policy, "affine-4", moments=moments, formats=formats)
+        yield f"rounding: {budget:g} bits, calibrated", role
     for name in NEAREST[: 1 if quick else None]:
         yield f"rounding: {name}, to nearest", quantized_role(policy, name)
-
-
-def moments_of(policy: g.Policy, texts: Texts, names: Sequence[str]) -> dict[str, mx.array]:
-    """The moments of the calibration rows."""
-    found = input_moments(policy, policy.params, texts.calibration_bl, texts.lengths_b, names, 64)
-    materialize(found)
-    return found
 
 
 def measured(
@@ -203,23 +191,23 @@ def rates(title: str, policy: g.Policy, params: Tree, quick: bool) -> list[Figur
     """
     batches, tokens, seconds = QUICK_RATES if quick else RATES
 
-    def drawn(rows: int, tokens: int) -> g.Rollout:
+    def drawn(rows: int, tokens: int) -> Callable[[], g.Rollout]:
         sampling = g.Sampling(num_generations=rows, max_new_tokens=tokens)
         decoding = as_a_run()
-        return g.generate(policy, params, [PROMPT], sampling, key=mx.random.key(0), decoding=decoding)
+        return lambda: g.generate(policy, params, [PROMPT], sampling, key=mx.random.key(0), decoding=decoding)
 
     few = max(2, tokens // 16)
     each = tokens
     figures = []
     for rows in batches:
-        run_once(lambda rows=rows: drawn(rows, few))  # traces
-        step = run_once(lambda rows=rows: drawn(rows, few)) / few
+        run_once(drawn(rows, few))  # traces
+        step = run_once(drawn(rows, few)) / few
         each = max(few, min(tokens, int(seconds / step)))
-        taken = min(run_once(lambda rows=rows, each=each: drawn(rows, each)) for _ in range(2))
+        rate = rows * each / min(run_once(drawn(rows, each)) for _ in range(2))
         name, note = f"{title}: tokens/s at batch {rows}", f"{each} tokens a row"
-        figures.append(Figure(name=name, value=rows * each / taken, unit="tokens/s", note=note))
+        figures.append(Figure(name=name, value=rate, unit="tokens/s", note=note))
     weights = nbytes(params, policy.frozen)
-    peak = weights + peak_bytes(lambda: drawn(batches[-1], each), warm=False)
+    peak = weights + peak_bytes(drawn(batches[-1], each), warm=False)
     return [
         *figures,
         Figure(name=f"{title}: weights", value=weights / 1e6, unit="MB"),
@@ -242,9 +230,9 @@ def rates_of(policy: g.Policy, quick: bool) -> Iterator[list[Figure]]:
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part.")
 def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     """Measure a real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
-    folder = os.environ.get(MODEL, "embedded" if quick else "")
+    folder = os.environ.get(REAL_MODEL, "embedded" if quick else "")
     if not folder:
-        say(f"real_quant: skipped, because {MODEL} is not a folder")
+        say(f"real_quant: skipped, because {REAL_MODEL} is not a folder")
         return
     config = load_config(str(CONFIG), [f"model.path={folder}", "data.source=embedded"])
     loaded = load_model(config.model, startup.prepare())

@@ -6,29 +6,28 @@ import sys
 
 import click
 
-from benchmarks.evidence.pictures import redraw
-from benchmarks.harness.record import RESULTS
-from benchmarks.harness.report import NAMES, draw_chart, refresh, verdicts
-from runners.errors import UserError
+from benchmarks.evidence import NAMES as COMPARISONS
+from benchmarks.harness.command import say
+from benchmarks.harness.record import EVIDENCE, RESULTS
+from benchmarks.harness.report import NAMES, draw_picture, refresh, verdicts
+from runners.commands.base import ends_with_a_line
 
 
 @click.command("report")
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is out of date.")
+@ends_with_a_line
 def main(check: bool) -> None:
     """Write the results to the pages, draw them, and print the verdict on every target."""
-    try:
-        for line in verdicts(RESULTS):
-            click.echo(line)
-        if not check:
-            for name in NAMES:
-                draw_chart(RESULTS, name, lambda text: click.echo(text, err=True))
-            redraw(RESULTS / "evidence", lambda text: click.echo(text, err=True))
-        changed = refresh(write=not check)
-    except UserError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
+    for line in verdicts(RESULTS):
+        click.echo(line)
+    if not check:
+        for name in NAMES:
+            draw_picture(RESULTS, name, say)
+        for name in (*COMPARISONS, "gsm8k"):
+            draw_picture(EVIDENCE, name, say)
+    changed = refresh(write=not check)
     if changed and check:
-        click.echo(f"{', '.join(map(str, changed))}: out of date: run python -m benchmarks.report", err=True)
+        say(f"{', '.join(map(str, changed))}: out of date: run python -m benchmarks.report")
         sys.exit(1)
 
 

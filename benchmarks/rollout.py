@@ -26,81 +26,155 @@ from typing import Any
 
 import attrs
 import click
+import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from benchmarks.harness.command import benchmark, chosen_of, say
-from benchmarks.harness.generators import Case, ours, theirs
+from benchmarks.harness.command import CASE, benchmark, chosen_of, of_backend, say
 from benchmarks.harness.machine import backend, rates
-from benchmarks.harness.measure import Timing, interleaved, peak_bytes
-from benchmarks.harness.record import Figure, ratio_figure
-from benchmarks.harness.rooflines import Work, decode_seconds
+from benchmarks.harness.measure import interleaved, peak_bytes
+from benchmarks.harness.record import Figure, rate_figure, ratio_figure
+from benchmarks.harness.rooflines import Work
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from grpo_fn.backends import disabled
+from grpo_fn.rollout import FindStop
+from runners.engines.settings import usual_launch
+from runners.machine import startup
 
+Prompts = list[list[int]]
+
+
+@attrs.frozen
+class Case:
+    """A measurement on one model, and its targets."""
+
+    kind: str  # of KINDS
+    model: str
+    prompt: int  # tokens
+    new: int  # tokens a completion
+    generations: int  # of each prompt
+    prompts: int = 1
+    at_least: tuple[float | None, ...] = (None, None)  # the kind's targets
+    repeats: int = 5
+
+    @property
+    def rows(self) -> int:
+        """Decoded together."""
+        return self.prompts * self.generations
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all completions at full length."""
+        return self.rows * self.new
+
+
+# kind, model, tokens of a prompt, tokens of a completion, completions of a prompt, prompts
 CPU_CASES = {
-    "G 32": Case(kind="peers", model="qwen2-6x256", prompt=512, new=64, generations=32, at_least=(1.1, 3.5)),
-    "compaction": Case(
-        kind="compaction", model="qwen2-6x256", prompt=512, new=64, generations=128, at_least=(1.7,)
-    ),
-    "ragged": Case(kind="ragged", model="qwen2-6x256", prompt=128, new=64, generations=8, prompts=16),
+    "G 32": Case("peers", "qwen2-6x256", 512, 64, 32, at_least=(1.1, 3.5)),
+    "compaction": Case("compaction", "qwen2-6x256", 512, 64, 128, at_least=(1.7,)),
+    "ragged": Case("ragged", "qwen2-6x256", 128, 64, 8, 16),
+}
+_BATCHES = {
+    ("nanochat-d20", "d20"): ((16, 8), (8, 16), (64, 8)),
+    ("qwen2.5-0.5b", "0.5B"): ((16, 8), (8, 16), (64, 8), (128, 8)),
 }
 GPU_CASES = {
-    "G 128": Case(
-        kind="peers", model="nanochat-d20", prompt=128, new=128, generations=128, at_least=(2.0, None)
-    ),
-    "G 512": Case(kind="rate", model="nanochat-d20", prompt=128, new=128, generations=512, at_least=(55e3,)),
-    "ragged": Case(
-        kind="ragged", model="nanochat-d20", prompt=128, new=128, generations=8, prompts=16, at_least=(0.8,)
-    ),
-    "compaction": Case(kind="compaction", model="nanochat-d20", prompt=128, new=256, generations=256),
+    "G 128": Case("peers", "nanochat-d20", 128, 128, 128, at_least=(2.0, None)),
+    "G 512": Case("rate", "nanochat-d20", 128, 128, 512, at_least=(55e3,)),
+    "ragged": Case("ragged", "nanochat-d20", 128, 128, 8, 16, at_least=(0.8,)),
+    "compaction": Case("compaction", "nanochat-d20", 128, 256, 256),
     **{
-        f"{prompts} × {generations}, {name}": Case(
-            kind="batches",
-            model=model,
-            prompt=48,
-            new=256,
-            prompts=prompts,
-            generations=generations,
-            repeats=3,
-            at_least=(0.9,),
-        )
-        for model, name, sizes in (
-            ("nanochat-d20", "d20", ((16, 8), (8, 16), (64, 8))),
-            ("qwen2.5-0.5b", "0.5B", ((16, 8), (8, 16), (64, 8), (128, 8))),
-        )
-        for prompts, generations in sizes
+        f"{prompts} × {each}, {name}": Case("batches", model, 48, 256, each, prompts, (0.9,), repeats=3)
+        for (model, name), sizes in _BATCHES.items()
+        for prompts, each in sizes
     },
-    "qwen2.5-0.5b": Case(kind="peers", model="qwen2.5-0.5b", prompt=128, new=128, generations=128),
+    "qwen2.5-0.5b": Case("peers", "qwen2.5-0.5b", 128, 128, 128),
 }
 QUICK_CASES = {
-    "quick": Case(kind="peers", model="tiny", prompt=32, new=8, generations=4, repeats=1),
-    "quick compaction": Case(kind="compaction", model="tiny", prompt=16, new=16, generations=8, repeats=1),
-    "quick batches": Case(
-        kind="batches", model="tiny", prompt=16, new=8, generations=2, prompts=3, repeats=1
-    ),
-    "quick ragged": Case(kind="ragged", model="tiny", prompt=16, new=8, generations=2, prompts=3, repeats=1),
+    "quick": Case("peers", "tiny", 32, 8, 4, repeats=1),
+    "quick compaction": Case("compaction", "tiny", 16, 16, 8, repeats=1),
+    "quick batches": Case("batches", "tiny", 16, 8, 2, 3, repeats=1),
+    "quick ragged": Case("ragged", "tiny", 16, 8, 2, 3, repeats=1),
 }
 
 
-def rate_figure(name: str, tokens: int, timing: Timing, **more: Any) -> Figure:
-    """Tokens per second of the call that samples them, including prefill."""
-    return Figure(
-        name=name,
-        value=tokens / timing.median,
-        unit="tokens/s",
-        low=tokens / timing.high,
-        high=tokens / timing.low,
-        samples=len(timing.samples),
-        **more,
+def as_a_run() -> g.Decoding:
+    """`Decoding` as in a run on this machine."""
+    return g.Decoding(pipelined=usual_launch(startup.prepare()) == "async")
+
+
+def ours(
+    policy: g.Policy,
+    prompts: Prompts,
+    case: Case,
+    *,
+    find_stop: FindStop | None = None,
+    eos_ids: Sequence[int] = (),
+) -> Callable[[], g.Rollout]:
+    """A call that samples the case's completions of these prompts."""
+    sampling = g.Sampling(num_generations=case.generations, max_new_tokens=case.new, eos_ids=eos_ids)
+    key = mx.random.key(0)
+    decoding = as_a_run()
+    return lambda: g.generate(
+        policy, policy.params, prompts, sampling, key=key, find_stop=find_stop, decoding=decoding
     )
 
 
+def theirs(module: nn.Module, prompts: Prompts, case: Case, *, shared: bool) -> Callable[[], list[mx.array]]:
+    """The same with BatchGenerator in its best configuration: every row in one batch, log-probs
+    picked by the sampler.
+
+    With `shared`, each prompt is prefilled once except for its last token, and all its rows start
+    from there; otherwise, each row's prompt is computed.
+    """
+    from mlx_lm.generate import BatchGenerator
+    from mlx_lm.models.cache import make_prompt_cache
+
+    def run() -> list[mx.array]:
+        picked: list[mx.array] = []
+
+        def sampler(logp_bv: mx.array) -> mx.array:
+            token_b = mx.random.categorical(logp_bv)
+            picked.append(mx.take_along_axis(logp_bv, token_b[:, None], axis=-1)[:, 0])
+            return token_b
+
+        generator = BatchGenerator(
+            module,
+            max_tokens=case.new,
+            sampler=sampler,
+            completion_batch_size=case.rows,
+            prefill_batch_size=case.rows,
+        )
+        rows = [list(prompt) for prompt in prompts for _ in range(case.generations)]
+        if shared:
+            caches: list[Any] = []
+            for prompt in prompts:
+                cache = make_prompt_cache(module)
+                module(mx.array([prompt[:-1]]), cache=cache)
+                mx.eval([layer.state for layer in cache])
+                caches += [cache] * case.generations
+            behind = [row[:-1] for row in rows]
+            generator.insert([row[-1:] for row in rows], caches=caches, all_tokens=behind)
+        else:
+            generator.insert(rows)
+        drawn = 0
+        try:
+            while responses := generator.next_generated():
+                drawn += len(responses)
+                mx.eval(picked[-2:-1])  # lets go of the last step's full rows
+        finally:
+            generator.close()
+        if drawn != case.tokens:
+            raise RuntimeError(f"BatchGenerator sampled {drawn} tokens, expected {case.tokens}")
+        return picked
+
+    return run
+
+
 def floor_seconds(policy: g.Policy, case: Case, quick: bool) -> float:
-    """Decoding only, without the prefill: see `decode_seconds`."""
+    """The lower bound of the time for decoding only, without the prefill."""
     shared = policy.shares_prefix and backend() != "metal"  # as `generate` has it by itself
-    return decode_seconds(
-        Work.of(policy.module),
+    return Work.of(policy.module).decode_seconds(
         rates(quick),
         rows=case.rows,
         steps=case.new,
@@ -108,22 +182,6 @@ def floor_seconds(policy: g.Policy, case: Case, quick: bool) -> float:
         prefixes=case.prompts if shared else case.rows,
         on_cpu=backend() == "cpu",
     )
-
-
-def ours_figures(
-    title: str, policy: g.Policy, case: Case, timing: Timing, quick: bool, **target: Any
-) -> list[Figure]:
-    """Our rate with the floor, and the share of the floor's rate that is reached."""
-    tokens, floor = case.tokens, floor_seconds(policy, case, quick)
-    return [
-        rate_figure(f"{title}: ours", tokens, timing, predicted=tokens / floor, **target),
-        Figure(
-            name=f"{title}: share of the roofline",
-            value=100 * floor / timing.median,
-            unit="%",
-            note="decoding's, of the time with prefill",
-        ),
-    ]
 
 
 def compared(
@@ -141,37 +199,36 @@ def compared(
 
 
 def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Comparison with BatchGenerator; the targets are for the shared prefill and for copied
-    prompts.
+    """Comparison with BatchGenerator; the targets are for the shared prefill and for copied prompts.
+    With the kind "rate" only ours, with a target for its rate.
     """
     policy = g.Policy.from_module(module)
-    plain = make_module(case.model)  # whose layers call mlx-lm's own functions
     prompts = make_prompts(case.prompts, case.prompt, vocabulary_of(module))
-    calls = {
-        "ours": ours(policy, prompts, case),
-        "shared prefill": theirs(plain, prompts, case, shared=True),
-        "copied prompts": theirs(plain, prompts, case, shared=False),
-    }
-    tokens = case.tokens
+    calls: dict[str, Callable[[], Any]] = {"ours": ours(policy, prompts, case)}
+    least = case.at_least[0] if case.kind == "rate" else None
+    if case.kind == "peers":
+        plain = make_module(case.model)  # whose layers call mlx-lm's own functions
+        calls["shared prefill"] = theirs(plain, prompts, case, shared=True)
+        calls["copied prompts"] = theirs(plain, prompts, case, shared=False)
     times = interleaved(calls, repeats=case.repeats)
-    figures = ours_figures(title, policy, case, times["ours"], quick)
-    for name, least in zip(("shared prefill", "copied prompts"), case.at_least, strict=True):
+    own, *others = times.items()
+    floor = floor_seconds(policy, case, quick)
+    share = 100 * floor / own[1].median
+    note = "decoding's, of the time with prefill"
+    predicted = case.tokens / floor
+    figures = [
+        rate_figure(f"{title}: ours", case.tokens, own[1], predicted=predicted, at_least=least),
+        Figure(name=f"{title}: share of the roofline", value=share, unit="%", note=note),
+    ]
+    for (name, timing), target in zip(others, case.at_least, strict=False):
         figures += [
-            rate_figure(f"{title}: BatchGenerator, {name}", tokens, times[name]),
-            ratio_figure(f"{title}: ours over {name}", times[name] / times["ours"], at_least=least),
+            rate_figure(f"{title}: BatchGenerator, {name}", case.tokens, timing),
+            ratio_figure(f"{title}: ours over {name}", timing / own[1], at_least=target),
         ]
-    peaks = {name: peak_bytes(call, warm=False) / 1e6 for name, call in calls.items()}
-    return [*figures, *(Figure(name=f"{title}: peak, {n}", value=p, unit="MB") for n, p in peaks.items())]
-
-
-def rate(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
-    """Only ours; the target is for tokens per second."""
-    policy = g.Policy.from_module(module)
-    call = ours(policy, make_prompts(case.prompts, case.prompt, vocabulary_of(module)), case)
-    timing = interleaved({"ours": call}, repeats=case.repeats)["ours"]
-    figures = ours_figures(title, policy, case, timing, quick, at_least=case.at_least[0])
-    peak = Figure(name=f"{title}: peak", value=peak_bytes(call, warm=False) / 1e6, unit="MB")
-    return [*figures, peak]
+    for name, call in calls.items():
+        peak = f"{title}: peak, {name}" if others else f"{title}: peak"
+        figures.append(Figure(name=peak, value=peak_bytes(call, warm=False) / 1e6, unit="MB"))
+    return figures
 
 
 def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure]:
@@ -240,17 +297,17 @@ def batches(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figu
     return compared(title, case, calls, case.tokens, "the batch over one prompt")
 
 
-KINDS = {"peers": peers, "rate": rate, "compaction": compaction, "ragged": ragged, "batches": batches}
+KINDS = {"peers": peers, "rate": peers, "compaction": compaction, "ragged": ragged, "batches": batches}
 
 
 @benchmark("rollout", parts=("chosen",))
-@click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
+@CASE
 @click.option("--repeats", default=0, help="Number of rounds of each comparison [the case's own].")
 def main(quick: bool, chosen: Sequence[str], repeats: int) -> Iterator[list[Figure]]:
     """Compare rollouts with mlx-lm's BatchGenerator; also measure rows that end early and prompts
     of different lengths.
     """
-    cases = QUICK_CASES if quick else CPU_CASES if backend() == "cpu" else GPU_CASES
+    cases = of_backend(quick, QUICK_CASES, CPU_CASES, GPU_CASES)
     modules: dict[str, nn.Module] = {}
     for name in chosen_of(chosen, cases):
         case = attrs.evolve(cases[name], repeats=repeats or cases[name].repeats)

@@ -20,10 +20,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import click
 
-from benchmarks.harness.command import BENCHMARK, benchmark, say
+from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.measure import Timing
 from benchmarks.harness.record import Figure, time_figure
 from runners.answers.forms import answer_form
@@ -98,7 +97,7 @@ def step_seconds(rows: Sequence[tuple[str, tuple[str, str]]], size: int, loops: 
     return seconds
 
 
-@benchmark("sandbox", kind=attrs.evolve(BENCHMARK, draw=lambda folder, name, say: None))
+@benchmark("sandbox")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Rows with tests.")
 @click.option("--size", default=256, show_default=True, help="Number of programs per step.")
 @click.option("--repeats", default=5, show_default=True, help="Steps.")

@@ -24,12 +24,11 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
-from benchmarks.harness.generators import Prompts, as_a_run
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import Timing, interleaved, run_once
-from benchmarks.harness.record import Figure, ratio_figure
+from benchmarks.harness.record import Figure, rate_figure, ratio_figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
-from benchmarks.rollout import rate_figure
+from benchmarks.rollout import Prompts, as_a_run
 from grpo_fn.backends import disabled
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Entry, RowQueue, decode_queue
@@ -40,28 +39,29 @@ LEAST = 0.9  # of the rate at once
 WINDOW = 0.05  # of the time at once, in which requests arrive
 
 
+@attrs.define
 class Arrivals:
     """Requests by their times, starting with the first."""
 
-    def __init__(self, count: int, gap: float, add: Callable[[int], None]) -> None:
-        """`add` receives a request's number at its time."""
-        self._count, self._gap, self._add = count, gap, add
-        self._began = time.perf_counter()
-        self.arrived = 0
+    count: int
+    gap: float
+    add: Callable[[int], None]  # receives a request's number at its time
+    began: float = attrs.field(factory=time.perf_counter)
+    arrived: int = 0
 
     def poll(self, *, wait: bool = False) -> bool:
         """Adds the requests that are due; returns whether more will follow. With `wait`, waits
         until one is due.
         """
-        while self.arrived < self._count:
-            due = self._began + self.arrived * self._gap - time.perf_counter()
+        while self.arrived < self.count:
+            due = self.began + self.arrived * self.gap - time.perf_counter()
             if due > 0 and not wait:
                 break
             time.sleep(max(due, 0.0))
-            self._add(self.arrived)
+            self.add(self.arrived)
             self.arrived += 1
             wait = False
-        return self.arrived < self._count
+        return self.arrived < self.count
 
 
 def ours(policy: g.Policy, prompts: Prompts, new: int, gap: float) -> Callable[[], dict[int, list[int]]]:
@@ -135,64 +135,49 @@ def load_module(model: str) -> nn.Module:
     return module
 
 
-@attrs.define
-class Processor:
-    """A call, and the processor seconds of each execution."""
-
-    call: Callable[[], object]
-    seconds: list[float] = attrs.field(factory=list)
-
-    def __call__(self) -> object:
-        """The call's result."""
-        started = time.process_time()
-        result = self.call()
-        self.seconds.append(time.process_time() - started)
-        return result
-
-
-def compare(policy: g.Policy, plain: nn.Module, name: str, requests: int, case: Case) -> list[Figure]:
-    """The rates for one number of requests; the target is the ratio of one by one to at once."""
-    spread = case.prompt // 2
-    prompts = make_prompts(requests, case.prompt, vocabulary_of(plain), spread=spread if requests > 1 else 0)
-    at_once = Processor(ours(policy, prompts, case.new, 0.0))
+def compare(
+    policy: g.Policy, plain: nn.Module, title: str, prompts: Prompts, new: int, repeats: int
+) -> list[Figure]:
+    """The rates for these requests; the target is the ratio of one by one to at once."""
+    at_once = ours(policy, prompts, new, 0.0)
     at_once()  # what it compiles is not in the gap
-    gap = run_once(at_once) * WINDOW / requests
+    gap = run_once(at_once) * WINDOW / len(prompts)
+    taken: dict[str, list[float]] = {}
 
     def plainly() -> object:
         with disabled("decode_blocks"):
-            return at_once.call()
+            return at_once()
+
+    def timed(name: str, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, whose processor seconds are kept."""
+
+        def run() -> object:
+            started = time.process_time()
+            result = call()
+            taken.setdefault(name, []).append(time.process_time() - started)
+            return result
+
+        return run
 
     calls = {
-        "at once": at_once,
-        "one by one": Processor(ours(policy, prompts, case.new, gap)),
-        "BatchGenerator, one by one": Processor(theirs(plain, prompts, case.new, gap)),
-        "at once, without decode_blocks": Processor(plainly),
+        "at once": timed("at once", at_once),
+        "one by one": timed("one by one", ours(policy, prompts, new, gap)),
+        "BatchGenerator, one by one": theirs(plain, prompts, new, gap),
+        "at once, without decode_blocks": plainly,
     }
-    times = interleaved(calls, repeats=case.repeats)
-    seconds = {name: Timing(tuple(call.seconds[-case.repeats :])) for name, call in calls.items()}
-    title = f"{name}: {requests} request{'s' if requests > 1 else ''}"
+    times = interleaved(calls, repeats=repeats)
+    once, single, other, without = times.values()
+    seconds = {name: Timing(tuple(each[-repeats:])) for name, each in taken.items()}
+    tokens = len(prompts) * new
     arriving = f"{title}: one by one over at once"
     return [
-        *(rate_figure(f"{title}: {each}", requests * case.new, timing) for each, timing in times.items()),
+        *(rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()),
         Figure(name=f"{title}: between two requests", value=1e3 * gap, unit="ms"),
-        ratio_figure(arriving, times["at once"] / times["one by one"], at_least=LEAST),
+        ratio_figure(arriving, once / single, at_least=LEAST),
         ratio_figure(f"{arriving}, processor time", seconds["at once"] / seconds["one by one"]),
-        ratio_figure(
-            f"{title}: ours over BatchGenerator", times["BatchGenerator, one by one"] / times["one by one"]
-        ),
-        ratio_figure(
-            f"{title}: gain of decode_blocks", times["at once, without decode_blocks"] / times["at once"]
-        ),
+        ratio_figure(f"{title}: ours over BatchGenerator", other / single),
+        ratio_figure(f"{title}: gain of decode_blocks", without / once),
     ]
-
-
-@attrs.frozen(kw_only=True)
-class Case:
-    """Sizes."""
-
-    prompt: int = 64
-    new: int = 128
-    repeats: int = 3
 
 
 @benchmark("serving", parts=("models", "counts"))
@@ -213,17 +198,19 @@ def main(
     quick: bool, models: Sequence[str], counts: Sequence[int], new: int, repeats: int
 ) -> Iterator[Sequence[Figure]]:
     """Compare requests that arrive one by one with the same rows submitted at once."""
-    case = Case(new=new or (64 if backend() == "cpu" else 128), repeats=repeats)
-    if quick:
-        case = attrs.evolve(case, prompt=8, new=4, repeats=1)
+    length = 8 if quick else 64
+    new = 4 if quick else new or (64 if backend() == "cpu" else 128)
     for model in models:
         policy = g.Policy.for_inference(load_module(model))
         plain = load_module(model)  # whose layers call mlx-lm's own functions
         for requests in counts[: 2 if quick else None]:
             say(f"serving: {requests} ({model})")
-            figures = compare(policy, plain, Path(model).name, requests, case)
+            spread = length // 2 if requests > 1 else 0
+            prompts = make_prompts(requests, length, vocabulary_of(plain), spread=spread)
+            title = f"{Path(model).name}: {requests} request{'s' if requests > 1 else ''}"
+            figures = compare(policy, plain, title, prompts, new, 1 if quick else repeats)
             # --quick shows that it works, not how fast.
-            yield [attrs.evolve(each, at_least=None) for each in figures] if quick else figures
+            yield [each.unjudged() for each in figures] if quick else figures
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""The other side of the comparisons with other trainers, in a process of its own.
+"""The other side of the comparisons with other trainers, in a separate process.
 
     python -m benchmarks.sides train|mlx-lm-lora SETTINGS.json FOLDER SEED
-    python -m benchmarks.sides logits SETTINGS.json OUT.json
 
 `train` lets TRL train, for at most `seconds` of the settings if they are there, `mlx-lm-lora` that trainer;
-both write a log like that of a run of ours into FOLDER, with seconds from their start. `logits` compares the
-logits that transformers and mlx-lm compute from the model folder.
+both write a log like that of our runs into FOLDER, with seconds from their start.
 """
 
 from __future__ import annotations
@@ -81,6 +79,14 @@ def side_settings(config: Config) -> dict[str, Any]:
             "max_steps": optim.max_steps,
         },
     }
+
+
+def their_command(side: str, settings: dict[str, Any], folder: Path, seed: int) -> list[str]:
+    """The command of another trainer's run; its settings are written next to the folder of its log."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_suffix(".json")
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    return [sys.executable, "-m", "benchmarks.sides", side, str(file), str(folder), str(seed)]
 
 
 class Rollouts:
@@ -381,12 +387,9 @@ def compare_logits(settings: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     """Does what the command line says."""
-    what, path, place, *seed = sys.argv[1:]
+    side, path, folder, seed = sys.argv[1:]
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    if what == "logits":
-        compare_logits(settings, Path(place))
-    else:
-        {"train": train, "mlx-lm-lora": mlx_lm_lora}[what](settings, Path(place), int(seed[0]))
+    {"train": train, "mlx-lm-lora": mlx_lm_lora}[side](settings, Path(folder), int(seed))
 
 
 if __name__ == "__main__":

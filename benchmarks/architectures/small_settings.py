@@ -7,108 +7,90 @@ is built from `SIZES` only, so new modules of mlx-lm are tested as well.
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 VOCABULARY = 96
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def _alike(names: str, value: Any) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), value)
-
-
+_NUMBERS = """
+# vocabulary
+96 vocab_size num_vocab vocab_size_per_layer_input
+# widths
+64 hidden_size hidden_dim d_model model_dim n_embd
+96 intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp
+96 dense_intermediate_size n_inner
+32 moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size
+32 shared_expert_intermediate_size moe_shared_expert_intermediate_size share_expert_dim
+32 moe_hidden_size hidden_size_per_layer_input
+# depth
+4 num_hidden_layers num_layers n_layers n_layer num_transformer_layers
+# heads
+4 num_attention_heads num_heads n_heads n_head num_query_heads swa_num_attention_heads
+2 num_key_value_heads num_kv_heads n_kv_heads n_kv_head num_attention_groups
+2 swa_num_key_value_heads
+16 head_dim swa_head_dim swa_v_head_dim global_head_dim hidden_size_per_head kv_channels
+8 rotary_dim
+# latent attention
+32 kv_lora_rank q_lora_rank o_lora_rank index_head_dim
+2 o_groups index_n_heads
+16 qk_rope_head_dim qk_nope_head_dim v_head_dim
+8 index_topk
+# experts
+4 num_experts num_local_experts n_routed_experts moe_num_experts
+2 num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts
+1 n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts n_group
+1 topk_group num_expert_group first_k_dense_replace num_dense_layers moe_layer_freq
+1 decoder_sparse_step zero_expert_num
+True norm_topk_prob
+1.0 routed_scaling_factor
+# recurrent states
+16 state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim
+4 conv_kernel time_step_rank mamba_d_conv linear_num_value_heads linear_conv_kernel_dim
+4 short_conv_kernel_size
+2 mamba_expand linear_num_key_heads conv_window full_attention_interval layer_group_size
+2 group_norm_size
+8 mamba_n_heads mamba_num_heads
+128 mamba_d_ssm
+1 mamba_n_groups n_groups
+False mamba_proj_bias use_bias
+True mamba_conv_bias use_conv_bias linear_allow_neg_eigval conv_bias
+32 linear_key_head_dim linear_value_head_dim
+3 conv_L_cache
+# windows: shorter than the rows that are tried
+6 sliding_window sliding_window_size window_size attention_window_size
+2 sliding_window_pattern
+# norms, positions, the rest
+1e-05 rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon
+1e-05 post_norm_eps
+10000.0 rope_theta swa_rope_theta
+10000 rotary_emb_base
+0.5 rotary_pct partial_rotary_factor residual_multiplier
+512 max_position_embeddings model_max_length n_positions n_ctx block_size
+16 query_pre_attn_scalar
+False attention_bias qkv_bias mlp_bias use_qkv_bias post_norm tie_word_embeddings
+True use_qk_norm qk_norm mla_scale_q_lora mla_scale_kv_lora
+2.0 logits_scaling embedding_multiplier scale_emb
+0.25 attention_multiplier
+32 dim_model_base
+1.4 scale_depth
+"""
+"""A value and the names of settings in each line."""
+_LINES = [line.split() for line in _NUMBERS.splitlines() if line and not line.startswith("#")]
 SIZES: dict[str, Any] = {
-    **_alike("vocab_size num_vocab vocab_size_per_layer_input", VOCABULARY),
-    # widths
-    **_alike("hidden_size hidden_dim d_model model_dim n_embd", 64),
-    **_alike(
-        "intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp "
-        "dense_intermediate_size n_inner",
-        96,
-    ),
-    **_alike(
-        "moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
-        "shared_expert_intermediate_size moe_shared_expert_intermediate_size share_expert_dim "
-        "moe_hidden_size hidden_size_per_layer_input",
-        32,
-    ),
-    # depth
-    **_alike("num_hidden_layers num_layers n_layers n_layer num_transformer_layers", 4),
-    # heads
-    **_alike("num_attention_heads num_heads n_heads n_head num_query_heads swa_num_attention_heads", 4),
-    **_alike(
-        "num_key_value_heads num_kv_heads n_kv_heads n_kv_head num_attention_groups swa_num_key_value_heads",
-        2,
-    ),
-    **_alike("head_dim swa_head_dim swa_v_head_dim global_head_dim hidden_size_per_head kv_channels", 16),
-    "rotary_dim": 8,
-    # latent attention
-    **_alike("kv_lora_rank q_lora_rank o_lora_rank index_head_dim", 32),
-    **_alike("o_groups index_n_heads", 2),
-    **_alike("qk_rope_head_dim qk_nope_head_dim v_head_dim", 16),
-    "index_topk": 8,
-    # experts
-    **_alike("num_experts num_local_experts n_routed_experts moe_num_experts", 4),
-    **_alike("num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts", 2),
-    **_alike(
-        "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts n_group "
-        "topk_group num_expert_group first_k_dense_replace num_dense_layers moe_layer_freq "
-        "decoder_sparse_step zero_expert_num",
-        1,
-    ),
+    **{name: ast.literal_eval(value) for value, *names in _LINES for name in names},
     "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
     "zero_expert_type": "identity",
-    # recurrent states
-    **_alike("state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim", 16),
-    **_alike(
-        "conv_kernel time_step_rank mamba_d_conv linear_num_value_heads linear_conv_kernel_dim "
-        "short_conv_kernel_size",
-        4,
-    ),
     "time_step_limit": (0.001, 100.0),
-    **_alike(
-        "mamba_expand linear_num_key_heads conv_window full_attention_interval layer_group_size "
-        "group_norm_size",
-        2,
-    ),
-    **_alike("mamba_n_heads mamba_num_heads", 8),
-    "mamba_d_ssm": 128,
-    **_alike("mamba_n_groups n_groups", 1),
-    **_alike("mamba_proj_bias use_bias", False),
-    **_alike("mamba_conv_bias use_conv_bias linear_allow_neg_eigval conv_bias", True),
-    **_alike("linear_key_head_dim linear_value_head_dim", 32),
-    "conv_L_cache": 3,
-    # windows: shorter than the rows that are tried
-    **_alike("sliding_window sliding_window_size window_size attention_window_size", 6),
-    "sliding_window_pattern": 2,
     "layer_types": [_SLIDING, _FULL] * 2,
     "sliding_window_layers": [0, 2],
-    # norms, positions, the rest
-    **_alike(
-        "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon "
-        "post_norm_eps",
-        1e-5,
-    ),
-    **_alike("rope_theta swa_rope_theta", 10000.0),
-    "rotary_emb_base": 10000,
-    **_alike("rotary_pct partial_rotary_factor residual_multiplier", 0.5),
     "rope_parameters": _PLAIN_ROPE,
     "rope_scaling": None,
-    **_alike("max_position_embeddings model_max_length n_positions n_ctx block_size", 512),
-    "query_pre_attn_scalar": 16,
-    **_alike("attention_bias qkv_bias mlp_bias use_qkv_bias post_norm tie_word_embeddings", False),
-    **_alike("use_qk_norm qk_norm mla_scale_q_lora mla_scale_kv_lora", True),
     "hidden_act": "silu",
-    **_alike("logits_scaling embedding_multiplier scale_emb", 2.0),
-    "attention_multiplier": 0.25,
-    "dim_model_base": 32,
-    "scale_depth": 1.4,
     "attention_method": "MLA",
-    **_alike("scoring_func score_function", "sigmoid"),
+    "scoring_func": "sigmoid",
+    "score_function": "sigmoid",
     "topk_method": "noaux_tc",
 }
 

@@ -1,44 +1,42 @@
-"""Shared parts of the evidence commands: parallel trials, each added to the result when it ends."""
+"""The commands that compare cases over several seeds: parallel runs, each added to the result when
+it ends.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 
-from benchmarks.evidence import page, pictures
-from benchmarks.evidence.pool import Job, Usage, side_by_side
-from benchmarks.evidence.readings import RESIDENT, SECONDS, read_log
-from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, chosen_of, numbers, say
+from benchmarks.evidence.readings import RESIDENT, SECONDS
+from benchmarks.harness.command import CASE, benchmark, chosen_of, numbers, say
 from benchmarks.harness.machine import backend
-from benchmarks.harness.record import RESULTS, Figure, load_records
+from benchmarks.harness.record import Figure, load_records
+from benchmarks.harness.runs import REAL_MODEL, Job, Lines, Usage, read_log, side_by_side
 from runners.errors import UserError
 
-SAME_WORK = ("jobs", "seeds", "cases", "minutes", "missing", "models", "teach", "sums", "gsm8k")
-REAL_MODEL = "GRPO_REAL_MODEL"
-ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the trials
-EVIDENCE = RESULTS / "evidence"
+ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the runs
 
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """One run of a case: a process, and a function that reads its figures after it has succeeded."""
+    """One run of a case."""
 
     case: str  # without ": "
     seed: int
-    command: Sequence[str]
-    read: Callable[[], Sequence[Figure]]
-    environment: Mapping[str, str] = attrs.field(factory=dict)
+    folder: Path  # of its log
+    quick: bool
 
     @property
     def name(self) -> str:
@@ -46,20 +44,7 @@ class Trial:
         return f"{self.case}: seed {self.seed}"
 
 
-@attrs.frozen(kw_only=True)
-class Plan:
-    """The runs that a command was called for."""
-
-    quick: bool
-    cases: Sequence[str]
-    seeds: Sequence[int]
-    work: Path  # a folder that is emptied at the end
-    jobs: int
-    until: float  # time.monotonic() at which all has to be done
-
-
-Reading = Callable[[Sequence[dict[str, Any]]], Sequence[Figure]]  # of a log's lines
-Prepare = Callable[..., Sequence[Trial]]
+Prepare = Callable[..., Sequence[str]]  # the command of a trial; empty if it is skipped
 Summary = Callable[[Sequence[Figure]], Sequence[Figure]]
 
 
@@ -69,41 +54,41 @@ def evidence(
     cases: Sequence[str],
     quick_cases: Sequence[str],
     seeds: str,
+    read: Callable[[Lines], Sequence[Figure]],
     summary: Summary = lambda figures: (),
     packages: Sequence[str] = (),
 ) -> Callable[[Prepare], click.Command]:
-    """Creates a command from a function `f(plan, **options) -> trials`, whose docstring is its
+    """Creates a command from a function `f(trial, **options) -> command`, whose docstring is its
     help.
 
     Trials run in parallel. When a trial ends, its figures are written to FOLDER/NAME.json and
     replace its earlier ones; all other figures are kept. Therefore, a command can be stopped at any
-    time, and continued with `--case` and `--seeds`. Failed trials are listed at the end.
+    time, and continued with `--missing`. Failed trials are listed at the end.
 
     Args:
         name: the name of the result and of the module.
         cases: all cases, in the order of the tables.
         quick_cases: the cases that `--quick` runs.
         seeds: the default of `--seeds`.
+        read: reads the figures of a run's log.
         summary: computes figures over all trials from the trials' figures; their names start with
             `ALL_SEEDS`.
         packages: packages whose versions are recorded in the result, in addition to this project's.
     """
-
     known = [*cases, *quick_cases]
-    kind = Kind(
-        home=EVIDENCE,
-        other=OTHER_RESULTS / "evidence",
-        same_work=SAME_WORK,
-        draw=_draw,
-        packages=packages,
-        replaced=lambda lot: (_trial_of(lot[0]), ALL_SEEDS),
-        arranged=lambda figures: _arranged(figures, known, summary),
-        adds=True,
-    )
+
+    def place(figure: Figure) -> tuple[int, int]:
+        case, seed, _ = figure.name.split(": ", 2)
+        return known.index(case), int(seed.removeprefix("seed "))
+
+    def arranged(figures: Sequence[Figure]) -> list[Figure]:
+        of_trials = [figure for figure in figures if not figure.name.startswith(ALL_SEEDS)]
+        ordered = sorted(of_trials, key=place)  # stable: a trial's figures stay in their order
+        return [*ordered, *summary(ordered)]
 
     def decorate(function: Prepare) -> click.Command:
-        @benchmark(name, kind=kind)
-        @click.option("--case", "cases", multiple=True, help="Only this one; the others' figures stay.")
+        @benchmark(name, adds=True, work=("updates",), packages=packages, arranged=arranged)
+        @CASE
         @click.option("--seeds", default=seeds, show_default=True, callback=numbers, help="With commas.")
         @click.option(
             "--jobs",
@@ -115,26 +100,35 @@ def evidence(
         @click.option("--missing", is_flag=True, help="Only runs that the result lacks.")
         @functools.wraps(function)
         def run(
-            quick: bool, seeds: Sequence[int], jobs: int, minutes: float, missing: bool, **options: Any
+            quick: bool,
+            chosen: Sequence[str],
+            seeds: Sequence[int],
+            jobs: int,
+            minutes: float,
+            missing: bool,
+            **options: Any,
         ) -> Iterator[list[Figure]]:
-            out = click.get_current_context().params["out"] or EVIDENCE
-            last = load_records(out / f"{name}.json").get(backend()) if missing else None
-            done = {_trial_of(figure) for figure in last.figures} if last else set()
-            chosen = chosen_of(options.pop("cases") or (quick_cases if quick else cases), known)
+            file = click.get_current_context().obj / f"{name}.json"
+            last = load_records(file).get(backend()) if missing else None
+            done = {figure.part for figure in last.figures} if last else set()
+            wanted = chosen_of(chosen or (quick_cases if quick else cases), known)
+            until = time.monotonic() + (60 * minutes or float("inf"))
+            # Each run takes the GPU's memory for its own.
+            jobs = jobs or (max((os.cpu_count() or 1) // 2, 1) if backend() == "cpu" else 1)
             before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
             with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as work:
-                plan = Plan(
-                    quick=quick,
-                    cases=chosen,
-                    seeds=seeds[:1] if quick else seeds,
-                    work=Path(work),
-                    # Each run takes the GPU's memory for its own.
-                    jobs=jobs or (max((os.cpu_count() or 1) // 2, 1) if backend() == "cpu" else 1),
-                    until=time.monotonic() + (60 * minutes or float("inf")),
-                )
+                trials: dict[str, tuple[Trial, Job]] = {}
+                for case, seed in itertools.product(wanted, seeds[:1] if quick else seeds):
+                    folder = Path(work) / "runs" / re.sub("[ ,]+", "-", f"{case}-{seed}")
+                    trial = Trial(case=case, seed=seed, folder=folder, quick=quick)
+                    folder.parent.mkdir(exist_ok=True)
+                    command = [] if trial.name in done else function(trial, **options)
+                    printed = Path(work) / "printed" / f"{folder.name}.txt"
+                    if command:
+                        job = Job(name=trial.name, command=command, printed=printed, until=until)
+                        trials[trial.name] = (trial, job)
                 try:
-                    trials = function(plan, **options)
-                    yield from _run_all(name, plan, [each for each in trials if each.name not in done])
+                    yield from _run_all(trials, jobs, read)
                 finally:
                     signal.signal(signal.SIGTERM, before)
 
@@ -143,54 +137,26 @@ def evidence(
     return decorate
 
 
-def _trial_of(figure: Figure) -> str:
-    return ": ".join(figure.name.split(": ")[:2])
-
-
-def _arranged(figures: Sequence[Figure], cases: Sequence[str], summary: Summary) -> list[Figure]:
-    """The trials' figures in the order of the cases and seeds, and the figures over all seeds."""
-
-    def place(figure: Figure) -> tuple[int, int]:
-        case, seed, _ = figure.name.split(": ", 2)
-        return cases.index(case), int(seed.removeprefix("seed "))
-
-    ordered = sorted(figures, key=place)  # stable: the figures of a trial stay in their order
-    return [*ordered, *summary(ordered)]
-
-
-def _draw(folder: Path, name: str, say: Callable[[str], None]) -> None:
-    drawn = page.PICTURES if folder.resolve() == EVIDENCE else folder
-    pictures.redraw(folder, say, names=(name,), into=drawn)
-
-
-def _run_all(name: str, plan: Plan, trials: Sequence[Trial]) -> Iterator[list[Figure]]:
+def _run_all(
+    trials: dict[str, tuple[Trial, Job]], number: int, read: Callable[[Lines], Sequence[Figure]]
+) -> Iterator[list[Figure]]:
     """Runs the trials, and yields the figures of each when it ends. Finally raises UserError for
     failed trials.
     """
-    jobs = {
-        trial.name: Job(
-            name=trial.name,
-            command=trial.command,
-            printed=plan.work / "printed" / f"{place}.txt",
-            environment=trial.environment,
-        )
-        for place, trial in enumerate(trials)
-    }
-    by_name = {trial.name: trial for trial in trials}
     faults = []
-    say(f"{name}: {len(trials)} runs, {plan.jobs} side by side")
-    for job, outcome in side_by_side(list(jobs.values()), plan.jobs, until=plan.until):
-        trial = by_name[job.name]
+    say(f"{len(trials)} runs, {number} side by side")
+    for job, outcome in side_by_side([job for _, job in trials.values()], number):
         try:
             if isinstance(outcome, UserError):
                 raise outcome
-            figures = [*trial.read(), *taken(outcome)]
+            figures = [*read(read_log(trials[job.name][0].folder)), *taken(outcome)]
         except UserError as error:
             faults.append(str(error) if job.name in str(error) else f"{job.name}: {error}")
             say(faults[-1])
             continue
-        say(f"{trial.name}: {outcome.seconds:.0f} s; {', '.join(map(_words, figures[:4]))}")
-        yield [attrs.evolve(figure, name=f"{trial.name}: {figure.name}") for figure in figures]
+        words = [f"{each.name} {each.value:.4g} {each.unit}".strip() for each in figures[:4]]
+        say(f"{job.name}: {outcome.seconds:.0f} s; {', '.join(words)}")
+        yield [attrs.evolve(figure, name=f"{job.name}: {figure.name}") for figure in figures]
     if faults:
         raise UserError("\n".join(faults))
 
@@ -204,34 +170,8 @@ def taken(usage: Usage) -> list[Figure]:
     ]
 
 
-def _words(figure: Figure) -> str:
-    return f"{figure.name} {figure.value:.4g} {figure.unit}".strip()
-
-
 def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
-
-
-def run_folder(plan: Plan, case: str, seed: int) -> Path:
-    """The folder for a trial's files."""
-    return plan.work / "runs" / re.sub("[ ,]+", "-", f"{case}-{seed}")
-
-
-def run_trial(
-    plan: Plan, case: str, seed: int, config: Path | str, settings: Sequence[str], read: Reading
-) -> Trial:
-    """`grpo run` with a config as a trial."""
-    from benchmarks.quickstart import command_line
-
-    folder = run_folder(plan, case, seed)
-    place = (f"run.name={folder.name}", f"run.output_dir={folder.parent}", f"run.seed={seed}")
-    words = [word for each in (*place, "log.report=false", *settings) for word in ("--set", each)]
-    return Trial(
-        case=case,
-        seed=seed,
-        command=[*command_line(), str(config), *words],
-        read=lambda: read(read_log(folder)),
-    )
 
 
 def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:
@@ -240,10 +180,15 @@ def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:
     return [figure.value for figure in found if figure.name.endswith(f": {name}")]
 
 
-def real_settings(plan: Plan) -> list[str]:
-    """Overrides for the model in GRPO_REAL_MODEL; None, with a message, if it is not a folder."""
-    folder = os.environ.get(REAL_MODEL, "embedded" if plan.quick else "")
+def real_settings(quick: bool) -> list[str]:
+    """Overrides for the model in GRPO_REAL_MODEL; none, with a message, if it is not a folder."""
+    folder = os.environ.get(REAL_MODEL, "embedded" if quick else "")
     if not folder:
         say(f"skipped, because {REAL_MODEL} is not a folder")
         return []
+    return model_settings(folder)
+
+
+def model_settings(folder: str) -> list[str]:
+    """Overrides for a model in the dtype of this backend."""
     return [f"model.path={folder}", f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}"]

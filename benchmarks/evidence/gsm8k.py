@@ -10,41 +10,28 @@ a completion; both are greedy, on all 1,319 test problems.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import click
 
+from benchmarks.evidence.readings import at_grid, over_minutes, share_figure
 from benchmarks.evidence.readings import sampler as sampler_figures
-from benchmarks.evidence.watched import (
-    Lines,
-    WatchedRun,
-    over_minutes,
-    share_figure,
-    step_figures,
-    time_limit,
-    watch,
-)
-from benchmarks.harness.machine import backend
+from benchmarks.evidence.watched import RATE, RATES, TUNE, Call, every, single_runs, updates, watch
 from benchmarks.harness.record import Figure
-from benchmarks.quickstart import command_line
-from benchmarks.sides import side_settings
-from runners.commands.base import HELP, ends_with_a_line
+from benchmarks.harness.runs import Lines
+from benchmarks.sides import side_settings, their_command
 from runners.config.loading import load_config
 
-NAME = "gsm8k"
 CONFIG = Path(__file__).with_suffix(".toml")
 PROMPTS = {
     "gsm8k": "Solve the problem step by step. End with a line of #### and the final number.",
     "boxed": r"Please reason step by step, and put your final answer within \boxed{}.",
 }
 LENIENT_REWARD = "last_number_reward"
-TASK = Path(__file__).with_name("gsm8k_task.py")
+TASK = Path(__file__).with_name("tasks.py")
 REWARDS = ("correctness_reward_func", f"{TASK}:{LENIENT_REWARD}")
-RATES = {"full": 2e-6, "lora": 1e-4}  # learning rates
-STRICT, LENIENT = "strict", "lenient"
 THEIR_ROWS = 16  # completions in a batch of TRL's learner: 256 need more than 80 GB
 QUICK = (
     "optim.batch_size=2",
@@ -71,21 +58,19 @@ class Case:
     @property
     def name(self) -> str:
         """The first part of the names of its figures."""
-        words = ["TRL" if self.side == "TRL" else {"full": "full", "lora": "LoRA"}[self.tune]]
-        if self.sampler != "none":
-            words.append(self.sampler)
-        if self.limit != 300:
-            words.append(f"{self.limit} tokens")
-        if self.supervised:
-            words.append(f"{self.supervised} supervised")
-        if self.form != "gsm8k":
-            words.append(self.form)
-        return ", ".join([*words, f"rate {self.rate:g}"])
+        words = {
+            "TRL" if self.side == "TRL" else {"full": "full", "lora": "LoRA"}[self.tune]: True,
+            self.sampler: self.sampler != "none",
+            f"{self.limit} tokens": self.limit != 300,
+            f"{self.supervised} supervised": self.supervised > 0,
+            self.form: self.form != "gsm8k",
+            f"rate {self.rate:g}": True,
+        }
+        return ", ".join(word for word, differs in words.items() if differs)
 
     @property
     def settings(self) -> list[str]:
         """Overrides of the config."""
-        corrected = ["loss.correction=token_truncate"] if self.sampler != "none" else []
         return [
             f"reward.functions={json.dumps(REWARDS)}",
             f"data.transform={TASK}:with_solution",
@@ -97,7 +82,7 @@ class Case:
             f"optim.learning_rate={self.rate}",
             f"rollout.max_new_tokens={self.limit}",
             f"rollout.quantization={self.sampler}",
-            *corrected,
+            *(["loss.correction=token_truncate"] if self.sampler != "none" else []),
         ]
 
 
@@ -106,25 +91,21 @@ def scores(lines: Lines) -> list[Figure]:
     cut-off completions.
     """
     evaluations = [line for line in lines if "em" in line]
-    if not evaluations:
-        return []
-    shares = {
-        STRICT: [line["em"] for line in evaluations],
-        LENIENT: [line[f"eval/rewards/{LENIENT_REWARD}"] for line in evaluations],
-        "cut off": [line.get("eval/truncated") for line in evaluations],
-    }
-    minutes = [line["time/elapsed"] / 60 for line in evaluations]
-    problems = evaluations[0]["em_subset"]
     figures = []
-    for name, values in shares.items():
-        if None in values:  # not told by TRL's side
+    for name, key in (
+        ("strict", "em"),
+        ("lenient", f"eval/rewards/{LENIENT_REWARD}"),
+        ("cut off", "eval/truncated"),
+    ):
+        found = [line for line in evaluations if key in line]  # TRL's side does not log the last one
+        if not found:
             continue
-        if not evaluations[0]["update"]:
-            figures.append(share_figure(f"{name} before", values[0], problems))
-        if evaluations[-1]["update"]:
-            percent = [100 * value for value in values]
-            curve = over_minutes(list(zip(minutes, percent, strict=True)))
-            figures.append(share_figure(f"{name} after", values[-1], problems, curve=curve))
+        first, last = found[0], found[-1]
+        if not first["update"]:
+            figures.append(share_figure(f"{name} before", first[key], first["em_subset"]))
+        if last["update"]:
+            curve = at_grid([(line["time/elapsed"] / 60, 100 * line[key]) for line in found], 0.1)
+            figures.append(share_figure(f"{name} after", last[key], last["em_subset"], curve))
     return figures
 
 
@@ -132,86 +113,22 @@ def figures_of(lines: Lines) -> list[Figure]:
     """All figures that a log contains so far."""
     quantized = any(line.get("rollout/quantization", "none") != "none" for line in lines)
     left = any(line.get("rollout/fallback") for line in lines)  # its figures would be of two samplers
-    return [
-        *scores(lines),
-        *step_figures(lines),
-        *(sampler_figures(lines) if quantized and not left else []),
-    ]
+    of_sampler = sampler_figures(lines) if quantized and not left else []
+    return [*scores(lines), *over_minutes(lines), *of_sampler]
 
 
-def own_settings(
-    folder: Path, model: str, data: str, seed: int, updates: int, settings: Sequence[str]
-) -> list[str]:
-    """All overrides of the config of a run in a folder, with `settings` last."""
-    return [
-        f"model.path={model}",
-        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-        f"data.source={data}",
-        f"optim.max_steps={updates}",
-        f"run.seed={seed}",
-        f"run.name={folder.name}",
-        f"run.output_dir={folder.parent}",
-        "log.report=false",
-        *settings,
-    ]
-
-
-def run_command(
-    folder: Path,
-    model: str,
-    data: str,
-    seed: int,
-    updates: int,
-    settings: Sequence[str],
-    *,
-    resume: bool = False,
-) -> list[str]:
-    """The command of a run of this project."""
-    every = own_settings(folder, model, data, seed, updates, settings)
-    words = [word for setting in every for word in ("--set", setting)]
-    return [*command_line(), str(CONFIG), *words, "--resume" if resume else "--overwrite"]
-
-
-@click.command(context_settings=HELP)
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
-)
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for the run and its model [OUT/runs].")
-@click.option("--model", required=True, help="The model's folder.")
-@click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-@click.option("--seed", default=0, show_default=True)
+@single_runs("gsm8k", packages=("trl", "transformers", "torch"))
 @click.option("--side", type=click.Choice(["grpo_fn", "TRL"]), default="grpo_fn", show_default=True)
-@click.option("--tune", type=click.Choice(["full", "lora"]), default="full", show_default=True)
+@TUNE
 @click.option("--sampler", default="none", show_default=True, help="The sampler's format, such as affine-4.")
-@click.option("--rate", type=float, help=f"Learning rate {RATES}.")
+@RATE
 @click.option("--limit", default=300, show_default=True, help="Maximum number of tokens in a completion.")
 @click.option("--form", type=click.Choice(list(PROMPTS)), default="gsm8k", show_default=True)
-@click.option(
-    "--supervised",
-    default=0,
-    show_default=True,
-    help="Number of updates on the data's solutions before GRPO.",
-)
-@click.option(
-    "--updates",
-    default=160,
-    show_default=True,
-    help="Number of updates over which the learning rate falls to 0.",
-)
-@click.option("--every", default=40, show_default=True, help="Number of updates between evaluations.")
-@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
-@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, an override of the config.")
-@click.option(
-    "--resume", is_flag=True, help="Resume from the run's last checkpoint (--set checkpoint.every=…)."
-)
-@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
-@ends_with_a_line
+@click.option("--supervised", default=0, show_default=True, help="Number of supervised updates before GRPO.")
+@updates(160)
+@every(40)
 def main(
-    out: Path,
-    work: Path | None,
-    model: str,
-    data: str,
-    seed: int,
+    call: Call,
     side: str,
     tune: str,
     sampler: str,
@@ -221,11 +138,7 @@ def main(
     supervised: int,
     updates: int,
     every: int,
-    minutes: float,
-    more: Sequence[str],
-    resume: bool,
-    quick: bool,
-) -> None:
+) -> Iterator[list[Figure]]:
     """Train on GSM8K, and score all test problems before and after."""
     case = Case(
         side=side,
@@ -236,36 +149,17 @@ def main(
         supervised=supervised,
         form=form,
     )
-    folder = (
-        work or out / "runs"
-    ).resolve() / f"{NAME}-{case.name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    settings = [
-        *case.settings,
-        f"eval.every={every}",
-        time_limit(minutes),
-        *(QUICK if quick else ()),
-        *more,
-    ]
-    updates = 2 if quick else updates
+    folder = call.folder(f"gsm8k-{case.name}")
+    own = [*case.settings, f"eval.every={every}", call.stopping(), *(QUICK if call.quick else ())]
+    settings = call.settings(folder, updates, own)
     if side == "TRL":
-        settings = own_settings(folder, model, data, seed, updates, settings)
         told = side_settings(load_config(str(CONFIG), settings))
-        told |= {"together": THEIR_ROWS, "seconds": 60 * minutes - 90}
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        given = folder.with_suffix(".json")
-        given.write_text(json.dumps(told), encoding="utf-8")
-        command = [sys.executable, "-m", "benchmarks.sides", "train", str(given), str(folder), str(seed)]
+        told |= {"together": THEIR_ROWS, "seconds": 60 * call.minutes - 90}
+        command = their_command("train", told, folder, call.seed)
     else:
-        command = run_command(folder, model, data, seed, updates, settings, resume=resume)
-    run = WatchedRun(
-        benchmark=NAME,
-        title=f"{case.name}: seed {seed}",
-        command=command,
-        folder=folder,
-        read=figures_of,
-        packages=("trl", "transformers", "torch") if side == "TRL" else (),
-    )
-    watch(run, out, minutes=minutes + 0.5, quick=quick)
+        command = call.command(CONFIG, settings)
+    title = f"{case.name}: seed {call.seed}"
+    return watch(title, command, folder, figures_of, minutes=call.minutes + 0.5)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import click
 
-from benchmarks.evidence.command import EVIDENCE
-from benchmarks.harness.record import load_records, save_record
+from benchmarks.harness.command import say
+from benchmarks.harness.record import EVIDENCE, load_records, save_record
 from runners.commands.base import HELP, ends_with_a_line
 from runners.errors import UserError
-from runners.machine.terminal import echo
 
 
 @click.command(context_settings=HELP)
@@ -31,9 +30,9 @@ def main(name: str, folders: Sequence[Path], out: Path) -> None:
         if not records:
             raise UserError(f"{folder / name}.json: expected a result of {name}, found none")
         for backend, record in records.items():
-            trials = {": ".join(figure.name.split(": ")[:2]) for figure in record.figures}
-            save_record(out, backend, record, parts=sorted(trials))
-            echo(f"{folder}: {', '.join(sorted(trials))}")
+            trials = sorted({figure.part for figure in record.figures})
+            save_record(out, backend, record, parts=trials)
+            say(f"{folder}: {', '.join(trials)}")
 
 
 if __name__ == "__main__":

@@ -9,30 +9,20 @@ benchmarks.evidence.joined` joins results.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from functools import partial
+import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
-from benchmarks.evidence.watched import (
-    Lines,
-    WatchedRun,
-    share_figure,
-    step_figures,
-    time_limit,
-    watch,
-)
-from benchmarks.harness.machine import backend
+from benchmarks.evidence.readings import over_minutes, share_figure
+from benchmarks.evidence.watched import RATE, RATES, TUNE, Call, every, single_runs, updates, watch
 from benchmarks.harness.record import Figure
-from benchmarks.quickstart import command_line
-from runners.commands.base import HELP, ends_with_a_line
+from benchmarks.harness.runs import Lines
+from runners.files.json_files import read_lines
+from runners.files.run_files import EVALUATIONS
 
-NAME = "programs"
 CONFIG = Path(__file__).with_suffix(".toml")
 SETS = {"MBPP": "test.jsonl", "HumanEval": "humaneval.jsonl"}  # of the data's folder
-RATES = {"full": 2e-6, "lora": 1e-4}
 QUICK = (
     "optim.batch_size=2",
     "rollout.num_generations=2",
@@ -46,13 +36,11 @@ def joined_data(source: Path, target: Path, quick: bool) -> dict[str, int]:
     problems of each set.
     """
     target.mkdir(parents=True, exist_ok=True)
-    train = (source / "train.jsonl").read_text(encoding="utf-8")
-    (target / "train.jsonl").write_text(train, encoding="utf-8")
+    shutil.copy(source / "train.jsonl", target / "train.jsonl")
     counts: dict[str, int] = {}
     held_out: list[str] = []
     for name, file in SETS.items():
-        rows = (source / file).read_text(encoding="utf-8").splitlines()
-        rows = rows[:2] if quick else rows
+        rows = (source / file).read_text(encoding="utf-8").splitlines()[: 2 if quick else None]
         counts[name] = len(rows)
         held_out += rows
     (target / "test.jsonl").write_text("".join(f"{row}\n" for row in held_out), encoding="utf-8")
@@ -63,14 +51,9 @@ def scores(folder: Path, counts: dict[str, int]) -> list[Figure]:
     """The share of right programs of each set before and after training, with its curve over
     updates.
     """
-    path = folder / "evaluations.jsonl"
-    if not path.is_file():
-        return []
-    right: dict[str, dict[int, int]] = {name: {} for name in counts}  # set -> update -> programs
-    for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
-        row = json.loads(line)
+    right: dict[str, Counter[int]] = {name: Counter() for name in counts}  # update -> programs
+    for row in read_lines(folder / EVALUATIONS):
         name = "MBPP" if row["problem"] < counts["MBPP"] else "HumanEval"
-        right[name].setdefault(row["update"], 0)
         right[name][row["update"]] += row["correct"]
     figures = []
     for name, by_update in right.items():
@@ -78,91 +61,37 @@ def scores(folder: Path, counts: dict[str, int]) -> list[Figure]:
         if shares:
             figures.append(share_figure(f"{name} before", shares[0][1], counts[name]))
         if len(shares) > 1:
-            curve = [(update, 100 * share) for update, share in shares]
-            figures.append(share_figure(f"{name} after", shares[-1][1], counts[name], curve=curve))
+            curve = tuple((update, 100 * share) for update, share in shares)
+            figures.append(share_figure(f"{name} after", shares[-1][1], counts[name], curve))
     return figures
 
 
-def figures_of(folder: Path, counts: dict[str, int], lines: Lines) -> list[Figure]:
-    """All figures of a run so far."""
-    return [*scores(folder, counts), *step_figures(lines)]
-
-
-@click.command(context_settings=HELP)
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
-)
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for the run and its model [OUT/runs].")
-@click.option("--model", required=True, help="The model's folder.")
-@click.option(
-    "--data",
-    required=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="Folder with train.jsonl, test.jsonl and humaneval.jsonl.",
-)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--tune", type=click.Choice(["full", "lora"]), default="full", show_default=True)
-@click.option("--rate", type=float, help=f"Learning rate {RATES}.")
-@click.option(
-    "--updates",
-    default=60,
-    show_default=True,
-    help="Number of updates over which the learning rate falls to 0.",
-)
-@click.option("--every", default=20, show_default=True, help="Number of updates between evaluations.")
-@click.option("--minutes", default=8.5, show_default=True, help="Training stops in time for the last scores.")
-@click.option("--set", "more", multiple=True, help="SECTION.KEY=VALUE, an override of the config.")
-@click.option(
-    "--resume", is_flag=True, help="Resume from the run's last checkpoint (--set checkpoint.every=…)."
-)
-@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
-@ends_with_a_line
-def main(
-    out: Path,
-    work: Path | None,
-    model: str,
-    data: Path,
-    seed: int,
-    tune: str,
-    rate: float | None,
-    updates: int,
-    every: int,
-    minutes: float,
-    more: Sequence[str],
-    resume: bool,
-    quick: bool,
-) -> None:
+@single_runs("programs")
+@TUNE
+@RATE
+@updates(60)
+@every(20)
+def main(call: Call, tune: str, rate: float | None, updates: int, every: int) -> Iterator[list[Figure]]:
     """Train on MBPP, and score all test problems of MBPP and HumanEval before and after."""
     rate = rate or RATES[tune]
-    case = f"{'full' if tune == 'full' else 'LoRA'}, rate {rate:g}"
-    place = (work or out / "runs").resolve()
-    folder = place / f"{NAME}-{tune}-{rate:g}-{seed}"
-    counts = joined_data(data, place / f"{folder.name}-data", quick)
-    settings = [
-        f"model.path={model}",
-        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+    folder = call.folder(f"programs-{tune}-{rate:g}")
+    data = folder.with_name(f"{folder.name}-data")
+    counts = joined_data(call.data, data, call.quick)
+    own = [
         f"model.tune={tune}",
-        f"data.source={place / f'{folder.name}-data'}",
+        f"data.source={data}",
         f"optim.learning_rate={rate}",
-        f"optim.max_steps={2 if quick else updates}",
         f"eval.every={every}",
-        f"run.seed={seed}",
-        f"run.name={folder.name}",
-        f"run.output_dir={place}",
-        "log.report=false",
-        time_limit(minutes),
-        *(QUICK if quick else ()),
-        *more,
+        call.stopping(),
+        *(QUICK if call.quick else ()),
     ]
-    words = [word for setting in settings for word in ("--set", setting)]
-    run = WatchedRun(
-        benchmark=NAME,
-        title=f"{case}: seed {seed}",
-        command=[*command_line(), str(CONFIG), *words, "--resume" if resume else "--overwrite"],
-        folder=folder,
-        read=partial(figures_of, folder, counts),
-    )
-    watch(run, out, minutes=minutes + 0.5, quick=quick)
+
+    def figures_of(lines: Lines) -> list[Figure]:
+        return [*scores(folder, counts), *over_minutes(lines)]
+
+    command = call.command(CONFIG, call.settings(folder, updates, own))
+    title = f"{'full' if tune == 'full' else 'LoRA'}, rate {rate:g}: seed {call.seed}"
+    return watch(title, command, folder, figures_of, minutes=call.minutes + 0.5)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ a result already contains are skipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import click
 
-from benchmarks.evidence.gsm8k import QUICK, Case, figures_of, run_command
-from benchmarks.evidence.watched import WatchedRun, watch
+from benchmarks.evidence.gsm8k import CONFIG, QUICK, Case, figures_of
+from benchmarks.evidence.watched import Call, single_runs, updates, watch
 from benchmarks.harness.command import say
-from benchmarks.harness.record import load_records
-from runners.commands.base import HELP, ends_with_a_line
+from benchmarks.harness.record import Figure, load_records
 from runners.errors import UserError
 
-NAME = "rates"
 SUPERVISED = 10  # updates before, so that the model writes ####
 MINUTES_EACH = 2.5  # after which a run is ended; usually it takes one
 
@@ -50,7 +48,8 @@ class Point:
         tune = "lora" if self.rank else "full"
         case = Case(side="grpo_fn", tune=tune, rate=self.rate, supervised=SUPERVISED)
         lora = [f"model.lora.rank={self.rank}", f"model.lora.scale={self.scale}"] if self.rank else []
-        return [*case.settings, *lora, *self.more]
+        usual = ["optim.schedule=constant", "eval.at_start=false", "optim.batch_size=16"]
+        return [*case.settings, *lora, *usual, *self.more]
 
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
@@ -76,70 +75,45 @@ GRID = (
 """The most important cases first."""
 
 
-@click.command(context_settings=HELP)
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the result."
-)
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Folder for the runs and their models [OUT/runs]."
-)
-@click.option("--model", required=True, help="The model's folder.")
-@click.option("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-@click.option("--seed", default=0, show_default=True)
+def part_of(_: click.Context, __: click.Parameter, text: str) -> slice:
+    """The cases of `--part K/N`."""
+    first, _sign, each = text.partition("/")
+    if not (first.isdecimal() and each.isdecimal() and 0 < int(first) <= int(each)):
+        raise click.BadParameter(f"expected K/N with 1 <= K <= N, such as 1/2, found {text}")
+    return slice(int(first) - 1, None, int(each))
+
+
+@single_runs("rates")
 @click.option(
     "--part",
     default="1/1",
     show_default=True,
     metavar="K/N",
+    callback=part_of,
     help="Only every N-th case, starting with the K-th.",
 )
 @click.option("--case", "names", multiple=True, help="Only cases whose name contains this text.")
-@click.option("--updates", default=40, show_default=True)
-@click.option("--minutes", default=8.5, show_default=True, help="Do not start a run that would end later.")
-@click.option("--quick", is_flag=True, help="Two updates with a few tokens, to show that the command works.")
-@ends_with_a_line
-def main(
-    out: Path,
-    work: Path | None,
-    model: str,
-    data: str,
-    seed: int,
-    part: str,
-    names: Sequence[str],
-    updates: int,
-    minutes: float,
-    quick: bool,
-) -> None:
+@updates(40)
+def main(call: Call, part: slice, names: Sequence[str], updates: int) -> Iterator[list[Figure]]:
     """Train with each learning rate of the grid, and score all test problems of GSM8K."""
-    first, _, each = part.partition("/")
-    if not (first.isdecimal() and each.isdecimal() and 0 < int(first) <= int(each)):
-        raise UserError(f"--part: expected K/N with 1 <= K <= N, such as 1/2, found {part}")
     points = [point for point in GRID if not names or any(name in point.name for name in names)]
-    place = (work or out / "runs").resolve()
-    until = time.monotonic() + 60 * minutes
+    until = time.monotonic() + 60 * call.minutes
     faults = []
     longest = 60.0  # seconds of a run so far
-    for point in points[int(first) - 1 :: int(each)]:
-        title = f"{point.name}: seed {seed}"
-        if title in finished(out):
+    for point in points[part]:
+        title = f"{point.name}: seed {call.seed}"
+        if title in finished(click.get_current_context().obj):
             continue
         started = time.monotonic()
         if started + longest > until:
             say(f"{title}: no time left")
             break
-        folder = place / f"{NAME}-{point.name.replace(', ', '-').replace(' ', '-')}-{seed}"
-        settings = [
-            *point.settings,
-            "optim.schedule=constant",
-            "eval.at_start=false",
-            "optim.batch_size=16",
-            *point.more,
-            *(QUICK if quick else ()),
-        ]
-        command = run_command(folder, model, data, seed, 2 if quick else updates, settings)
-        run = WatchedRun(benchmark=NAME, title=title, command=command, folder=folder, read=figures_of)
+        folder = call.folder(f"rates-{point.name}")
+        own = [*point.settings, *(QUICK if call.quick else ())]
+        command = call.command(CONFIG, call.settings(folder, updates, own))
+        minutes = min(MINUTES_EACH, (until - started) / 60)
         try:
-            watch(run, out, minutes=min(MINUTES_EACH, (until - started) / 60), quick=quick)
+            yield from watch(title, command, folder, figures_of, minutes=minutes)
         except UserError as error:  # a rate that ends a run is a result too
             say(str(error))
             faults.append(title)
@@ -150,8 +124,9 @@ def main(
 
 def finished(out: Path) -> set[str]:
     """The titles of the complete runs in a result."""
-    figures = [f.name for record in load_records(out / f"{NAME}.json").values() for f in record.figures]
-    return {name.removesuffix(": strict after") for name in figures if name.endswith(": strict after")}
+    records = load_records(out / "rates.json").values()
+    names = [figure.name for record in records for figure in record.figures]
+    return {name.removesuffix(": strict after") for name in names if name.endswith(": strict after")}
 
 
 if __name__ == "__main__":

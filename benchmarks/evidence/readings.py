@@ -1,76 +1,100 @@
-"""Reads a run's log as figures: exact match, reward, tokens, time, the sampler's mismatch."""
+"""Reads a run's log as figures: rewards, scores, times, memory, and the sampler's mismatch."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from benchmarks.harness.record import Curve, Figure
+import numpy as np
+
+from benchmarks.harness.record import Curve, Figure, sample_figure
+from benchmarks.harness.runs import Lines
 from runners.errors import UserError
+from runners.evaluation.comparison import wilson
 
 POINTS = 20  # of a curve in a result
-ENOUGH = 80.0  # per cent exact match: the updates that it takes to get there are a figure
 BEFORE, AFTER = "exact match before", "exact match after"
 HELD_OUT_BEFORE, HELD_OUT_AFTER = "held-out reward before", "held-out reward after"
 REWARD = "reward, last tenth"
-TO_ENOUGH = f"updates to {ENOUGH:.0f} %"
 SECONDS, STEP, RESIDENT = "from command to end", "step", "resident memory"
+TRAINED = "seconds of training"
 TOKENS = "tokens sampled"
-TAUGHT = "groups that taught"
 PEAK = "peak memory of the GPU"
 LENGTH = "tokens of a completion, last tenth"
-MISMATCH, SAMPLE_SIZE, MASKED = "mismatch", "effective sample size", "masked tokens"
-SYNC = "time of a sync"
 _SAMPLER = {  # the log's name -> figure, unit, factor
-    "sampling/sampling_logp_difference/mean": (MISMATCH, "nats", 1.0),
-    "sampling/effective_sample_size": (SAMPLE_SIZE, "%", 100.0),
-    "sampling/masked_fraction": (MASKED, "%", 100.0),
+    "sampling/sampling_logp_difference/mean": ("mismatch", "nats", 1.0),
+    "sampling/effective_sample_size": ("effective sample size", "%", 100.0),
+    "sampling/masked_fraction": ("masked tokens", "%", 100.0),
 }
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log.
+def steps_of(lines: Lines) -> list[dict]:
+    """The updates in a log that have a reward."""
+    return [line for line in lines if line.get("reward") is not None]
 
-    Raises:
-        UserError: there is no log, or it contains neither two evaluations nor an update.
+
+def last_tenth(values: Sequence[float]) -> float:
+    """The mean of the last tenth of the values."""
+    return statistics.fmean(values[-max(len(values) // 10, 1) :])
+
+
+def over_minutes(lines: Lines) -> list[Figure]:
+    """The steps of a log that may be incomplete, with rewards over minutes since the start."""
+    steps = steps_of(lines)
+    points = [(step["time/elapsed"] / 60, step["reward"]) for step in steps]
+    return step_figures(steps, at_grid(points, 0.1, width=9)) if steps else []
+
+
+def over_time(lines: Lines) -> list[Figure]:
+    """Held-out reward and exact match before and after, and rewards over seconds of training.
+
+    The seconds exclude the start and evaluations.
     """
-    path = folder / "training_log.jsonl"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: the run did not reach its first log entry")
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    evaluations = sum("em_subset" in line for line in lines)
-    if evaluations < 2 or not any("reward" in line or "loss" in line for line in lines):
-        raise UserError(f"{path} has {evaluations} evaluations: expected one before and one after training")
-    return lines
+    steps = steps_of(lines)
+    seconds = np.cumsum([step["step_time"] for step in steps]).tolist()
+    rewards = [step["reward"] for step in steps]
+    figures = []
+    for key, before, after in (
+        ("eval/reward", HELD_OUT_BEFORE, HELD_OUT_AFTER),
+        ("em", BEFORE, AFTER),
+    ):
+        found = [line for line in lines if key in line]
+        unit = "%" if key == "em" else ""
+        scale = 100 if unit else 1
+        for name, line in ((before, found[0]), (after, found[-1])) if found else ():
+            note = f"{line['em_subset']} problems, {line['update']} updates"
+            figures.append(Figure(name=name, value=scale * line[key], unit=unit, note=note))
+    curve = at_grid(list(zip(seconds, rewards, strict=True)), 2.0)
+    trained = Figure(name=TRAINED, value=seconds[-1], unit="s")
+    return [*figures, *step_figures(steps, curve), trained]
 
 
-def learning(lines: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Exact match and reward with their curves, the updates to 80 %, tokens and the median step."""
-    scores = tuple((line["update"], 100 * line["em"]) for line in lines if "em" in line)
-    steps = [line for line in lines if "reward" in line]
-    rewards = tuple((step["update"], step["reward"]) for step in steps if step["reward"] is not None)
-    last = [reward for _, reward in rewards[-max(len(rewards) // 10, 1) :]]
-    problems = min(line["em_subset"] for line in lines if "em" in line)
+def step_figures(steps: Lines, curve: Curve) -> list[Figure]:
+    """Reward with its curve, the times of a step and its parts, tokens and the peak memory."""
+    last = steps[-1]
     figures = [
-        Figure(name=BEFORE, value=scores[0][1], unit="%", note=f"{problems} problems"),
-        Figure(name=AFTER, value=scores[-1][1], unit="%", note=f"{scores[-1][0]} updates", curve=scores),
-        Figure(name=REWARD, value=statistics.fmean(last), curve=thinned(rewards)),
-        Figure(name=STEP, value=statistics.median(step["step_time"] for step in steps), unit="s"),
+        Figure(name="updates", value=last["update"]),
+        Figure(name=REWARD, value=last_tenth([step["reward"] for step in steps]), curve=curve),
+        sample_figure(STEP, (step["step_time"] for step in steps), "s"),
+        Figure(name=TOKENS, value=last.get("num_tokens", 0)),
     ]
-    reached = reach(scores, ENOUGH)
-    if reached is not None:
-        figures.append(Figure(name=TO_ENOUGH, value=reached))
-    if "num_tokens" in steps[-1]:
-        figures.append(Figure(name=TOKENS, value=steps[-1]["num_tokens"]))
-    return figures
+    for part in ("rollout", "reward", "learner", "update", "sync"):
+        values = [step[f"time/{part}"] for step in steps if f"time/{part}" in step]
+        figures += [sample_figure(f"step: {part}", values, "s")] if values else []
+    peaks = [step["memory/peak_gb"] for step in steps if "memory/peak_gb" in step]
+    return [*figures, *([Figure(name=PEAK, value=max(peaks), unit="GB")] if peaks else [])]
 
 
-def sampler(lines: Sequence[dict[str, Any]]) -> list[Figure]:
+def share_figure(name: str, share: float, problems: int, curve: Curve = ()) -> Figure:
+    """A share of right answers as a percentage, with its 95 % interval."""
+    within = wilson(round(share * problems), problems)
+    low, high = 100 * within.low, 100 * within.high
+    value = 100 * share
+    return Figure(name=name, value=value, unit="%", low=low, high=high, samples=problems, curve=curve)
+
+
+def sampler(lines: Lines) -> list[Figure]:
     """The difference between sampler and learner, as means over the updates.
 
     Raises:
@@ -81,35 +105,26 @@ def sampler(lines: Sequence[dict[str, Any]]) -> list[Figure]:
         raise UserError(f"the run went back to full precision: {left[0]}")
     figures = []
     for key, (name, unit, scale) in _SAMPLER.items():
-        points = tuple((line["update"], scale * line[key]) for line in lines if line.get(key) is not None)
-        if points:
-            values = [value for _, value in points]
-            curve = thinned(points)
+        points = [(line["update"], scale * line[key]) for line in lines if line.get(key) is not None]
+        values = [value for _, value in points]
+        if values:
             mean = statistics.fmean(values)
-            figures.append(
-                Figure(
-                    name=name,
-                    value=mean,
-                    unit=unit,
-                    low=min(values),
-                    high=max(values),
-                    samples=len(values),
-                    curve=curve,
-                )
-            )
+            figures.append(sample_figure(name, values, unit, value=mean, curve=thinned(points)))
     return figures
 
 
-def reach(scores: Sequence[tuple[float, float]], wanted: float) -> float | None:
-    """The update at which the straight line between two evaluations first reaches `wanted`; None if
-    it never does.
+def at_grid(points: Sequence[tuple[float, float]], each: float, width: int = 1) -> Curve:
+    """The values, interpolated linearly, at every multiple of `each`, so that the curves of several
+    runs can be joined. Each value is first averaged with its neighbours (`width` in total).
     """
-    for (start, low), (end, high) in itertools.pairwise(scores):
-        if low >= wanted:
-            return start
-        if high >= wanted:
-            return start + (end - start) * (wanted - low) / (high - low)
-    return None
+    places, values = zip(*points, strict=True)
+    half = width // 2
+    means = [
+        statistics.fmean(values[max(place - half, 0) : place + half + 1]) for place in range(len(values))
+    ]
+    ticks = range(math.floor(places[0] / each), math.floor(places[-1] / each) + 1)
+    grid = [round(tick * each, 6) for tick in ticks]
+    return tuple(zip(grid, np.interp(grid, places, means).round(4).tolist(), strict=True))
 
 
 def thinned(points: Sequence[tuple[float, float]], number: int = POINTS) -> Curve:
@@ -119,7 +134,5 @@ def thinned(points: Sequence[tuple[float, float]], number: int = POINTS) -> Curv
     points = [point for point in points if math.isfinite(point[1])]
     each = max(-(-len(points) // number), 1)
     parts = [points[start : start + each] for start in range(0, len(points), each)]
-    return tuple(
-        (statistics.fmean(x for x, _ in part), float(f"{statistics.fmean(y for _, y in part):.5g}"))
-        for part in parts
-    )
+    means = [np.mean(part, axis=0).tolist() for part in parts]
+    return tuple((x, float(f"{y:.5g}")) for x, y in means)

@@ -17,13 +17,13 @@ from typing import TextIO
 
 import click
 
-from benchmarks.evidence.pool import Job, side_by_side
+from benchmarks.harness.command import say
+from benchmarks.harness.runs import Job, side_by_side
 from runners.commands.base import HELP, ends_with_a_line
 from runners.errors import UserError
-from runners.machine.terminal import echo
 
 
-def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
+def jobs_of(text: str, gpus: int, out: Path, until: float) -> list[Job]:
     """The jobs of the lines of a file."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     python = f"{shlex.quote(sys.executable)} -m "
@@ -33,6 +33,8 @@ def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
             command=["sh", "-c", " ; ".join(python + command for command in line.split(" ; "))],
             printed=out / f"slot-{number}.txt",
             environment={"CUDA_VISIBLE_DEVICES": str(number % gpus)},
+            cwd=out,
+            until=until,
         )
         for number, line in enumerate(filter(None, lines))
     ]
@@ -54,16 +56,15 @@ def jobs_of(text: str, gpus: int, out: Path) -> list[Job]:
 @ends_with_a_line
 def main(file: TextIO, gpus: int, minutes: float, out: Path) -> None:
     """Run the commands of FILE in parallel, each on its own GPU."""
-    jobs = jobs_of(file.read(), gpus, out.resolve())
-    faults = []
-    for job, outcome in side_by_side(jobs, len(jobs), until=time.monotonic() + 60 * minutes):
-        if isinstance(outcome, UserError):
-            faults.append(str(outcome))
-            echo(faults[-1])
-        else:
-            echo(f"{job.name}: {outcome.seconds:.0f} s")
+    jobs = jobs_of(file.read(), gpus, out.resolve(), time.monotonic() + 60 * minutes)
+    out.mkdir(parents=True, exist_ok=True)
+    faults = 0
+    for job, outcome in side_by_side(jobs, len(jobs)):
+        failed = isinstance(outcome, UserError)
+        faults += failed
+        say(str(outcome) if failed else f"{job.name}: {outcome.seconds:.0f} s")
     if faults:
-        raise UserError(f"{len(faults)} of {len(jobs)} commands failed")
+        raise UserError(f"{faults} of {len(jobs)} commands failed")
 
 
 if __name__ == "__main__":

@@ -13,19 +13,15 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import attrs
 import click
 
-from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, real_settings, run_trial, values
-from benchmarks.evidence.readings import HELD_OUT_AFTER, LENGTH, sampler
-from benchmarks.evidence.real_model import CONFIG, QUICK, TASKS, TRAINED, over_time
+from benchmarks.evidence.command import ALL_SEEDS, Trial, evidence, values
+from benchmarks.evidence.readings import HELD_OUT_AFTER, LENGTH, TRAINED, last_tenth, over_time, sampler
+from benchmarks.evidence.real_model import GSM8K, SHIPPED, task_config, task_settings
 from benchmarks.harness.record import Figure
-from benchmarks.quickstart import command_line
+from benchmarks.harness.runs import Lines, placed, run_command
 
-SHIPPED = "quickstart"
-STALENESSES = (0, 1, 2, 4)
 CORRECTIONS = {
     "none": ("loss.correction=none",),
     "token_truncate": ("loss.correction=token_truncate",),
@@ -39,7 +35,7 @@ CORRECTIONS = {
 CASES = tuple(
     f"{task}, staleness {staleness}, {correction}"
     for task, staleness, correction in itertools.product(
-        (SHIPPED, "JSON form", "GSM8K"), STALENESSES, CORRECTIONS
+        (SHIPPED, "JSON form", "GSM8K"), (0, 1, 2, 4), CORRECTIONS
     )
 )
 _UNCORRECTED = "--uncorrected"
@@ -58,18 +54,19 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
         if case == fresh or not (before and after):
             continue
         judged = staleness == "staleness 1" and correction != "none"
-        result.append(
-            Figure(
-                name=f"{ALL_SEEDS}: {case}: below staleness 0",
-                value=100 * (statistics.fmean(before) - statistics.fmean(after)),
-                unit="points",
-                at_most=100 * (max(before) - min(before)) if judged else None,
-            )
-        )
+        most = 100 * (max(before) - min(before)) if judged else None
+        below = 100 * (statistics.fmean(before) - statistics.fmean(after))
+        title = f"{ALL_SEEDS}: {case}"
+        result.append(Figure(name=f"{title}: below staleness 0", value=below, unit="points", at_most=most))
         taken, usual = (statistics.fmean(values(figures, each, TRAINED)) for each in (case, fresh))
-        title = f"{ALL_SEEDS}: {case}: {TRAINED} / staleness 0"
-        result.append(Figure(name=title, value=taken / usual, unit="x"))
+        result.append(Figure(name=f"{title}: {TRAINED} / staleness 0", value=taken / usual, unit="x"))
     return result
+
+
+def read(lines: Lines) -> list[Figure]:
+    """The figures of a run's log."""
+    lengths = [line["completions/mean_length"] for line in lines if "completions/mean_length" in line]
+    return [*over_time(lines), *sampler(lines), Figure(name=LENGTH, value=last_tenth(lengths))]
 
 
 @evidence(
@@ -77,52 +74,35 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
     cases=CASES,
     quick_cases=[f"{SHIPPED}, staleness 1, none"],
     seeds="0,1,2",
+    read=read,
     summary=summary,
 )
-@click.option("--gsm8k", default="openai/gsm8k", show_default=True, help="Data of the task `GSM8K`.")
+@GSM8K
 @click.option("--updates", default=0, help="Of each run [the task's own].")
-def main(plan: Plan, gsm8k: str, updates: int) -> Sequence[Trial]:
-    """Learning from completions of older weights, with and without a correction."""
-    pretrained = any(not case.startswith(SHIPPED) for case in plan.cases)
-    real = real_settings(plan) if pretrained else []
-    trials = []
-    for case, seed in itertools.product(plan.cases, plan.seeds):
-        task, staleness, correction = case.split(", ")
-        if task != SHIPPED and not real:
-            continue
-        settings = [f"rollout.max_staleness={staleness.split()[1]}", *CORRECTIONS[correction]]
-        if task != SHIPPED:
-            source = gsm8k if task == "GSM8K" else "embedded"
-            settings = [*real, f"data.source={source}", *TASKS[task], *settings]
-        if updates:
-            settings.append(f"optim.max_steps={updates}")
-        settings += QUICK if plan.quick else ()
-        config = SHIPPED if task == SHIPPED else CONFIG
-        trial = run_trial(plan, case, seed, config, settings, read)
-        if correction == "none":
-            words = trial.command[len(command_line()) :]
-            own = [sys.executable, "-m", "benchmarks.evidence.staleness", _UNCORRECTED]
-            trial = attrs.evolve(trial, command=[*own, *words])
-        trials.append(trial)
-    return trials
-
-
-def read(lines: Sequence[dict[str, Any]]) -> list[Figure]:
-    """The figures of a run's log."""
-    lengths = [line["completions/mean_length"] for line in lines if "completions/mean_length" in line]
-    last = lengths[-max(len(lengths) // 10, 1) :]
-    return [*over_time(lines), *sampler(lines), Figure(name=LENGTH, value=statistics.fmean(last))]
+def main(trial: Trial, gsm8k: str, updates: int) -> Sequence[str]:
+    """Compare learning from completions of older weights, with and without a correction."""
+    task, staleness, correction = trial.case.split(", ")
+    settings = task_settings(task, trial.quick, gsm8k=gsm8k)
+    if settings is None:
+        return []
+    settings += [f"rollout.max_staleness={staleness.split()[1]}", *CORRECTIONS[correction]]
+    settings += [f"optim.max_steps={updates}"] if updates else []
+    command = run_command(task_config(task), [*settings, *placed(trial.folder, trial.seed)])
+    if correction != "none":
+        return command
+    words = command[len(run_command("", [])) - 1 :]
+    return [sys.executable, "-m", "benchmarks.evidence.staleness", _UNCORRECTED, *words]
 
 
 def uncorrected() -> None:
     """`grpo-run` without its demand for a correction, to study what happens then."""
-    from runners.cli import run_command
+    from runners import cli
     from runners.config import checks
 
     check = checks.check_complete
     checks.check_complete = lambda config: check(config.having("loss", correction="token_truncate"))
     sys.argv = ["grpo-run", *sys.argv[2:]]
-    run_command()
+    cli.run_command()
 
 
 if __name__ == "__main__":

@@ -7,17 +7,17 @@ computes the reward. The model's chat template starts replies with `<reasoning>`
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import attrs
-
-from benchmarks.evidence.command import Plan, Trial, evidence, run_trial
-from benchmarks.evidence.real_model import over_time
+from benchmarks.evidence.command import Trial, evidence
+from benchmarks.evidence.readings import over_time
+from benchmarks.harness.runs import placed, run_command
 from runners.errors import UserError
+from runners.files.json_files import read_json, write_json
 from runners.quickstart import DATA_DIR, MODEL_DIR
 
 CASE = "embedded"
@@ -26,23 +26,21 @@ QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.n
 HEADER, REPLY = "'<|assistant|>' }}{% endif %}", "'<|assistant|><reasoning>' }}{% endif %}"
 
 
-@evidence("taskset", cases=[CASE], quick_cases=[CASE], seeds="0", packages=("verifiers",))
-def main(plan: Plan) -> Sequence[Trial]:
+@evidence("taskset", cases=[CASE], quick_cases=[CASE], seeds="0", read=over_time, packages=("verifiers",))
+def main(trial: Trial) -> Sequence[str]:
     """Train the quickstart's model from a verifiers taskset: held-out reward before and after."""
     if find_spec("verifiers") is None:
         raise UserError("verifiers is not installed: docs/agents.md names its versions")
-    model = plan.work / "model"
+    os.environ["PROBLEMS"] = str(DATA_DIR / "train.jsonl")  # for the taskset in the run's process
+    model = trial.folder.with_name(f"{trial.folder.name}-model")
     shutil.copytree(MODEL_DIR, model)
     file = model / "tokenizer_config.json"
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer = read_json(file)
     template = tokenizer["chat_template"]
     assert template.endswith(HEADER)
-    tokenizer["chat_template"] = template.removesuffix(HEADER) + REPLY
-    file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    settings = [f"model.path={model}", *(QUICK if plan.quick else ())]
-    trials = [run_trial(plan, CASE, seed, CONFIG, settings, over_time) for seed in plan.seeds]
-    problems = {"PROBLEMS": str(DATA_DIR / "train.jsonl")}
-    return [attrs.evolve(trial, environment=problems) for trial in trials]
+    write_json(file, {**tokenizer, "chat_template": template.removesuffix(HEADER) + REPLY})
+    settings = [f"model.path={model}", *(QUICK if trial.quick else ())]
+    return run_command(CONFIG, [*settings, *placed(trial.folder, trial.seed)])
 
 
 if __name__ == "__main__":

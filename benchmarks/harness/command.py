@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import click
@@ -14,21 +14,24 @@ from click.core import ParameterSource
 
 from benchmarks.harness.machine import backend, machine, rates
 from benchmarks.harness.record import (
+    EVIDENCE,
     RESULTS,
-    Arranged,
     Figure,
-    Measured,
     Record,
     load_records,
     make_record,
     save_record,
     table,
 )
-from benchmarks.harness.report import draw_chart, refresh
+from benchmarks.harness.report import draw_picture, refresh
+from runners.commands.base import ends_with_a_line
 from runners.errors import UserError, did_you_mean
 from runners.machine import startup
 
-OTHER_RESULTS = Path("outputs") / "benchmarks"  # of measurements that are not the benchmark's own
+OTHER_RESULTS = Path("outputs") / "benchmarks"  # of --quick, and of other work
+Found = Sequence[Figure] | Iterator[Sequence[Figure]]  # what a benchmark's function returns
+Cases = TypeVar("Cases")
+CASE = click.option("--case", "chosen", multiple=True, help="Only this one; the others' figures stay.")
 
 
 def say(text: str) -> None:
@@ -36,102 +39,93 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-Found = Sequence[Figure] | Measured | Iterator[Sequence[Figure]]  # what a benchmark's function returns
-
-
-@attrs.frozen(kw_only=True)
-class Kind:
-    """Shared settings of the commands of a folder of results."""
-
-    home: Path  # the folder
-    other: Path  # for results of --quick, or of other work
-    same_work: Sequence[str]  # options that change how much is measured, and not what
-    draw: Callable[[Path, str, Callable[[str], None]], None]  # makes the picture of FOLDER/NAME.json
-    packages: Sequence[str] = ()  # whose versions belong to the result, besides this project's
-    replaced: Callable[[Sequence[Figure]], Sequence[str]] = (
-        lambda lot: ()
-    )  # parts whose old figures a lot replaces
-    arranged: Arranged = tuple  # see `save_record`
-    adds: bool = False  # figures that are not measured again stay
-
-
-BENCHMARK = Kind(home=RESULTS, other=OTHER_RESULTS, same_work=("repeats",), draw=draw_chart)
-
-
 def benchmark(
-    name: str, *, parts: Sequence[str] = (), kind: Kind = BENCHMARK
+    name: str,
+    *,
+    parts: Sequence[str] = (),
+    work: Sequence[str] | None = None,
+    adds: bool = False,
+    packages: Sequence[str] = (),
+    arranged: Callable[[Sequence[Figure]], Sequence[Figure]] = tuple,
 ) -> Callable[[Callable[..., Found]], click.Command]:
     """Creates a command from a function `f(quick, **options) -> figures`, whose docstring is its
-    help.
-
-    If the function yields its figures in parts, each part is written immediately, so it is not lost
-    if the command ends early.
+    help and whose own options are click decorators below this one.
 
     The command measures, writes FOLDER/NAME.json under this machine's backend, prints the table
-    with the change from the previous record, and lists missed targets. A result that belongs to
-    benchmarks/results (without --quick and with the default work) is also written to the README
-    there. The function's own options are click decorators below this one. `parts` names the options
-    that select parts of the benchmark (each a sequence of names; empty means all); figures that
-    were not measured again stay in the record. Names of figures start with the first option's
-    names: "PART: ...".
+    with the change from the previous record, and lists missed targets. If the function yields its
+    figures in parts, each part is written immediately, so it is not lost if the command ends early.
+    A result that belongs to benchmarks/results (without --quick and with the default work) is also
+    written to the pages. The context's `obj` is the folder.
+
+    Args:
+        name: the name of the result.
+        parts: options that select parts of the benchmark (each a sequence of names; empty means
+            all); figures that were not measured again stay in the record. Names of figures start
+            with the first option's names: "PART: ...".
+        work: options that change what is measured; None means all except `parts` and --repeats.
+        adds: whether figures that were not measured again always stay. Such a result belongs to
+            benchmarks/results/evidence, and has no floors.
+        packages: packages whose versions belong to the result, besides this project's.
+        arranged: converts the figures to the record's figures (see `save_record`).
     """
+    home = EVIDENCE if adds else RESULTS
+    other = OTHER_RESULTS / home.relative_to(RESULTS)
 
     def decorate(function: Callable[..., Found]) -> click.Command:
         @click.command(name, help=function.__doc__)
-        @click.option(
-            "--quick", is_flag=True, help="Use small sizes and few repeats, to show that the command works."
-        )
+        @click.option("--quick", is_flag=True, help="Use small sizes, to show that it works.")
         @click.option("--check", is_flag=True, help="Exit with 1 if a target is missed.")
         @click.option(
             "--out",
             type=click.Path(path_type=Path, file_okay=False),
-            help=f"Folder of the result [benchmarks/{kind.home.relative_to(RESULTS.parent)}; with --quick or "
-            f"other work {kind.other}].",
+            help=f"Folder of the result [benchmarks/{home.relative_to(RESULTS.parent)}; with "
+            f"--quick or other work {other}].",
         )
+        @ends_with_a_line
         @functools.wraps(function)
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
-            settings = given([key for key in options if key not in (*parts, *kind.same_work)])
-            chosen = [options[key] for key in parts if options[key]]
-            folder = out or (kind.other if quick or settings else kind.home)
-            try:
-                last = load_records(folder / f"{name}.json").get(backend())  # before the minutes of measuring
-                for notice in startup.prepare().notices:
-                    say(notice)
-                surroundings = machine(kind.packages)  # the load before this benchmark adds its own
+            usual = [key for key in options if key not in (*parts, "repeats")]
+            settings = given(usual if work is None else [key for key in work if key in options])
+            folder = out or (other if quick or settings else home)
+            click.get_current_context().obj = folder
+            last = load_records(folder / f"{name}.json").get(backend())
+            for notice in startup.prepare().notices:
+                say(notice)
+            surroundings = machine(packages)  # the load before this benchmark adds its own
+            floors = {}
+            if not adds:
                 say(f"{name}: measuring the machine")
-                floor = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
+                floors = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
 
-                def save(figures: Sequence[Figure], parts: Sequence[str] | None) -> Record:
-                    measured = make_record(
-                        name, figures, quick=quick, machine=surroundings, rates=floor, settings=settings
-                    )
-                    return save_record(folder, backend(), measured, parts=parts, arranged=kind.arranged)[1]
+            def save(figures: Sequence[Figure], replaced: Iterable[str] | None) -> Record:
+                record = make_record(
+                    name,
+                    figures,
+                    quick=quick,
+                    machine=surroundings,
+                    rates=floors,
+                    settings=settings,
+                )
+                return save_record(folder, backend(), record, parts=replaced, arranged=arranged)[1]
 
-                record: Record | None = None
-                found = function(quick=quick, **options)
-                if isinstance(found, Iterator):
-                    figures: list[Figure] = []
-                    for lot in found:
-                        figures += lot
-                        record = save(lot, kind.replaced(lot))
-                    found = figures
-                found = found if isinstance(found, Measured) else Measured(found, {})
-                whole: Sequence[str] | None = None  # the parts whose other figures go; None: all figures
-                if chosen:
-                    whole = chosen[0] if chosen == [options[parts[0]]] else ()
-                if not kind.adds:
-                    record = save(found.figures, whole)
-                elif record is None:
-                    return
-                for file, text in found.files.items():
-                    (folder / file).write_text(text, encoding="utf-8")
-                kind.draw(folder, name, say)
-                if folder.resolve().is_relative_to(kind.home):
-                    refresh()
-            except UserError as error:
-                say(str(error))
-                sys.exit(2)
-            assert record is not None
+            found = function(quick=quick, **options)
+            figures: list[Figure] = []
+            record: Record | None = None
+            for lot in found if isinstance(found, Iterator) else [found]:
+                if lot:
+                    figures += lot
+                    record = save(lot, {figure.part for figure in lot})
+            if not adds and figures:  # figures that are not measured any more go
+                chosen = [options[key] for key in parts if options[key]]
+                replaced: Sequence[str] | None = () if chosen else None
+                if chosen and chosen == [options[parts[0]]]:
+                    replaced = chosen[0]
+                record = save(figures, replaced)
+            if record is None:
+                return
+            draw_picture(folder, name, say)
+            if folder.resolve().is_relative_to(RESULTS):
+                refresh()
             click.echo(table(record, last))
             say(f"written to {folder / name}.json under {backend()!r}")
             for figure in record.missed():
@@ -159,8 +153,16 @@ def chosen_of(chosen: Sequence[str], known: Iterable[str]) -> list[str]:
     names = list(known)
     for name in chosen:
         if name not in names:
-            raise UserError(f"case {name!r}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
+            wanted = f"expected one of {', '.join(names)}{did_you_mean(name, names)}"
+            raise UserError(f"case {name!r}: {wanted}")
     return list(chosen) or names
+
+
+def of_backend(quick: bool, small: Cases, on_cpu: Cases, on_gpu: Cases) -> Cases:
+    """The cases for --quick, for a CPU or for a GPU."""
+    if quick:
+        return small
+    return on_cpu if backend() == "cpu" else on_gpu
 
 
 def numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform as system
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,8 +44,9 @@ class Rates:
 def rates(quick: bool = False) -> Rates:
     """Measures the rates in a second or two (with `quick`, roughly and with small arrays)."""
     on_gpu = backend() != "cpu"
-    n = 256 if quick else 8192 if on_gpu else 1536
-    elements = 2**18 if quick else 2**28 if on_gpu else 2**24
+    n, elements = (8192, 2**28) if on_gpu else (1536, 2**24)
+    if quick:
+        n, elements = (256, 2**18)
     a_nn = mx.random.normal((n, n), key=mx.random.key(0))
     b_nn = a_nn.astype(mx.bfloat16)
     x_n = mx.random.normal((elements,), key=mx.random.key(1))
@@ -73,6 +75,7 @@ def backend() -> str:
 def machine(packages: Sequence[str] = ()) -> dict[str, str | int | float]:
     """Hardware, libraries and versions, including these packages, in the form for a result."""
     found = startup.prepare()
+    threads = [os.environ.get(f"{name}_NUM_THREADS") for name in ("OPENBLAS", "MKL", "OMP")]
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
@@ -80,28 +83,24 @@ def machine(packages: Sequence[str] = ()) -> dict[str, str | int | float]:
         "device": found.device,
         "system": f"{system.system()} {system.machine()}",
         "blas": _blas_name(found.blas),
-        "blas_threads": _threads(),
+        "blas_threads": next(filter(None, threads), "all"),
         "load": round(os.getloadavg()[0], 1),  # above the number of cores: others were at work
         "python": system.python_version(),
-        "mlx": installed_version("mlx") or "none",
-        "mlx-lm": installed_version("mlx-lm") or "none",
         "grpo_fn": grpo_fn.__version__,
-        **{package: installed_version(package) or "none" for package in packages},
+        **{name: installed_version(name) or "none" for name in ("mlx", "mlx-lm", *packages)},
     }
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line.split(":", 1)[1] for line in info.read_text().splitlines() if "model name" in line]
-        if names:
-            return names[0].strip()
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    if found:
+        return found[1].strip()
     if system.system() == "Darwin":
-        found = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        )
-        if found.stdout.strip():
-            return found.stdout.strip()
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if said:
+            return said
     return system.processor() or system.machine()
 
 
@@ -114,10 +113,3 @@ def _blas_name(library: str | None) -> str:
         return library
     describe.restype = ctypes.c_char_p
     return describe().decode().strip()
-
-
-def _threads() -> str:
-    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
-        if os.environ.get(name):
-            return os.environ[name]
-    return "all"

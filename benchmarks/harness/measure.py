@@ -30,16 +30,6 @@ class Timing:
         """The median sample, which is the least affected by noise on a shared machine."""
         return statistics.median(self.samples)
 
-    @property
-    def low(self) -> float:
-        """The fastest sample."""
-        return min(self.samples)
-
-    @property
-    def high(self) -> float:
-        """The slowest sample."""
-        return max(self.samples)
-
     def __truediv__(self, other: Timing) -> Ratio:
         """The ratio to `other`, which was measured in the same interleaved run."""
         pairs = tuple(a / b for a, b in zip(self.samples, other.samples, strict=True))
@@ -69,11 +59,7 @@ def run_once(call: Call) -> float:
 
 
 def timed(call: Call, *, repeats: int, warmup: int = 1) -> Timing:
-    """The call's timing over `repeats` samples, after `warmup` calls for tracing and compiling.
-
-    Raises:
-        ValueError: repeats < 1.
-    """
+    """The call's timing over `repeats` samples, after `warmup` calls for tracing and compiling."""
     return interleaved({"call": call}, repeats=repeats, warmup=warmup)["call"]
 
 
@@ -81,17 +67,9 @@ def interleaved(calls: Mapping[str, Call], *, repeats: int, warmup: int = 1) -> 
     """Timings of several calls, measured alternately so that other load on the machine affects all
     of them equally.
 
-    Args:
-        calls: the calls to compare, by name.
-        repeats: number of rounds; every call is timed once per round. Each round starts with the
-            next call, so that a call does not always follow the same neighbour.
-        warmup: number of calls of each before the first round.
-
-    Raises:
-        ValueError: there are no calls, or repeats < 1.
+    Every call is timed once per round, after `warmup` calls of each. Each round starts with the
+    next call, so that a call does not always follow the same neighbour.
     """
-    if not calls or repeats < 1:
-        raise ValueError(f"expected at least one call and repeats >= 1, found {len(calls)} and {repeats}")
     names = list(calls)
     for _ in range(warmup):
         for name in names:
@@ -122,15 +100,16 @@ def peak_bytes(call: Call, *, warm: bool = True) -> int:
 
 
 def largest_error(found: Any, wanted: Any) -> float:
-    """The largest difference of two nested lists of arrays (MLX's or NumPy's), computed in float64, each
-    array's relative to its own largest wanted entry.
+    """The largest difference of two nested lists of arrays (MLX's or NumPy's), computed in float64,
+    each array's relative to its own largest wanted entry.
 
     Raises:
         ValueError: they are nested differently, or two arrays differ in shape.
     """
     if isinstance(found, list | tuple):
         return max(largest_error(a, b) for a, b in zip(found, wanted, strict=True))
-    a, b = np.array(found, np.float64), np.array(wanted, np.float64)
+    a = np.array(found, np.float64)
+    b = np.array(wanted, np.float64)
     if a.shape != b.shape:
         raise ValueError(f"expected an array of shape {b.shape}, found {a.shape}")
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-300))

@@ -1,8 +1,9 @@
-"""Draws results as charts: benchmarks/results/NAME.svg, with bars for a benchmark's main figures."""
+"""Draws results: bars for a benchmark's main figures, and the curves of comparisons over seeds."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,57 +11,55 @@ from typing import Any
 
 import attrs
 
-from benchmarks.harness.record import Figure, Record
+from benchmarks.harness.record import Curve, Figure, Record
 
 COLOURS = ("#3b6ea8", "#d9822b", "#4f9d69", "#8c5fa8", "#b04a4a", "#7a7a7a")
 COLOURS += ("#c2a33c", "#3fa7a7", "#d36fa5", "#5b5b5b", "#8a5a2b")
-SPREAD = 30  # largest over smallest bar from which on an axis is logarithmic
-
-
-@attrs.frozen
-class Chart:
-    """Selects the figures that become bars, by unit and name.
-
-    The pattern's groups: `row` labels a bar, `series` selects its colour, and `panel` its chart.
-    """
-
-    pattern: str
-    unit: str
-    title: str
-
-
-CHARTS: dict[str, tuple[Chart, ...]] = {
-    "quickstart": (Chart(r"(?P<row>seed \d+): exact match (?P<series>before|after)", "%", "exact match, %"),),
+SPREAD = 30  # ratio of the largest to the smallest bar from which on an axis is logarithmic
+CHARTS: dict[str, tuple[tuple[str, str, str], ...]] = {  # pattern of figures, their unit, title
+    "quickstart": ((r"(?P<row>seed \d+): exact match (?P<series>before|after)", "%", "exact match, %"),),
     "rollout": (
-        Chart(
+        (
             r"(?P<panel>[^:]+): (?P<row>ours|BatchGenerator, .+|finished .+|equal|ragged)",
             "tokens/s",
             "tokens a second",
         ),
     ),
     "real_quant": (
-        Chart(r"rates: (?P<row>[^:]+): tokens/s at (?P<series>batch \d+)", "tokens/s", "tokens a second"),
-        Chart(r"rates: (?P<row>[^:]+): (?P<series>weights|peak)", "MB", "memory, MB"),
+        (r"rates: (?P<row>[^:]+): tokens/s at (?P<series>batch \d+)", "tokens/s", "tokens a second"),
+        (r"rates: (?P<row>[^:]+): (?P<series>weights|peak)", "MB", "memory, MB"),
     ),
     "mac": (
-        Chart(r"(?P<row>.+): sampling", "tokens/s", "sampled tokens a second"),
-        Chart(r"(?P<row>.+): steps", "steps/s", "steps a second"),
-        Chart(r"(?P<row>.+): (?P<series>measured peak|predicted)", "MB", "peak, MB"),
+        (r"(?P<row>.+): sampling", "tokens/s", "sampled tokens a second"),
+        (r"(?P<row>.+): steps", "steps/s", "steps a second"),
+        (r"(?P<row>.+): (?P<series>measured peak|predicted)", "MB", "peak, MB"),
     ),
     "learner": (
-        Chart(r"(?P<panel>.+): time, (?P<row>.+)", "s", "seconds"),
-        Chart(r"(?P<panel>.+): peak, (?P<row>.+)", "MB", "peak, MB"),
+        (r"(?P<panel>.+): time, (?P<row>.+)", "s", "seconds"),
+        (r"(?P<panel>.+): peak, (?P<row>.+)", "MB", "peak, MB"),
     ),
     "peers": (
-        Chart(r"(?P<row>\w+: (step|rollout|the rest)), (?P<series>.+)", "s", "seconds"),
-        Chart(r"(?P<row>\w+: peak of its arrays), (?P<series>.+)", "MB", "peak, MB"),
+        (r"(?P<row>\w+: (step|rollout|the rest)), (?P<series>.+)", "s", "seconds"),
+        (r"(?P<row>\w+: peak of its arrays), (?P<series>.+)", "MB", "peak, MB"),
     ),
 }
+"""The pattern's groups: `row` labels a bar, `series` selects its colour, and `panel` its chart."""
+CURVES = {  # figures with curves, and the titles of their panels
+    "reward, last tenth": "reward",
+    "exact match after": "exact match, %",
+    "lenient after": "right test problems, %",
+}
+BELOW = {**dict.fromkeys(("real_model", "staleness"), "seconds of training"), "gsm8k": "minutes"}
+PANELS = {  # the parts of a case's name that begin a panel's title, and those that label a line
+    "real_model": "(?P<panel>.+), (?P<label>.+)",
+    "staleness": "(?P<panel>.+), (?P<label>.+), (?P<correction>.+)",
+}
+Band = tuple[float, float, float, float]  # x, mean, lowest, highest
 
 
 @attrs.frozen
 class Panel:
-    """One set of axes."""
+    """One set of axes with bars."""
 
     title: str
     bars: dict[tuple[str, str], Figure]  # (row, series) -> figure
@@ -76,38 +75,32 @@ class Panel:
         return list(dict.fromkeys(series for _, series in self.bars))
 
 
-def panels(records: Mapping[str, Record]) -> list[Panel]:
-    """The panels of a result, one backend after another; empty if no figure belongs to a chart."""
-    return [panel for backend in sorted(records) for panel in _panels(backend, records[backend])]
+def panels(records: Mapping[str, Record]) -> Iterator[Panel]:
+    """The panels of a result, one backend after another; none if no figure belongs to a chart."""
+    for backend, record in sorted(records.items()):
+        for pattern, unit, title in CHARTS.get(record.name, ()):
+            charts: dict[str, dict[tuple[str, str], Figure]] = {}
+            for figure in record.figures:
+                match = re.fullmatch(pattern, figure.name)
+                if match and figure.unit == unit:
+                    groups = match.groupdict()
+                    bars = charts.setdefault(groups.get("panel") or "", {})
+                    bars[groups["row"], groups.get("series") or ""] = figure
+            for name, bars in charts.items():
+                yield Panel(", ".join(filter(None, (backend, name, title))), bars)
 
 
-def _panels(backend: str, record: Record) -> Iterator[Panel]:
-    for chart in CHARTS.get(record.name, ()):
-        found: dict[str, dict[tuple[str, str], Figure]] = {}
-        for figure in record.figures:
-            match = re.fullmatch(chart.pattern, figure.name)
-            if match and figure.unit == chart.unit:
-                groups = match.groupdict()
-                bars = found.setdefault(groups.get("panel") or "", {})
-                bars[groups["row"], groups.get("series") or ""] = figure
-        for name, bars in found.items():
-            title = ", ".join(part for part in (backend, name, chart.title) if part)
-            yield Panel(title, bars)
-
-
-def draw(records: Mapping[str, Record], path: Path) -> bool:
-    """Writes the bars to `path` in the format of its suffix; returns whether there was anything to
-    draw.
+def draw(records: Mapping[str, Record], path: Path) -> None:
+    """Writes the bars to `path` in the format of its suffix, if there is anything to draw.
 
     Raises:
         ImportError: matplotlib, of the extra `bench`, is not installed.
     """
-    shown = panels(records)
+    shown = list(panels(records))
     heights = [0.7 + 0.24 * len(panel.bars) + 0.12 * len(panel.rows) for panel in shown]
     with picture(path, heights, columns=1, width=8) as axes:
         for axis, panel in zip(axes, shown, strict=True):
             _bars(axis, panel)
-    return bool(shown)
 
 
 @contextmanager
@@ -141,7 +134,8 @@ def picture(path: Path, heights: Sequence[float], *, columns: int, width: float)
 
 def _bars(axis: Any, panel: Panel) -> None:
     """Horizontal bars with their values, the first row on top, and a tick at each target."""
-    labels, place = [], 0.0
+    labels: list[tuple[float, str]] = []
+    place = 0.0
     for row in panel.rows:
         begun = place
         for number, series in enumerate(panel.series):
@@ -149,13 +143,8 @@ def _bars(axis: Any, panel: Panel) -> None:
             if figure is None:
                 continue
             axis.barh(place, figure.value, height=0.85, color=COLOURS[number % len(COLOURS)])
-            axis.annotate(
-                f" {_short(figure.value)}",
-                (figure.value, place),
-                va="center",
-                fontsize=8,
-                annotation_clip=False,
-            )
+            value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
+            axis.annotate(f" {value}", (figure.value, place), va="center", fontsize=8, annotation_clip=False)
             for target in (figure.at_most, figure.at_least):
                 if target is not None:
                     axis.plot([target, target], [place - 0.5, place + 0.5], color="black", linewidth=1.5)
@@ -176,5 +165,55 @@ def _bars(axis: Any, panel: Panel) -> None:
         axis.legend(patches, panel.series, fontsize=8, frameon=False, **place_it)
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def trials(record: Record) -> dict[str, dict[int, dict[str, Figure]]]:
+    """Case -> seed -> figure's name -> figure, without the figures over all seeds."""
+    found: dict[str, dict[int, dict[str, Figure]]] = {}
+    for figure in record.figures:
+        case, _, rest = figure.name.partition(": ")
+        seed, _, name = rest.partition(": ")
+        if seed.startswith("seed "):
+            found.setdefault(case, {}).setdefault(int(seed[5:]), {})[name] = figure
+    return found
+
+
+def joined(curves: Sequence[Curve]) -> list[Band]:
+    """(x, mean, lowest, highest) at every x that all curves contain."""
+    by_seed = [dict(curve) for curve in curves]
+    shared = [x for x in (by_seed or [{}])[0] if all(x in points for points in by_seed)]
+    columns = [[points[x] for points in by_seed] for x in shared]
+    return [
+        (x, statistics.fmean(values), min(values), max(values))
+        for x, values in zip(shared, columns, strict=True)
+    ]
+
+
+def draw_curves(record: Record, path: Path) -> None:
+    """Writes a panel for each followed figure and group of cases, if there are curves: the mean over
+    the seeds as a line, their range as a band.
+
+    Raises:
+        ImportError: matplotlib, of the extra `bench`, is not installed.
+    """
+    shown: dict[str, list[tuple[str, list[Band]]]] = {}
+    for case, seeds in trials(record).items():
+        match = re.fullmatch(PANELS.get(record.name, "(?P<label>.+)"), case)
+        parts = match.groupdict() if match else {"label": case}
+        label = parts.pop("label")
+        for name, title in CURVES.items():
+            curves = [figures[name].curve for figures in seeds.values() if name in figures]
+            points = joined([curve for curve in curves if curve])
+            if points:
+                whole = ": ".join(filter(None, (", ".join(parts.values()), title)))
+                shown.setdefault(whole, []).append((label, points))
+    with picture(path, [3.2] * -(-len(shown) // 2), columns=2, width=9) as axes:
+        for axis, (title, lines) in zip(axes, shown.items(), strict=False):
+            for place, (label, points) in enumerate(lines):
+                x, mean, low, high = zip(*points, strict=True)
+                colour = COLOURS[place % len(COLOURS)]
+                axis.plot(x, mean, color=colour, label=label, linewidth=1.4)
+                axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.set_title(title, loc="left")
+            axis.set_xlabel(BELOW.get(record.name, "updates"))
+            axis.legend(fontsize=8, frameon=False)
+        for axis in axes[len(shown) :]:
+            axis.set_visible(False)

@@ -1,6 +1,4 @@
-"""A benchmark's result: figures with their targets, as JSON (next to the previous result) and as a
-Markdown table.
-"""
+"""A benchmark's result: figures with their targets, as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from benchmarks.harness.measure import Ratio, Timing
 from runners.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+EVIDENCE = RESULTS / "evidence"
 Curve = tuple[tuple[float, float], ...]  # points (x, y)
-VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")  # those that a record has
+VERSIONS = ("python", "mlx", "mlx-lm", "grpo_fn", "trl", "transformers", "torch")
 RATES = (  # key, words, scale, digits, unit
     ("matmul", "float32 matmul", 1e9, 0, "GFLOP/s"),
     ("matmul_bf16", "bfloat16 matmul", 1e9, 0, "GFLOP/s"),
@@ -53,7 +53,7 @@ class Figure:
     at_least: float | None = None
     note: str = ""
     date: str = ""  # of the run that measured it, if that is not its record's
-    curve: Curve = attrs.field(default=(), converter=_curve)  # of a value that was followed: (update, value)
+    curve: Curve = attrs.field(default=(), converter=_curve)  # (update, value) at several updates
 
     @property
     def met(self) -> bool | None:
@@ -63,47 +63,38 @@ class Figure:
         below = self.at_most is None or self.value <= self.at_most
         return below and (self.at_least is None or self.value >= self.at_least)
 
+    @property
+    def part(self) -> str:
+        """The first two parts of the name, such as "CASE: seed 0", which are replaced together."""
+        return ": ".join(self.name.split(": ")[:2])
+
+    def unjudged(self) -> Figure:
+        """The figure without its targets."""
+        return attrs.evolve(self, at_most=None, at_least=None)
+
+
+def sample_figure(name: str, samples: Iterable[float], unit: str = "", **more: Any) -> Figure:
+    """The median of samples with their range; `more` may contain a different `value`."""
+    values = list(samples)
+    more = {"value": statistics.median(values), "low": min(values), "high": max(values), **more}
+    return Figure(name=name, unit=unit, samples=len(values), **more)
+
 
 def time_figure(name: str, timing: Timing, unit: str = "s", **more: Any) -> Figure:
-    """A timing as a figure, in "s" or "ms"; `predicted` and targets in that unit."""
+    """A timing in "s" or "ms"; `predicted` and targets in that unit."""
     scale = {"s": 1.0, "ms": 1e3}[unit]
-    return Figure(
-        name=name,
-        value=timing.median * scale,
-        unit=unit,
-        low=timing.low * scale,
-        high=timing.high * scale,
-        samples=len(timing.samples),
-        **more,
-    )
+    return sample_figure(name, [scale * each for each in timing.samples], unit, **more)
 
 
-def ratio_figure(name: str, ratio: Ratio, unit: str = "x", **more: Any) -> Figure:
-    """The ratio of two timings' medians, to which a target applies, with the rounds' ratios; in "x"
-    or "%".
-    """
-    scale = {"x": 1.0, "%": 100.0}[unit]
-    return Figure(
-        name=name,
-        value=scale * ratio.of_medians,
-        unit=unit,
-        paired=scale * ratio.paired,
-        low=scale * min(ratio.pairs),
-        high=scale * max(ratio.pairs),
-        samples=len(ratio.pairs),
-        **more,
-    )
+def rate_figure(name: str, tokens: int, timing: Timing, **more: Any) -> Figure:
+    """Tokens per second of a call that samples them."""
+    rates = [tokens / seconds for seconds in timing.samples]
+    return sample_figure(name, rates, "tokens/s", **more)
 
 
-Arranged = Callable[[Sequence[Figure]], Sequence[Figure]]
-
-
-@attrs.frozen
-class Measured:
-    """An alternative result of a benchmark: figures, and text files to store next to the result."""
-
-    figures: Sequence[Figure]
-    files: Mapping[str, str]  # name -> text
+def ratio_figure(name: str, ratio: Ratio, **more: Any) -> Figure:
+    """The ratio of two timings' medians, to which a target applies, with the rounds' ratios."""
+    return sample_figure(name, ratio.pairs, "x", value=ratio.of_medians, paired=ratio.paired, **more)
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +104,7 @@ class Record:
     name: str
     date: str
     quick: bool
-    settings: Mapping[str, str]  # what the command line set that changes the work
+    settings: Mapping[str, str]  # options of the command line that change the work
     machine: Mapping[str, Any]
     rates: Mapping[str, float]
     figures: tuple[Figure, ...]
@@ -132,7 +123,7 @@ def make_record(
     rates: Mapping[str, float],
     settings: Mapping[str, str] | None = None,
 ) -> Record:
-    """A record of now.
+    """A record of today.
 
     Raises:
         ValueError: two figures share a name, or one is not finite.
@@ -143,10 +134,9 @@ def make_record(
     broken = [figure.name for figure in figures if not math.isfinite(figure.value)]
     if broken:
         raise ValueError(f"{name}: not finite: {', '.join(broken)}")
-    today = datetime.now(UTC).date().isoformat()
     return Record(
         name=name,
-        date=today,
+        date=datetime.now(UTC).date().isoformat(),
         quick=quick,
         settings=settings or {},
         machine=machine,
@@ -164,25 +154,26 @@ def load_records(path: Path) -> dict[str, Record]:
     if not path.is_file():
         return {}
     try:
-        stored = json.loads(path.read_text())
-        return {
-            backend: Record(**{**raw, "figures": tuple(Figure(**figure) for figure in raw["figures"])})
-            for backend, raw in stored.items()
-        }
+        return {backend: _loaded(raw) for backend, raw in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a result of a benchmark ({error}); move it away") from error
 
 
+def _loaded(raw: dict[str, Any]) -> Record:
+    return Record(**{**raw, "figures": tuple(Figure(**figure) for figure in raw["figures"])})
+
+
 def load_results(results: Path, name: str) -> dict[str, Record]:
-    """A benchmark's records by backend in a folder of results; for Metal the newest, those that users sent
-    (metal/MACHINE/NAME.json) included.
+    """A benchmark's records by backend in a folder of results. For Metal, the newest record counts,
+    including those that users sent (metal/MACHINE/NAME.json).
 
     Raises:
         UserError: a file is not a result file.
     """
     records = load_records(results / f"{name}.json")
     sent = [load_records(file) for file in sorted((results / "metal").glob(f"*/{name}.json"))]
-    found = [each["metal"] for each in (*sent, records) if "metal" in each and not each["metal"].quick]
+    found = [each["metal"] for each in (*sent, records) if "metal" in each]
+    found = [record for record in found if not record.quick]
     return records | ({"metal": max(found, key=lambda record: record.date)} if found else {})
 
 
@@ -191,8 +182,8 @@ def save_record(
     backend: str,
     record: Record,
     *,
-    parts: Sequence[str] | None = None,
-    arranged: Arranged = tuple,
+    parts: Iterable[str] | None = None,
+    arranged: Callable[[Sequence[Figure]], Sequence[Figure]] = tuple,
 ) -> tuple[Record | None, Record]:
     """Writes FOLDER/NAME.json and keeps the records of other backends.
 
@@ -207,11 +198,12 @@ def save_record(
     records = load_records(path)
     last = records.get(backend)
     if last is not None and parts is not None and alike(last, record):
-        new, gone = {figure.name for figure in record.figures}, tuple(f"{part}: " for part in parts)
-        stay = [f for f in last.figures if f.name not in new and not f.name.startswith(gone)]
+        new = {figure.name for figure in record.figures}
+        gone = tuple(f"{part}: " for part in parts)
+        kept = [f for f in last.figures if f.name not in new and not f.name.startswith(gone)]
         if last.date != record.date:
-            stay = [attrs.evolve(figure, date=figure.date or last.date) for figure in stay]
-        record = attrs.evolve(record, figures=(*stay, *record.figures))
+            kept = [attrs.evolve(figure, date=figure.date or last.date) for figure in kept]
+        record = attrs.evolve(record, figures=(*kept, *record.figures))
     record = attrs.evolve(record, figures=tuple(arranged(record.figures)))
     records[backend] = record
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,21 +212,18 @@ def save_record(
 
 
 def _spelled(records: Mapping[str, Record]) -> str:
-    """The records as JSON, with a line for each field or whole curve, and without empty dates or
-    curves.
-    """
-    plain = {name: attrs.asdict(records[name]) for name in sorted(records)}
-    curves: list[str] = []
-    for record in plain.values():
-        for figure in record["figures"]:
-            if not figure["date"]:
-                del figure["date"]
-            points = figure.pop("curve")
-            if points:
-                figure["curve"] = f"\0{len(curves)}\0"  # no other text has such a character
-                curves.append(json.dumps(points, allow_nan=False))
+    """The records as JSON with each curve on one line, without empty dates and curves."""
+
+    def is_kept(field: Any, value: Any) -> bool:
+        return bool(value) or field.name not in ("date", "curve")
+
+    plain = {name: attrs.asdict(records[name], filter=is_kept) for name in sorted(records)}
     text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
-    return re.sub(r'"\\u0000(\d+)\\u0000"', lambda found: curves[int(found[1])], text)
+    return re.sub(
+        r'"curve": (\[[^"{}]*\])',
+        lambda found: f'"curve": {json.dumps(json.loads(found[1]))}',
+        text,
+    )
 
 
 def alike(one: Record, other: Record) -> bool:
@@ -248,40 +237,49 @@ def table(record: Record, last: Record | None = None) -> str:
     """
     comparable = last is not None and alike(last, record)
     before = {figure.name: figure for figure in last.figures} if comparable and last else {}
-    columns = ["figure", "measured", "range", "floor", "target", "met", *(["change"] if before else [])]
-    lines = Table(*columns, box=MARKDOWN)
+    titles = ["figure", "measured", "range", "floor", "target", "met"]
+    rows = []
     for figure in record.figures:
         floor = "" if figure.predicted is None else spell(figure.predicted, figure.unit)
         verdict = {True: "PASS", False: "MISS", None: ""}[figure.met]
-        row = [figure.name, spell(figure.value, figure.unit), _span(figure), floor, _target(figure), verdict]
-        if before:
-            row.append(_change(figure, before.get(figure.name)))
-        lines.add_row(*row)
-    return markdown(lines)
+        measured = spell(figure.value, figure.unit)
+        row = [figure.name, measured, _span(figure), floor, _target(figure), verdict]
+        rows.append([*row, _change(figure, before.get(figure.name))] if before else row)
+    return markdown([*titles, "change"] if before else titles, rows)
 
 
 def grid(record: Record) -> str:
-    """Figures named "MODEL: ROW: COLUMN" as a Markdown table for each model; names without a row
-    form a single table.
+    """Figures named "MODEL: ROW: COLUMN" as a table for each model, and names without a row as a
+    single table.
     """
-    found: dict[str, dict[str, dict[str, Figure]]] = {}
+    models: dict[str, dict[str, dict[str, Figure]]] = {}
     for figure in record.figures:
         model, *row, column = figure.name.split(": ")
-        found.setdefault(model, {}).setdefault(": ".join(row) or "all", {})[column] = figure
-    parts = []
-    for model, rows in found.items():
-        units = {column: figure.unit for row in rows.values() for column, figure in row.items()}
-        titles = [name if unit in name.split() else f"{name}, {unit}" for name, unit in units.items()]
-        cross = Table(model, *titles, box=MARKDOWN)
-        for row, columns in rows.items():
-            cells = [spell(columns[name].value, "") if name in columns else "" for name in units]
-            cross.add_row(row, *cells)
-        parts.append(markdown(cross))
-    return "\n\n".join(parts)
+        models.setdefault(model, {}).setdefault(": ".join(row) or "all", {})[column] = figure
+    return "\n\n".join(cross_table(model, rows) for model, rows in models.items())
 
 
-def markdown(lines: Table) -> str:
-    """A rich table as Markdown."""
+def cross_table(title: str, rows: Mapping[str, Mapping[str, Figure]]) -> str:
+    """A table with a row for each name and a column for each name of a figure, with its unit."""
+    units = {name: figure.unit for row in rows.values() for name, figure in row.items()}
+    titles = [name if unit in name.split() else titled(name, unit) for name, unit in units.items()]
+    cells = [
+        [row, *(spell(found[name].value, "") if name in found else "" for name in units)]
+        for row, found in rows.items()
+    ]
+    return markdown([title, *titles], cells)
+
+
+def titled(name: str, unit: str) -> str:
+    """A column's title."""
+    return f"{name}, {unit}" if unit else name
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    lines = Table(*titles, box=MARKDOWN)
+    for row in rows:
+        lines.add_row(*row)
     stream = io.StringIO()
     Console(file=stream, width=1000, color_system=None).print(lines, markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
@@ -290,21 +288,20 @@ def markdown(lines: Table) -> str:
 def surroundings(backend: str, record: Record) -> str:
     """Machine, versions and rates in one line."""
     found, speed = record.machine, record.rates
-    words = [f"{found['cpu']} ({found['cores']} cores, {found['memory_gb']:.0f} GB)", found["system"]]
+    words = [f"{found['cpu']} ({found['cores']} cores, {found['memory_gb']:.0f} GB)"]
+    words.append(found["system"])
     if backend == "cpu":
         words.append(f"{found['blas']} with threads: {found['blas_threads']}")
     else:
         words.insert(0, found["device"])
-    words += [
-        f"load {found['load']:g} at the start",
-        *(f"{name} {found[name]}" for name in VERSIONS if name in found),
-    ]
+    words.append(f"load {found['load']:g} at the start")
+    words += [f"{name} {found[name]}" for name in VERSIONS if name in found]
     rates = [
         f"{title} {speed[name] / scale:,.{digits}f} {unit}"
         for name, title, scale, digits, unit in RATES
         if name in speed
     ]
-    words.append(", ".join(rates))
+    words += [", ".join(rates)] if rates else []
     words += [f"with {name} = {value}" for name, value in record.settings.items()]
     return "; ".join(words)
 
@@ -334,7 +331,8 @@ def _span(figure: Figure) -> str:
     if figure.paired is not None:
         parts.append(f"paired {spell(figure.paired, '')}")
     if figure.low is not None and figure.high is not None and figure.samples > 1:
-        parts.append(f"{spell(figure.low, '')} – {spell(figure.high, '')} (n = {figure.samples})")
+        ends = f"{spell(figure.low, '')} – {spell(figure.high, '')}"
+        parts.append(f"{ends} (n = {figure.samples})")
     return "; ".join(parts)
 
 

@@ -29,9 +29,8 @@ class Work:
         leaves = named_leaves(module.parameters())
         matrices = {name: leaf for name, leaf in leaves.items() if leaf.ndim == 2}
         if "lm_head.weight" in matrices:  # then the embedding is no head
-            matrices = {
-                name: leaf for name, leaf in matrices.items() if "wte" not in name and "embed" not in name
-            }
+            embeddings = [name for name in matrices if "wte" in name or "embed" in name]
+            matrices = {name: leaf for name, leaf in matrices.items() if name not in embeddings}
         layers, heads = args["num_hidden_layers"], args["num_attention_heads"]
         head = args.get("head_dim") or args["hidden_size"] // heads
         size = next(iter(leaves.values())).itemsize
@@ -52,28 +51,23 @@ class Work:
         return tokens * (2 * self.weights + self.scores * behind * self.score_flops)
 
     def exponentials(self, tokens: float, behind: float) -> float:
-        """Likewise."""
+        """The number of exponentials of the same pass."""
         return tokens * (self.exps + self.scores * behind)
 
+    def decode_seconds(
+        self, speed: Rates, *, rows: int, steps: int, prompt: int, prefixes: int, on_cpu: bool
+    ) -> float:
+        """The lower bound of the decoding time of `rows` rows, `steps` tokens each, after prompts of
+        `prompt` tokens, of which the cache holds `prefixes` copies.
 
-def decode_seconds(
-    work: Work, speed: Rates, *, rows: int, steps: int, prompt: int, prefixes: int, on_cpu: bool
-) -> float:
-    """The lower bound of the decoding time.
-
-    Each step reads all matrices once, `prefixes` copies of a prompt's keys and values, and the keys
-    and values of each row's own tokens. On a CPU, products and exponentials do not overlap, and
-    usually take longer than reading the bytes.
-
-    Args:
-        rows: number of rows decoded together, all to the end.
-        steps: number of tokens of each.
-        prompt: number of tokens in the cache before the first step.
-        prefixes: number of copies of a prompt's cache: one per row, or one for all of its rows.
-    """
-    moved = steps * (work.weight_bytes + work.cache_bytes * (prefixes * prompt + rows * steps / 2))
-    if not on_cpu:
-        return moved / speed.read
-    tokens, behind = rows * steps, prompt + steps / 2
-    computed = work.flops(tokens, behind) / speed.matmul + work.exponentials(tokens, behind) / speed.exp
-    return max(moved / speed.read, computed)
+        Each step reads all matrices once, the copies of prompts' keys and values, and the keys and
+        values of each row's own tokens. On a CPU, products and exponentials do not overlap, and
+        usually take longer than reading the bytes.
+        """
+        cached = prefixes * prompt + rows * steps / 2
+        reading = steps * (self.weight_bytes + self.cache_bytes * cached) / speed.read
+        if not on_cpu:
+            return reading
+        tokens, behind = rows * steps, prompt + steps / 2
+        exps = self.exponentials(tokens, behind) / speed.exp
+        return max(reading, self.flops(tokens, behind) / speed.matmul + exps)

@@ -15,16 +15,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from benchmarks.harness.runs import ROOT
+from runners.config.loading import Config, load_config
 from runners.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 _SECONDS_TO_END = 10  # what MLX has compiled for a GPU is kept at a process's end
 NO_CHANGE = "optim.learning_rate=1e-12"  # both sides sample from the same weights at every step
 
@@ -67,7 +68,7 @@ class SteppingProcess:
             text=True,
         )
         try:
-            self.ready = self._read()
+            self._read()
         except BaseException:
             self.end()
             raise
@@ -106,10 +107,10 @@ def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list
     """0 or 1, depending on a completion's letters; all completions are right for questions that
     start with an easy word.
 
-    These are a quarter of the 16 questions of `benchmarks.peers.write_data`, and none in other
+    These are a quarter of the 16 questions of `same_length`, and none in other
     data.
     """
-    from benchmarks.peers import WORDS
+    from benchmarks.harness.shapes import WORDS
 
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -119,25 +120,32 @@ def graded(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list
     return scores
 
 
+def built(config: Config, *, ranks: Any = None, note: Callable[[str], None] = print) -> Any:
+    """The run of a checked config, ready for its steps."""
+    from runners.machine.startup import prepare
+    from runners.profiling import Stepping
+    from runners.ranks.ranks import Ranks
+    from runners.telemetry.diary import Diary
+    from runners.telemetry.report import Report
+    from runners.training.setup import SetUp
+
+    platform = prepare(config=config)
+    return Stepping(SetUp(config, platform, note, ranks=ranks or Ranks()).build(), Diary(Report()))
+
+
 def main(path: str) -> None:
     """Builds the run and takes steps until stdin ends."""
     side = Side(**json.loads(Path(path).read_text(encoding="utf-8")))
     # What MLX or a library prints must not come between the lines.
     out = os.dup(1)
     os.dup2(2, 1)
+    from grpo_fn.backends import disabled
     from runners.machine.startup import prepare
 
-    platform = prepare()
-    from grpo_fn.backends import disabled
-    from runners.config.loading import load_config
-    from runners.profiling import Stepping
-    from runners.telemetry.diary import Diary
-    from runners.telemetry.report import Report
-    from runners.training.setup import SetUp
-
+    prepare()
     config = load_config(side.config, [*side.overrides, NO_CHANGE]).check()
     with disabled(*side.disable):
-        stepping = Stepping(SetUp(config, platform).build(), Diary(Report()))
+        stepping = built(config)
 
         def step() -> dict[str, Any]:
             mx.reset_peak_memory()

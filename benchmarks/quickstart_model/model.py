@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from transformers import PreTrainedTokenizerFast
 
+import grpo_fn as g
 from benchmarks.quickstart_model.tokenizer import VOCAB_SIZE, prompt_text, save_tokenizer
 
 CONFIG = {
@@ -65,58 +66,22 @@ def save_embedded_model(
 
 
 def answers(
-    model: llama.Model,
-    tokenizer: Any,
-    questions: Sequence[str],
-    *,
-    samples: int = 1,
-    temperature: float = 0.0,
-    seed: int = 0,
+    model: llama.Model, tokenizer: Any, questions: Sequence[str], *, samples: int, temperature: float
 ) -> list[list[str]]:
-    """`samples` completions per question (without the nudge), greedy at temperature 0.
-
-    Questions whose prompts are equally long are decoded together, so that nothing is padded.
-    """
+    """`samples` completions per question (without the nudge), greedy at temperature 0."""
     prompts = [tokenizer.encode(prompt_text(tokenizer, text), add_special_tokens=False) for text in questions]
-    by_length: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(index)
-    found: list[list[str]] = [[] for _ in questions]
-    key = mx.random.key(seed)
-    for indices in by_length.values():
-        rows = [index for index in indices for _ in range(samples)]
-        key, subkey = mx.random.split(key)
-        tokens_bt = _decode(
-            model, mx.array([prompts[row] for row in rows]), temperature, subkey, tokenizer.eos_token_id
-        )
-        for row, tokens in zip(rows, tokens_bt, strict=True):
-            found[row].append(tokenizer.decode(tokens))
-    return found
-
-
-def _decode(
-    model: llama.Model, prompts_bt: mx.array, temperature: float, key: mx.array, end: int
-) -> list[list[int]]:
-    """Continue prompts of one length until every row has ended; the end token is left out."""
-    cache = model.make_cache()
-    tokens_bt, ended_b, next_bt = [], mx.zeros(prompts_bt.shape[0], dtype=mx.bool_), prompts_bt
-    for step_key in mx.random.split(key, LONGEST):
-        logits_bv = model(next_bt, cache=cache)[:, -1]
-        if temperature > 0:
-            tokens_b = mx.random.categorical(logits_bv / temperature, key=step_key)
-        else:
-            tokens_b = mx.argmax(logits_bv, axis=-1)
-        ended_b = ended_b | (tokens_b == end)
-        tokens_bt.append(tokens_b)
-        if mx.all(ended_b).item():
-            break
-        next_bt = tokens_b[:, None]
-    rows: Any = mx.stack(tokens_bt, axis=1).tolist()
-    return [row[: row.index(end)] if end in row else row for row in rows]
+    policy = g.Policy.from_module(model, patched=False)
+    ends = [tokenizer.eos_token_id]
+    sampling = g.Sampling(
+        num_generations=samples, max_new_tokens=LONGEST, temperature=temperature, eos_ids=ends
+    )
+    rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0))
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rollout.completions()]
+    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 
 def answer_of(text: str) -> str:
-    """What stands between the answer tags; a missing closing tag is forgiven."""
+    """The text between the answer tags; a missing closing tag is forgiven."""
     return text.partition("<answer>")[2].partition("</answer>")[0].strip()
 
 

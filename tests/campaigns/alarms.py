@@ -20,9 +20,8 @@ from pathlib import Path
 import attrs
 import click
 
-from benchmarks.evidence.command import REAL_MODEL
-from benchmarks.evidence.real_model import CONFIG
-from benchmarks.evidence.real_tasks import SUMS, TASKS
+from benchmarks.evidence.real_model import CONFIG, TASKS
+from benchmarks.harness.runs import REAL_MODEL
 from runners.config.loading import load_config
 from runners.files.json_files import read_lines
 from runners.files.run_files import METRICS
@@ -47,7 +46,7 @@ class Case:
     real: bool = False  # trains the model in GRPO_REAL_MODEL
 
 
-REAL_SUMS = ("data.source={out}/sums.jsonl", "eval.every=15", *SUMS, "optim.max_steps=60")
+REAL_SUMS = ("data.source={out}/sums.jsonl", "eval.every=15", *TASKS["sums"], "optim.max_steps=60")
 REAL_JSON = ("data.source=embedded", "eval.every=8", *TASKS["JSON form"])
 CASES = {
     "quickstart": Case(10, True, "quickstart"),

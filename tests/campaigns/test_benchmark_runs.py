@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from benchmarks import evidence
-from benchmarks.evidence.pool import ROOT
 from benchmarks.harness import report
 from benchmarks.harness.record import load_records
+from benchmarks.harness.runs import ROOT
 from tests.support.benchmark_runs import check_quick_run
 
 
@@ -24,8 +24,6 @@ def test_each_benchmark_runs_and_writes_its_result(name, tmp_path):
 @pytest.mark.parametrize("name", evidence.NAMES)
 def test_each_command_of_evidence_runs_and_writes_its_result(name, tmp_path):
     """As the benchmarks do, and a picture beside it."""
-    if name == "against_trl":
-        pytest.importorskip("trl", reason="of the extra `peers`")
     check_quick_run(f"evidence.{name}", tmp_path)
     assert (tmp_path / f"evidence_{name}.svg").is_file()
 

@@ -6,9 +6,12 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.evidence import gsm8k, joined, programs, rates, reported, watched
+from benchmarks.evidence import gsm8k, joined, programs, rates, watched
 from benchmarks.evidence.slots import jobs_of
+from benchmarks.harness import plots, report
 from benchmarks.harness.record import Figure, load_records, make_record, save_record
+from benchmarks.harness.runs import log_lines
+from runners.files.run_files import METRICS
 
 EVALUATION = {"em": 0.1, "eval/rewards/last_number_reward": 0.25, "em_subset": 20, "time/elapsed": 30.0}
 STEP = {"reward": 0.5, "step_time": 2.0, "num_tokens": 64, "time/elapsed": 60.0, "memory/peak_gb": 3.0}
@@ -42,14 +45,18 @@ def test_scores_are_shares_with_their_curve_over_minutes():
 
 def test_a_line_that_is_still_written_is_not_read(tmp_path):
     """A log may be read at any time, also before it is there."""
-    assert watched.log_lines(tmp_path) == []
-    (tmp_path / watched.LOG).write_text('{"update": 0}\n{"upd')
-    assert watched.log_lines(tmp_path) == [{"update": 0}]
+    assert log_lines(tmp_path) == []
+    (tmp_path / METRICS).write_text('{"update": 0}\n{"upd')
+    assert log_lines(tmp_path) == [{"update": 0}]
 
 
-def test_training_stops_in_time_for_the_last_scores():
+def test_training_stops_in_time_for_the_last_scores(tmp_path):
     """As a condition that a run understands."""
-    assert watched.time_limit(8.5) == 'stop.when=["time/elapsed >= 465"]'
+    call = watched.Call(
+        quick=False, work=tmp_path, model="m", data=tmp_path, seed=0, minutes=8.5, more=(), resume=False
+    )
+    assert call.stopping() == 'stop.when=["time/elapsed >= 465"]'
+    assert call.folder("gsm8k-full, rate 1") == tmp_path / "gsm8k-full-rate-1-0"
 
 
 @pytest.mark.parametrize("side", ["full", "lora"])
@@ -82,7 +89,7 @@ def test_results_of_several_commands_are_joined(tmp_path):
 
 def test_slots_divide_the_gpus(tmp_path):
     """A line, a slot: its commands one after the other; comments and empty lines are none."""
-    jobs = jobs_of("# first\na.b --x 'y z' ; c.d\n\ne.f # last\ng.h\n", 2, tmp_path)
+    jobs = jobs_of("# first\na.b --x 'y z' ; c.d\n\ne.f # last\ng.h\n", 2, tmp_path, until=1.0)
     assert [job.environment["CUDA_VISIBLE_DEVICES"] for job in jobs] == ["0", "1", "0"]
     assert jobs[0].command[2].count(" -m ") == 2 and "a.b --x 'y z' ; " in jobs[0].command[2]
     assert jobs[1].name == "e.f"
@@ -108,16 +115,9 @@ def test_programs_are_scored_by_set(tmp_path):
 def test_every_point_of_the_grid_has_a_name_of_its_own():
     """Names of figures; a bad part is refused with what is wanted."""
     assert len({point.name for point in rates.GRID}) == len(rates.GRID)
-    words = ["--out", "x", "--model", "embedded", "--data", "x", "--part", "3/2"]
+    words = ["--out", "x", "--model", "embedded", "--data", ".", "--part", "3/2"]
     refused = CliRunner().invoke(rates.main, words)
     assert refused.exit_code == 2 and "expected K/N with 1 <= K <= N" in refused.output
-
-
-@pytest.mark.parametrize("page", reported.PAGES)
-def test_pages_have_what_was_measured(page):
-    """`python -m benchmarks.evidence.reported` would change nothing."""
-    text = (reported.ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert reported.rendered(page, text) == text
 
 
 def test_a_table_and_a_picture_are_made_of_results(tmp_path):
@@ -130,10 +130,10 @@ def test_a_table_and_a_picture_are_made_of_results(tmp_path):
     ]
     machine = {"device": "none", "mlx": "0"}
     record = make_record("gsm8k", figures, quick=False, machine=machine, rates={})
-    assert "| full | 2     | 25" in reported.overview(record)
+    assert "| full | 2     | 25" in report.overview(record)
     pytest.importorskip("matplotlib")
-    reported.draw(record, tmp_path / "picture.svg")
-    assert "minutes since the command" in (tmp_path / "picture.svg").read_text()
+    plots.draw_curves(record, tmp_path / "picture.svg")
+    assert "minutes" in (tmp_path / "picture.svg").read_text()
     parts = [Figure(name="sync, first: moments", value=2, unit="s"), Figure(name="sync, first: all", value=3)]
     step = make_record("gpu_step", parts, quick=False, machine=machine, rates={})
-    assert "| sync, first | 2          | 3   |" in reported.figures_table(step)
+    assert "| sync, first | 2          | 3   |" in report.overview(step)
