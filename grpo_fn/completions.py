@@ -69,8 +69,8 @@ class Rollout:
 
     def turn_states(self) -> mx.array:
         """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
-        given tokens have the same number (for first turns, only the prompt counts); -1 if there is
-        no such turn.
+        given tokens have the same number (for first turns, only the prompt counts). If there is no
+        such turn, the number is -1.
         """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(

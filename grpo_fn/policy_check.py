@@ -5,8 +5,8 @@ sampling and learning.
     later the learner's batches
            log-probs  ──── the same, or a slower path ────  log-probs
 
-A model's structure determines which fast paths are possible. Here, its numbers determine which of
-them are used.
+A model's structure determines which fast paths are possible. The log-probs that are computed here
+determine which of these paths are used.
 """
 
 from collections.abc import Callable, Collection, Sequence

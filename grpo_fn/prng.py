@@ -2,8 +2,8 @@
 
 A key is two 32-bit words. `mx.random.key(s)` is (s >> 32, s mod 2^32), so keys of neighbouring
 seeds differ in only a few bits, as do the numbers that are folded into them. Therefore, each key is
-hashed before a number is folded in, and again afterwards, so that names that differ in any part
-have independent streams.
+hashed before a number is folded in, and again afterwards, so that any difference in seed, purpose,
+step, prompt or index gives an independent stream.
 
 Use a key either to derive further keys or to generate numbers, but not for both.
 """
@@ -45,7 +45,8 @@ def fold_in_rows(keys_n2: mx.array, data_n: mx.array) -> mx.array:
 
 
 def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array) -> mx.array:
-    """The key [N,2] of each completion, from the numbers of its prompt and completion."""
+    """The key [N,2] of each completion, derived from the prompt's number and the completion's
+    number."""
     rows = mx.broadcast_to(key[None], (prompts_n.shape[0], 2))
     return fold_in_rows(fold_in_rows(rows, prompts_n), generations_n)
 

@@ -70,8 +70,8 @@ def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
 
 
 def storing(tree: Tree, key: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
-    """`store(new, old)`: converts a new value to the old one's dtype, from float32 to 16 bits with
-    `stochastic_round`.
+    """Returns `store(new, old)`, which converts a new value to the old value's dtype; from float32
+    to 16 bits, it uses `stochastic_round`.
 
     Each call uses its own key; there is one key for each leaf of the tree.
     """

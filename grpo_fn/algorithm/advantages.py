@@ -1,5 +1,5 @@
-"""Computes advantages from rewards: combined reward functions, baselines, scaling, credit for steps
-(turns).
+"""Computes advantages from rewards: combines reward functions, subtracts baselines, scales, and
+credits steps (turns).
 """
 
 import mlx.core as mx
@@ -66,8 +66,8 @@ def group_advantages(
     """Advantages of P groups of G completions.
 
     Args:
-        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, which are all
-            compared; NaN, infinite or beyond ±1e15: no reward.
+        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion; all steps of a
+            group are compared with each other. NaN, infinite or beyond ±1e15: no reward.
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean`
             (GDPO's second normalisation), or `turn`, which is `group_mean` here: see
             `turn_advantages`.
@@ -203,11 +203,10 @@ def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
 def overlong_penalty(
     lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0
 ) -> mx.array:
-    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32
-    [B].
+    """DAPO's soft penalty on long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
 
-    It is 0 up to `max_length − buffer` tokens, then falls linearly to −1 at `max_length`, and is
-    constant beyond; all of this is multiplied by `factor`.
+    The penalty is 0 up to `max_length − buffer` tokens, falls linearly to −`factor` at
+    `max_length`, and stays constant beyond.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.

@@ -22,8 +22,8 @@ def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the batch (GDPO's second normalisation), rounded to exactly 0 within the error of
-    its sum.
+    """The mean of the batch (GDPO's second normalisation); exactly 0 if it is within the rounding
+    error of the sum.
 
     GDPO's normalised rewards have a mean of 0, so a group without variance must have A = 0, not
     ±1e-8.
@@ -58,8 +58,8 @@ def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]. It sums over a completion's steps first, so that rewards
-    at a single step have bit-identical results to rewards without steps.
+    """Sum of each group, [P,1] or [P,1,1]. A completion's steps are summed first, so that rewards
+    at a single step and rewards without steps give bit-identical results.
     """
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)

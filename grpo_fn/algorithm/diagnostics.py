@@ -48,7 +48,8 @@ class LossStats(NamedTuple):
 
     @property
     def ess(self) -> mx.array:
-        """Effective sample size over the number of tokens, (Σw)²/(nΣw²): 1 if μ = π_old."""
+        """Effective sample size divided by the number of tokens, (Σw)²/(nΣw²); it is 1 if μ =
+        π_old."""
         return mx.square(self.is_ratio_mean) / mx.maximum(self.is_ratio_sq_mean, 1e-30)
 
 
@@ -82,9 +83,9 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of the loss `total / denominator`, computed from the ratios r, the KL before
-    any bias correction, the correction's weights and the tokens inside the surrogate's trust
-    region, if any; no gradient flows.
+    """The diagnostics of the loss `total / denominator`, without a gradient. They are computed from
+    the ratios r, the KL before any bias correction, the correction's weights, and the mask of
+    tokens inside the surrogate's trust region, if it has one.
     """
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row
@@ -147,8 +148,8 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch without rows for the learner: its denominator, and 0 for everything
-    else.
+    """The stats of a batch without rows for the learner: the batch's denominator, and 0 for
+    everything else.
     """
     zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
     return zeros._replace(denominator=denominator)

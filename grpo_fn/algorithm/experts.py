@@ -4,8 +4,8 @@ balances the shares.
     loss = E · Σ_e f_e · P_e        f_e = share of the choices of expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
 
-Switch Transformer, arXiv 2101.03961, eq. 4–6, with k choices per token instead of one. The value is
-1 for even shares, and up to E/k if all tokens use the same k experts.
+The loss is Switch Transformer's (arXiv 2101.03961, eq. 4–6), with k choices per token instead of
+one. The value is 1 for even shares, and up to E/k if all tokens use the same k experts.
 """
 
 import mlx.core as mx
@@ -14,10 +14,10 @@ from grpo_fn.checks import check_rank, check_shape
 
 
 def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """f_e: the share of the counted tokens' choices of each expert, [E], float32; no gradient.
+    """f_e: each expert's share of the choices of all counted tokens, [E], float32; no gradient.
 
     Args:
-        logits_ne: a router's logits [N,E]; the largest are the chosen ones.
+        logits_ne: a router's logits [N,E]; each row's k largest are the chosen experts.
         mask_n: True for tokens that count, [N].
         experts_per_token: k.
 

@@ -1,11 +1,11 @@
 """Per-token estimators of KL(π_θ ‖ π_ref) from the log-probabilities of sampled tokens.
 
-Source: J. Schulman, "Approximating KL divergence" (2020). With y = log π_ref − log π_θ of a token
-    sampled from π_θ, all three have KL as their mean (k2 to second order); they differ in variance
-    and sign.
+Source: J. Schulman, "Approximating KL divergence" (2020). Let y = log π_ref − log π_θ for a token
+    sampled from π_θ. The mean of each estimator is the KL (for k2, to second order); the estimators
+    differ in variance and sign.
 
-Far from equality, k2 and k3 continue as straight lines. A bound would remove the gradient where the
-KL is largest, but without any limit a single token could dominate a batch. To add an estimator,
+Far from y = 0, k2 and k3 continue as straight lines. Clipping them would remove the gradient where
+the KL is largest, but without a limit, a single token could dominate a batch. To add an estimator,
 write a function of y and add a line to ESTIMATORS.
 """
 

@@ -4,7 +4,8 @@
 
 Everything is float32. At masked positions, every input is replaced by zero before any arithmetic,
 so values there (including NaN and inf) do not affect the loss or the gradient. A counted log-prob
-of −∞ becomes −10,000, without a gradient: the difference of two of them is 0, not NaN.
+of −∞ becomes −10,000, without a gradient, so that the difference of two such log-probs is 0 instead
+of NaN.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two numbers that include rows which are omitted from the
+    """The arrays of `policy_loss`, and two counts that also include the rows omitted from the
     batch.
     """
 
@@ -104,7 +105,7 @@ def loss_sum(
     max_completion_length: int | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """`policy_loss` before the division: the sum, with the denominator in the stats.
+    """The sum of `policy_loss` before the division; the stats contain the denominator.
 
     The learner accumulates both and divides once, so any split of a batch results in the same step.
     """

@@ -1,9 +1,9 @@
 """Importance ratios: π_θ/π_old of the learner, and π_old/μ between learner and sampler.
 
-A correction for a sampler μ that differs from π_old is a weight for each token's policy term. Its
-function accepts π_old/μ of the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields
-that it needs as keywords. It returns the weight [B,T]. To add one, write the function and add a
-line to CORRECTIONS.
+A correction for a sampler μ that differs from π_old is a weight for each token's policy term. A
+correction's function accepts π_old/μ of the tokens, [B,T], and of their sequences, [B,1]; the
+LossSpec fields that it needs are keywords. It returns the weight [B,T]. To add one, write the
+function and add a line to CORRECTIONS.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ class RolloutMismatch(NamedTuple):
 def rollout_mismatch(
     old_logp_bt: mx.array, rollout_logp_bt: mx.array, mask_bt: mx.array, sequence_ratio: str
 ) -> RolloutMismatch:
-    """π_old/μ of each token and of each sequence: q = exp(mean of d) (`geometric`) or exp(Σ d)
-    (`product`).
+    """The ratio π_old/μ = exp d of each token, and the ratio q of each sequence: exp(mean of d)
+    (`geometric`) or exp(Σ d) (`product`).
 
     All arrays are float32 [B,T], finite at masked positions.
     """
@@ -74,7 +74,7 @@ def unweighted(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
 def token_truncate(
     ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
 ) -> mx.array:
-    """exp d between floor and cap (FlashRL; TRL)."""
+    """exp d, clipped to the range from floor to cap (FlashRL; TRL)."""
     return mx.clip(ratio_bt, correction_floor, correction_cap)
 
 
@@ -89,7 +89,7 @@ def token_mask(
 def sequence_truncate(
     ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
 ) -> mx.array:
-    """q between floor and cap, at every token (TRL, with the product)."""
+    """q, clipped to the range from floor to cap, at every token (TRL, with the product)."""
     return mx.broadcast_to(mx.clip(q_b1, correction_floor, correction_cap), ratio_bt.shape)
 
 
@@ -122,6 +122,6 @@ CORRECTIONS: dict[str, Correction] = {
 def drop_sequences(
     weight_bt: mx.array, q_b1: mx.array, sequence_range: tuple[float, float]
 ) -> mx.array:
-    """The weight, and 0 for each row whose q is outside the range."""
+    """Sets the weight to 0 in each row whose q is outside the range."""
     low, high = sequence_range
     return mx.where((q_b1 >= low) & (q_b1 <= high), weight_bt, 0.0)

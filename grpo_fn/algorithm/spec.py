@@ -19,8 +19,8 @@ from grpo_fn.checks import check_choice
 
 
 class Aggregation(NamedTuple):
-    """The denominator of the rows' losses, and whether each row's loss is the mean over its counted
-    tokens."""
+    """How token losses are reduced: the denominator, and whether a row's loss is the mean over its
+    counted tokens."""
 
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
     row_mean: bool = False
@@ -39,8 +39,8 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def divided(total: mx.array, denominator: mx.array) -> mx.array:
-    """A loss or gradient from its sum and denominator. A denominator of 0 is replaced by 1: either
-    all tokens are masked, or the aggregation is `sum`.
+    """Divides the sum of a loss or a gradient by its denominator. A denominator of 0 is replaced by
+    1: either all tokens are masked, or the aggregation is `sum`.
     """
     return total / divisor(denominator)
 
@@ -193,7 +193,7 @@ class LossSpec:
 
     @property
     def upper_epsilon(self) -> float:
-        """ε_high, or ε_low if it is not set."""
+        """ε_high; if it is not set, ε_low."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
     @property

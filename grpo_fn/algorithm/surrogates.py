@@ -142,8 +142,8 @@ def vespo(
 ) -> mx.array:
     """ℓ = −sg(φ(w))·A·log π_θ with φ(w) = exp(λ + k·log w − λ·w) (VESPO, as in TRL 1.16).
 
-    w = Π_t r_t·(weight of the correction) over the row, log w between log 1e-8 and 20; k and λ by
-    the sign of A.
+    w is the product of r_t·(weight of the correction) over the row, with log w limited to log 1e-8
+    … 20. k and λ depend on the sign of A.
     """
     lowest = math.log(1e-8)
     log_weight_bt = mx.clip(mx.log(weight_bt), lowest, LOG_RATIO_LIMIT)
@@ -166,8 +166,8 @@ def inside_tv(
 def inside_kl(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """DPPO's binary KL: at most `high` where A > 0, else at most `low`; or π moved in the opposite
-    direction.
+    """True where DPPO's binary KL is at most `high` (A > 0) or `low` (otherwise), or where π has
+    moved against the sign of A.
     """
     p_bt = mx.exp(logp_bt)
     old_bt = mx.exp(old_logp_bt)

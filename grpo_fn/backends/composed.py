@@ -29,7 +29,7 @@ LEAST_LOG = -1e3
 
 
 class SoftmaxSums(NamedTuple):
-    """The entropy of logits z, over their last axis."""
+    """The entropy of softmax z over the last axis of the logits z, and the sums that it needs."""
 
     top: mx.array  # max z; the axis stays, with size 1
     below: mx.array  # z − max z

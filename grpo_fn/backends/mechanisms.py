@@ -111,7 +111,7 @@ def backend() -> str:
 
 
 def has_cuda() -> bool:
-    """Whether a CUDA device computes."""
+    """Whether the computing device is a CUDA device."""
     return backend() == "cuda"
 
 
@@ -140,8 +140,9 @@ def number(name: str) -> int:
 
 
 def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
-    """Compiles a large step. On CUDA, nothing is fused, because a gradient's eighty kernels would
-    take minutes to compile, and the main gain of a compiled step is that it skips Python.
+    """Compiles a large step. On CUDA, operations are not fused, because compiling the eighty fused
+    kernels of a gradient would take minutes, and the main gain of a compiled step is that it skips
+    Python.
     """
     return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))
 
@@ -216,8 +217,8 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """A device's submodule that computes an operation, its attribute there, and its predicate's or
-    ""."""
+    """The submodule of a device that computes an operation, and the names of its function and its
+    predicate ("" for none)."""
     _check(name, OPERATIONS)
     folder = _folder(device)
     if folder is None or name not in folder.MECHANISMS:

@@ -172,8 +172,7 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch with the rows for the teacher, with the teacher's own prompts if they contain
-    hints.
+    """The batch as the teacher reads it: with the teacher's own prompts if they contain hints.
 
     `vocabulary` is the number of rows of the teacher's embedding; None if unknown. The student's
     embedding may have more padding rows; their ids, which only an untrained model samples, are

@@ -69,7 +69,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with the counts of only its own rows and tokens."""
+    """The batch with denominators that count only its own rows and tokens."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -92,8 +92,8 @@ def take_part(
     prompts: Sequence[int] | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
-    """The only function that cuts and pads a batch, each field according to its `AXES`; the counts
-    remain the whole batch's.
+    """Selects, cuts and pads the fields of a batch along their `AXES`; the counts remain the whole
+    batch's. No other function does this.
 
     Args:
         rows: the rows of `targets_bt`.

@@ -72,12 +72,12 @@ class GradStep:
             state: the gradient is computed at its params; its ref_params are used if the spec has a
                 KL term.
             batch: one batch, or its micro-batches.
-            submitted: called after each micro-batch except the last with a 0-d array that is
-                computed with it: evaluate the previous value to stay at most one micro-batch ahead
-                    of the device.
+            submitted: called after each micro-batch except the last, with a 0-d array that depends
+                on the micro-batch. Evaluate the array of the previous call to stay at most one
+                micro-batch ahead of the device.
 
-            logprobs: extended by the log π_θ of each micro-batch's tokens [B,T] with which the
-                loss was computed, as in `logprob_step`.
+            logprobs: a list to which the log π_θ [B,T] of each micro-batch's tokens is appended, as
+                in the loss.
 
         Raises:
             ValueError: there is no batch, a token id is outside the model's embedding, or beta > 0
@@ -276,8 +276,8 @@ def make_sft_step(
 
     over the tokens of all completions, at temperature 1.
 
-    A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of
-    the completions. It is `make_grad_step` with a loss without ratios, and accepts the same
-    arguments.
+    Create batches with `given_rollout` and `make_batch`; the advantages are 1, or the weights of
+    the completions. The step is `make_grad_step`'s with a loss that has no ratios, and accepts the
+    same arguments.
     """
     return make_grad_step(policy, SFT, router_aux_coef=router_aux_coef, compile=compile)

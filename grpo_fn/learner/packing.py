@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
-        """Whether a batch of the other shape can be padded to this one."""
+        """Whether a batch of the other shape can be padded to this shape."""
         longer = self.length >= other.length and self.width >= other.width
         more = self.rows >= other.rows and self.prompts >= other.prompts
         return longer and more and (self.prompts == 0) == (other.prompts == 0)
@@ -79,9 +79,7 @@ class Packer:
         return round_up(size) if self.bucketed else size
 
     def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
-        """Distributes all rows to runs; with `share_prompts`, groups stay together if that is
-        cheaper.
-        """
+        """Assigns all rows to runs; with `share_prompts`, groups stay together if that is cheaper."""
         cost, runs = self._pack_rows(rows)
         if share_prompts:
             shared_cost, shared_runs = self._pack_groups(rows)

@@ -72,7 +72,8 @@ def sync_ref(
 ) -> TrainState:
     """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
 
-    `transform` is the function that created `ref_params` (a quantizer), if any; then α must be 1.
+    `transform` is the function that created `ref_params` (a quantizer), if any; with a transform, α
+    must be 1.
 
     Raises:
         ValueError: there is no reference, `mixup` is outside (0, 1], or it is below 1 with a
@@ -104,5 +105,6 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shape of `params` without memory: one number, broadcast."""
+    """Float32 zeros in the shapes of `params`. They need no memory, because each is one number,
+    broadcast."""
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

@@ -140,8 +140,8 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """Inside the `with` block, the module has these weights for decoding this many rows at a
-    time.
+    """Inside the `with` block, the module has its weights in the form for decoding this many rows
+    at a time.
     """
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))
@@ -159,9 +159,9 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 
 
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
-    """Additional bytes of these weights, for a model that computes in this dtype.
+    """The additional bytes that `decode_weights` needs, for a model that computes in this dtype.
 
-    None means each weight's own dtype. It is determined from shapes; nothing is computed.
+    A dtype of None means each weight's own dtype. Only shapes are used; nothing is computed.
     """
     with unpacked_weights(module, compute) as plain:
         layers = [layer.linear for _, layer in mergeable(module, compute)]

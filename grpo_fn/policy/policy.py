@@ -125,7 +125,7 @@ class Policy:
         return attrs.evolve(self, module=twin_module(self.module))
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
-        """A backend's forward function of that name for this policy, compiled once."""
+        """The backend's forward function of that name, compiled once for this policy."""
         if name not in self.compiled_programs:
             self.compiled_programs[name] = compiled(partial(forward, self.bound))
         return self.compiled_programs[name]
@@ -137,8 +137,8 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """Like `bound`, for decoding this many rows, with `decode_weights` if the policy
-        `joins_weights`.
+        """Like `bound`, for decoding this many rows. If `joins_weights` is set, `decode_weights`
+        applies.
         """
         with self.bound(params) as module:
             if not self.joins_weights:

@@ -6,8 +6,8 @@ head. Norms keep their precision. `dequantized` storage rounds the weights at ea
 with them at full speed; `packed` keeps them small (see `packed`). Both compute with the same
 rounded weights.
 
-Formats can be chosen per weight, according to the effect of rounding on log-probs, within a budget
-of bits.
+Each weight can have its own format. It is chosen by the effect of rounding on log-probs, within a
+budget of bits.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """The decode loop: rows start, sample one token per step, and leave when they are finished.
 
-It is a generator: the caller receives each step's tokens as a `Column`, and has control between
-steps.
+The loop is a generator: it yields each step's tokens as a `Column`, and the caller has control
+between steps.
 """
 
 from collections.abc import Generator

@@ -26,8 +26,7 @@ from grpo_fn.trees import Tree, on_host
 
 
 class Interrupted(Exception):
-    """Thrown into `decode`, or raised by replies: the rollout ends with the tokens sampled so
-    far."""
+    """Ends a rollout with the tokens sampled so far; thrown into `decode`, or raised by replies."""
 
 
 def generate(
@@ -58,8 +57,9 @@ def generate(
         replies: returns the tokens that follow a finished turn; with None, turns have no replies.
             The random numbers of a conversation continue over its turns. Conversations are decoded
             with a copy of the prompt for each row.
-        images: the images of each prompt, or None; None if no prompt has any. Such completions
-            are decoded with one copy of each prompt, and without a backend's compiled steps.
+        images: the images of each prompt, or None; None if no prompt has any. Completions of
+            prompts with images are decoded with one copy of each prompt, and without a backend's
+            compiled steps.
         decoding: settings for speed and memory; None means `Decoding()`. Results are the same up to
             rounding.
 

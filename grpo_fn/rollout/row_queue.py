@@ -4,7 +4,7 @@
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-It exists on the host and computes nothing. It tells `decode_queue` which rows start, and
+The queue exists on the host and computes nothing. It tells `decode_queue` which rows start, and
 `decode_queue` reports finished rows to it.
 """
 
@@ -46,9 +46,10 @@ class Entry:
         drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
         keep: keep the rows' caches when they end, for an entry that continues one of them.
-        borrows: copy the caches of any kept row for the tokens that its prompt shares with it.
-        continues: a kept row, whose caches contain tokens at the prompt's start that need not be
-            computed again. The first entry that continues a row consumes its caches.
+        borrows: if a kept row starts with the same tokens as the prompt, copy its caches for these
+            tokens.
+        continues: a kept row that starts with the same tokens as the prompt; its caches are used
+            for these tokens. The first entry that continues a row consumes its caches.
     """
 
     rows: tuple[int, ...]

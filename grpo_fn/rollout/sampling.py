@@ -122,7 +122,8 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
 
 
 def distribution_of(sampling: Sampling) -> Sampling:
-    """The distribution only; it is equal for samplings that differ in limits, ends or G."""
+    """Only the settings of the distribution; samplings that differ in limits, ends or G have equal
+    ones."""
     return attrs.evolve(
         sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
     )

@@ -1,4 +1,5 @@
-"""Conversations in the decode loop: waiting rows, continuing rows, and all tokens so far.
+"""Conversations in the decode loop: which rows wait for replies, which continue, and all their
+tokens.
 
     sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
@@ -29,9 +30,9 @@ class Replies(Protocol):
         ...
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """The replies since the last call; waits for the replies of at least `least` rows.
+        """Returns the replies since the last call; waits until at least `least` rows have replies.
 
-        A reply is the token ids that follow the turn's last token, exactly; None ends the
+        A reply contains exactly the token ids that follow the turn's last token; None ends the
         conversation.
         """
         ...
@@ -79,7 +80,8 @@ class _Talk:
 
 
 class Turns(RowQueue):
-    """A queue whose rows are turns: a finished turn may be followed by a reply, and then continues.
+    """A queue whose rows are turns of conversations. If a reply follows a finished turn, the next
+    turn is added.
 
     Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
     """
@@ -106,7 +108,7 @@ class Turns(RowQueue):
         ]
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """See `RowQueue`. Turns with new replies wait from now on.
+        """See `RowQueue`. First, turns after new replies are added to the waiting rows.
 
         Raises ValueError if replies belong to unexpected rows, or if token ids are out of range.
         """

@@ -47,8 +47,8 @@ _found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.rel
 
 
 def load_blas() -> Blas:
-    """Loads a fast BLAS globally, once per process; GRPO_FN_BLAS in the environment names one, or
-    is "none".
+    """Loads a fast BLAS globally, once per process. The environment variable GRPO_FN_BLAS can name
+    one; "none" loads none.
 
     Loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has already been
     imported.

@@ -7,9 +7,9 @@ vector instructions. Everything here is for float32: see `on_cpu`.
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
 e^r is a polynomial of degree 6 (least squares on Chebyshev nodes, relative error 4e-9), evaluated
-by Estrin's scheme, which has few dependent steps, so that each of the four functions below is one
-pass over memory, or less inside a compiled step. 2^n is computed by writing n into the exponent's
-bits; n is in the lowest bits of the sum that rounds it.
+by Estrin's scheme, which has few dependent steps. Each of the four functions below therefore needs
+one pass over memory, or less inside a compiled step. 2^n is computed by writing n into the
+exponent's bits; n itself is in the lowest bits of the sum that rounds it.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def exp(x: mx.array) -> mx.array:
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which is removed: a product with a column, because MLX adds one
-    number at a time."""
+    """Σ x along the last axis, which is removed. It is computed as a product with a column, because
+    MLX adds one number at a time."""
     return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
 
 
@@ -191,7 +191,8 @@ def _gated_gradient(
 
 
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
-    """The product of attention weights and values in float32, which is the faster product on a CPU.
+    """The product of attention weights and values, computed in float32 because that is faster on a
+    CPU.
 
     A sum of two such products is rounded to 16 bits once, like a single product over copied
     prompts. If it were rounded twice, log-probs would differ from the learner's by up to 0.12 nats.

@@ -1,8 +1,9 @@
 """Weights in blocks, for products with few rows while a model samples.
 
-OpenBLAS copies a matrix into an order of its own before it multiplies, which takes longer than a
-product with few rows. Below a million multiplications, on processors with AVX-512, it makes no
-copy. So a weight [out,in] is laid out as blocks [N,in,W], each of them a product of its own.
+Before a product, OpenBLAS copies the matrix into another layout, which takes longer than the
+product itself if there are few rows. On processors with AVX-512, it makes no copy for a product of
+less than a million multiplications. Therefore, a weight [out,in] is stored as blocks [N,in,W], and
+each block is multiplied separately.
 """
 
 import copy
@@ -29,7 +30,8 @@ def has_small_products() -> bool:
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int) -> Iterator[None]:
-    """The module with weights in blocks for this number of rows, inside the `with` block."""
+    """Inside the `with` block, the module has its weights in blocks, for products with this many
+    rows."""
     old = [
         (path, layer)
         for path, layer in module.named_modules()

@@ -50,19 +50,20 @@ _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
-    """Whether kernels for the three floating dtypes support this dtype on this machine."""
+    """Whether this machine has CUDA, and the dtype is one of the three floating dtypes of the
+    kernels."""
     return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
 
 
 def literal(number: float) -> str:
-    """A number as text in a kernel's source. If it were an argument, it would be in host memory and
-    each launch would wait for it. Each distinct number requires a separate kernel.
+    """A number as text in a kernel's source. As an argument, the number would be in host memory,
+    and each launch would wait for it. Each distinct number requires a separate kernel.
     """
     return f"({number:.9e}f)"
 
 
 class CudaKernel:
-    """A kernel whose source is the body of a function of its inputs and outputs, by name."""
+    """A kernel. Its source is the body of a function that refers to inputs and outputs by name."""
 
     def __init__(
         self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str
@@ -153,8 +154,8 @@ class CudaKernel:
 
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """The kernel: a `CudaKernel` or, without NVRTC, an `mx.fast.cuda_kernel`, which is called in
-    the same way.
+    """Creates a kernel: a `CudaKernel` or, without NVRTC, an `mx.fast.cuda_kernel`, which is called
+    in the same way.
     """
     if _nvrtc() is not None:
         return CudaKernel(name, inputs, outputs, source)
@@ -215,7 +216,7 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 def compiled_source(source: str, architecture: str) -> bytes:
-    """The machine code of CUDA source for an architecture such as "sm_90".
+    """Compiles CUDA source to machine code for an architecture such as "sm_90".
 
     Raises:
         RuntimeError: NVRTC rejects the source; contains its message.

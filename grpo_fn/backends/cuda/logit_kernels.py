@@ -2,8 +2,8 @@
 
 A block of threads computes one row. MLX's composed form needs about a dozen passes over float32
 copies of the logits. Here, each number of a product is read once and, for its gradient, written
-once, in its own dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), and add
-the moment that an entropy requires:
+once, in its own dtype. The running sums follow Milakov and Gimelshein (arXiv 1805.02867), and also
+compute the moment that an entropy requires:
 
     top = max z      total = Σ e^{z − top}      moment = Σ e^{z − top} (z − top)
     lse = top + log total                       H = log total − moment / total

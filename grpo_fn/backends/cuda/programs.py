@@ -101,8 +101,8 @@ _CHAINS: dict[
 
 
 def names(dtype: str) -> tuple[str, ...]:
-    """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's
-    files."""
+    """The programs that a rollout and a gradient need in this compute dtype, named as in MLX's
+    cache."""
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     chains = [chain.format(_CODES[dtype]) for chain in _CHAINS]

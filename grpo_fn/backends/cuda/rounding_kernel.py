@@ -1,5 +1,5 @@
-"""Kernels for calibrated rounding: a block of threads rounds some rows of a block of columns, and
-one thread computes a range.
+"""Kernels for calibrated rounding. In the first, a block of threads rounds some rows of a block of
+columns. In the second, each thread computes the range of one group of columns.
 """
 
 import functools
@@ -139,14 +139,14 @@ def tensor_cores() -> bool:
 
 
 def round_columns(bits: int, group: int) -> Callable[..., mx.array]:
-    """As `policy.calibration._codes`."""
+    """Computes the same as `policy.calibration._codes`."""
     return functools.partial(_round_columns, bits, group)
 
 
 def group_ranges(
     bits: int, group: int, dtype: mx.Dtype, shrinks: tuple[float, ...]
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """As `policy.calibration._ranges`."""
+    """Computes the same as `policy.calibration._ranges`."""
     return functools.partial(_group_ranges, bits, group, dtype, shrinks)
 
 

@@ -25,8 +25,8 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 def chunk_rows(vocabulary: int) -> int:
     """The default number of positions per chunk.
 
-    On a CPU, 96, or fewer if they exceed 16 MB and more if they need less than 1 MB. On a GPU, as
-    many as fit in 128 MB (Metal) or 512 MB (CUDA).
+    On a CPU, it is 96; fewer if their logits exceed 16 MB, and more if these need less than 1 MB.
+    On a GPU, it is the number of positions whose logits fit in 128 MB (Metal) or 512 MB (CUDA).
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -121,8 +121,8 @@ def _chunked(
     lse_n]."""
 
     def divided(x: mx.array) -> mx.array:
-        """Divides by the temperature. Each pass over a chunk's logits takes time, so it is skipped
-        for a cotangent of one.
+        """Divides by the temperature. A temperature of 1 is skipped, because each pass over a
+        chunk's logits takes time.
         """
         return x if isinstance(temperature, int | float) and temperature == 1 else x / temperature
 

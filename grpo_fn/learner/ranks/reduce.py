@@ -96,7 +96,8 @@ BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
 
 
 class Collectives(Protocol):
-    """The required operations on a group of ranks; `collectives` creates them from MLX's group.
+    """The operations that training requires of a group of ranks; `collectives` creates them from
+    MLX's group.
 
     Every rank must call the same methods in the same order, with arrays of the same shapes.
     """
@@ -110,11 +111,11 @@ class Collectives(Protocol):
         ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of all ranks' arrays on all ranks, evaluated."""
+        """The sum of the arrays over all ranks, evaluated; every rank receives it."""
         ...
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """The arrays [n] of all ranks as [N·n] in rank order, evaluated."""
+        """The arrays [n] of all ranks, concatenated to [N·n] in rank order and evaluated."""
         ...
 
 
@@ -123,8 +124,8 @@ class MlxCollectives:
     """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
     afterwards.
 
-    Otherwise, a Metal GPU's command buffer would wait for the slowest rank, and the system ends a
-    buffer that waits for some seconds.
+    If they were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank, and
+    macOS ends a buffer that waits for several seconds.
     """
 
     group: mx.distributed.Group
@@ -150,7 +151,8 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """The group's collectives: on the GPU (NCCL) if MLX is built for CUDA, otherwise on the CPU.
+    """Creates the collectives of a group. They run on the GPU (NCCL) if MLX is built for CUDA,
+    otherwise on the CPU.
 
     For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with
     its own stream.
@@ -184,8 +186,8 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
-    """Rank 0's tree on all ranks, bit for bit; the others pass a tree with the same shapes and
-    dtypes."""
+    """Copies rank 0's tree to all ranks, bit for bit. The other ranks pass a tree with the same
+    shapes and dtypes."""
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
@@ -233,8 +235,8 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Bounds [low, high) of consecutive leaves with at most `BUCKET_BYTES` together, or of a single
-    leaf."""
+    """The bounds [low, high) of each bucket: consecutive leaves of at most `BUCKET_BYTES` in total,
+    or a single leaf."""
     low = held = 0
     for place, size in enumerate(sizes):
         if place > low and held + size > BUCKET_BYTES:

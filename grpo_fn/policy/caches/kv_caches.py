@@ -17,7 +17,7 @@ _PROBE_ROWS = 13  # not a number of heads, so that a mask on the wrong axis cann
 
 
 def plain_caches(model: nn.Module) -> Caches:
-    """Empty caches from the model's own function; all rows of a batch must then have the same
+    """Creates empty caches with the model's own function; all rows of a batch must have the same
     length."""
     # pulls in transformers: only once decoding starts
     from mlx_lm.models.cache import make_prompt_cache
@@ -26,7 +26,7 @@ def plain_caches(model: nn.Module) -> Caches:
 
 
 def ragged_caches(model: nn.Module, rows: int) -> Caches:
-    """Empty caches for rows of different lengths; only if `takes_ragged`."""
+    """Creates empty caches for rows of different lengths; requires that `takes_ragged` is true."""
     # A separate cache for each row: merging reads them one by one.
     return merged([plain_caches(model) for _ in range(rows)])
 
@@ -41,8 +41,8 @@ def takes_ragged(model: nn.Module) -> bool:
     support it.
 
     This is determined by building a call without evaluating it, because some attention layers do
-    not accept a mask for each row. Only a model that `shares_keys` is evaluated, because it may
-    derive a position from the number of keys (afm7).
+    not accept a mask for each row. Only a model for which `shares_keys` is true is evaluated,
+    because it may derive a position from the number of keys (afm7).
     """
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
@@ -65,16 +65,16 @@ def _keep_keys(caches: Caches) -> bool:
 
 
 def shares_keys(model: nn.Module) -> bool:
-    """Whether some layers attend to keys and values from other layers' caches: there are fewer
-    caches than layers."""
+    """Whether some layers attend to keys and values from other layers' caches. Such a model has
+    fewer caches than layers."""
     return len(plain_caches(model)) < len(getattr(model, "layers", None) or [])
 
 
 def needs_caches(model: nn.Module) -> bool:
     """Whether logits with and without caches differ, so that training would not match sampling.
 
-    Only models that `shares_keys` are checked, on a few tokens: without shared caches, layers of
-    gemma3n use their own keys.
+    Only models for which `shares_keys` is true are checked, on a few tokens. For example, without
+    shared caches, layers of gemma3n use their own keys.
     """
     if not hasattr(model, "make_cache") or not shares_keys(model):
         return False
@@ -146,7 +146,8 @@ def hold_all_tokens(caches: Caches) -> bool:
 
 
 def join_rows(caches: Caches, others: Caches) -> None:
-    """Appends the rows of other caches, padded on the left; all of them `hold_all_tokens`."""
+    """Appends the rows of other caches, padded on the left; `hold_all_tokens` must be true for all
+    caches."""
     for number, other in enumerate(others):
         caches[number] = _padded(caches[number])
         caches[number].extend(_padded(other))

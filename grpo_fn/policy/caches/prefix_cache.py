@@ -45,7 +45,7 @@ class Layout:
     def of(
         cls, prompt_of: list[int], lengths: list[int], starts: list[int], firsts: list[int]
     ) -> "Layout":
-        """The layout of rows that are sorted by prompt; each prompt has a row."""
+        """The layout of rows that are sorted by prompt; each prompt has at least one row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
         grid = place = None
@@ -113,7 +113,7 @@ class PrefixCache:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """No mask, because a new token attends to all earlier ones."""
+        """Returns None: a new token attends to all earlier tokens, so it needs no mask."""
         if length != 1 or window_size is not None:
             raise ValueError(
                 f"length = {length}, window_size = {window_size}: expected 1 and no window"
@@ -182,8 +182,8 @@ class PrefixCache:
 
 
 def sharing_pays() -> bool:
-    """Whether one copy of each prompt was measured as faster on this kind of device: the default of
-    `generate`."""
+    """Whether sharing one copy of each prompt was measured to be faster on this kind of device;
+    this is the default of `generate`."""
     return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
@@ -252,8 +252,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
 
 
 def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> None:
-    """Appends the prompts and rows of other caches right after `fork`: own tokens start in the next
-    column."""
+    """Appends the prompts and rows of other caches that have just been forked; their own tokens
+    start in the next column."""
     layout, new = caches[0].layout, others[0].layout
     column = caches[0].own.offset
     joined = Layout.of(

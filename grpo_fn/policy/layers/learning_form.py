@@ -4,8 +4,8 @@ If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a
 that has no gradient. Only these layers are switched; dropout, which also depends on it, is
 unchanged.
 
-Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. For gated MLPs
-alone, it saves the largest part of that memory and takes less additional time.
+Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. If only gated
+MLPs are checkpointed, most of that memory is saved, for less additional time.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Fixes faults in mlx-lm's experts, in one of its models, and in tables of positions, for one
-instance.
+"""Fixes faults in mlx-lm's experts, in one of its models, and in tables of positions; only one
+module instance changes.
 
 MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
 past it, which corrupts other arrays or crashes.
@@ -79,9 +79,9 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 def bound_positions(module: nn.Module) -> int | None:
     """The number of positions that the module has learned; None if it has no table of positions.
 
-    A table is recognized by being indexed with the tokens' positions. This is determined by a call
-    in which only the positions are evaluated. Afterwards, positions beyond the table, which occur
-    only in padding, use its last row.
+    A table is recognized because the model indexes it with the tokens' positions, in a call in
+    which only the positions are evaluated. Afterwards, positions beyond the table, which occur only
+    in padding, use its last row.
     """
     from mlx_lm.tuner.dora import DoRAEmbedding
     from mlx_lm.tuner.lora import LoRAEmbedding

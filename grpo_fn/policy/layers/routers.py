@@ -34,7 +34,7 @@ def has_routers(module: nn.Module) -> bool:
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """k of the model's first router.
+    """The number of experts per token, k, of the model's first router.
 
     Raises:
         ValueError: see `recorded_routing`.

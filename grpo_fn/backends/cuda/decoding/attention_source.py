@@ -1,12 +1,12 @@
 """CUDA source of attention for one token per row, on tensor cores, for `prefix_attention` and
 `block_kernel`.
 
-A warp computes one row and one head of keys, with all query heads that share it, over every n-th
-tile of 16 keys. It keeps a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end,
-the warps' sums are combined, so the last bits depend on the number of warps. Keys and values bypass
-shared memory: the order of a head's numbers in a product is arbitrary, so a lane reads 16
-consecutive bytes of a key. Weights are rounded to the values' dtype, as in FlashAttention (arXiv
-2205.14135).
+A warp computes attention for one row and one key head, with all query heads that share this key
+head. If n warps share this work, each processes every n-th tile of 16 keys. A warp keeps a running
+softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the warps' sums are combined, so the
+last bits depend on the number of warps. Keys and values bypass shared memory: the order of a head's
+numbers in a product is arbitrary, so a lane reads 16 consecutive bytes of a key. Weights are
+rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
 
 Names in capitals are constants of the kernel: HD (size of a head), R (query heads that share keys),
     SCALE, and MMA (the dtype's name in PTX).
@@ -23,8 +23,8 @@ _TILES = 16  # tiles of a usual row
 
 
 def warps_of_row(items: int, room: int) -> int:
-    """The fastest number of warps per item (a row and a head of keys) for `items` items, if `room`
-    warps run at a time.
+    """The fastest number of warps per item (a row and a key head), for `items` items and `room`
+    warps that run at the same time.
     """
     return min(
         _WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps)

@@ -1,8 +1,8 @@
 """One CUDA kernel for a whole decoder block at one token per row: norms, products, attention and
 MLP.
 
-A decoding step has about 300 operations, each of which costs the host 5 to 13 µs in MLX; together,
-this is twice the device's time. Here, a whole block is a single launch.
+In MLX, a decoding step launches about 300 operations. Each costs the host 5 to 13 µs, which adds up
+to twice the time that the device needs. This kernel computes a whole block in a single launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down
@@ -58,7 +58,7 @@ class BlockShape:
 
     @property
     def products(self) -> int:
-        """Number of multiplications per row, one for each weight."""
+        """The number of multiplications per row, which is the number of weights."""
         heads = self.head_width * (2 * self.heads + 2 * self.shared)
         return self.width * (heads + self.hidden * (3 if self.gated else 2))
 
@@ -80,9 +80,7 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """The weights of a block; weights of products are [out,in]. A weight is None if the block does
-    not have it.
-    """
+    """The weights of a block; matrices are [out,in]. A weight that the block does not have is None."""
 
     q: mx.array
     k: mx.array

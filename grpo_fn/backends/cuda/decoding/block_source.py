@@ -1,9 +1,9 @@
 """The CUDA source of `block_kernel`.
 
-One block of threads runs on each multiprocessor. Between the parts, all blocks wait for each other
-by counting in `barrier`, two numbers that are updated in place. Therefore, the number of launched
-blocks must not exceed the number that can run at once, and launches with the same barrier must not
-overlap.
+One block of threads runs on each multiprocessor. Between the parts of the computation, all blocks
+wait for each other by counting in `barrier`, which contains two numbers that are updated in place.
+Therefore, the number of launched blocks must not exceed the number that can run at once, and
+launches with the same barrier must not overlap.
 
 Products: tiles of 128 rows × 64 columns, 64 numbers of K at a time through a ring of stages in
 shared memory, on tensor cores (mma.m16n8k16). If there are fewer tiles than multiprocessors, K is

@@ -266,11 +266,11 @@ class DecodeBlock(nn.Module):
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """Inside the `with` block, the module has its blocks in this form for this many rows; on CUDA
-    only.
+    """Inside the `with` block, `DecodeBlock`s replace the module's blocks for this many rows; on
+    CUDA only.
 
-    If the kernel does not support this many rows, the blocks stay unchanged, and other forms may be
-    used.
+    If the kernel does not support this many rows, the blocks stay unchanged, and other decoding
+    forms may be used.
     """
     found = known_blocks(module, rows)
     barrier = mx.zeros((64,), mx.uint32)

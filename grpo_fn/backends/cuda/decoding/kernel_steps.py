@@ -3,7 +3,8 @@ also writes the row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
 them. A compiled program is launched without running the Python code that describes it. If its
-buffers do not move, it can be launched ahead of the device.
+buffers keep their addresses, the host can launch it before the device has finished the previous
+step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +47,7 @@ class KernelSteps:
         Args:
             step: the policy's `kernel_forward`, compiled.
             params: all leaves of the model, as used in the forward pass.
-            caches: plain caches after P prompts, padded on the right; their spare room is used.
+            caches: plain caches of P prompts, padded on the right; their unused columns are used.
             lengths: number of tokens of each prompt.
             groups: number of rows of each prompt.
             room: the maximum number of tokens that can be fed to a row.
@@ -71,7 +72,7 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """See `Steps`. Rows right after their prefill replace finished rows."""
+        """See `Steps`. New rows, which have only been prefilled, replace finished rows."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -182,18 +183,18 @@ class KernelCache:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> None:
-        """No mask, because a new token attends to all earlier ones."""
+        """Returns None: a new token attends to all earlier tokens, so it needs no mask."""
         if length != 1 or window_size is not None:
             raise ValueError(
                 f"length = {length}, window_size = {window_size}: expected 1 and no window"
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The new key and value; the kernel stores them."""
+        """Returns the new key and value unchanged, because the kernel stores them."""
         return keys, values
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
+        """Attention [B,H,1,D] over the prompt, the row's own tokens so far, and the new token."""
         return append_and_attend(
             queries,
             keys,
