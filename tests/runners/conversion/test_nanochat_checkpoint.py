@@ -129,7 +129,7 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"n_layer": "3"}, "model_config.n_layer: expected a positive integer, found \"3\""),
+        ({"n_layer": "3"}, 'model_config.n_layer: expected a positive integer, found "3"'),
         ({"n_head": 3}, "Expected shape"),
         ({"window_pattern": "SSSL"}, "model_config contains window_pattern, which"),
         ({"vocab_size": 300}, "the tokenizer has .*, but the model's embedding has only 300 rows"),
