@@ -2,8 +2,6 @@
 difficulty` measures pass rates, `grpo plan` predicts memory, `grpo bench` measures time.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -69,7 +67,7 @@ def check_command(config: str, overrides: Sequence[str], problems: int, sample: 
         _show_sampled(completions, warnings)
 
 
-def _show(checked: RewardCheck, sample: int) -> None:
+def _show(checked: "RewardCheck", sample: int) -> None:
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     echo(
         f"data           {checked.train:,} problems to train on, "
@@ -97,7 +95,7 @@ def _show(checked: RewardCheck, sample: int) -> None:
 
 
 def _show_sampled(
-    completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]
+    completions: "Sequence[tuple[Example, Completion]]", warnings: Sequence[str]
 ) -> None:
     """Prints sampled completions: the text, the answer that was read from it, and each reward."""
     for number, (example, one) in enumerate(completions, 1):

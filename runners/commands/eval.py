@@ -1,7 +1,5 @@
 """`grpo eval`: measures a model on a set of problems, or compares two models."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -109,7 +107,7 @@ def _ks(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",") if part}))
 
 
-def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
+def _config(models: Sequence[str], values: dict[str, Any]) -> "Config":
     """Returns the config to measure with: from --config, from a model's run, from a model's grpo_prompt.json,
     or from the preset of a shipped model.
 
@@ -168,12 +166,12 @@ def _overrides(values: dict[str, Any]) -> list[str]:
 
 def _measure_all(
     models: Sequence[str],
-    config: Config,
+    config: "Config",
     ks: tuple[int, ...],
     num: int,
     machine: Any,
     values: dict[str, Any],
-) -> list[ModelResult]:
+) -> "list[ModelResult]":
     """Measures the models one after the other, so that only one is in memory."""
     from runners.data.datasets import load_rows, load_split, with_answers_of
     from runners.data.prompts import reward_columns

@@ -2,8 +2,6 @@
 a conversation on the terminal.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,14 +170,14 @@ def generate_command(
 
 
 def _rows(
-    model: InferenceModel,
-    conversations: Sequence[Sequence[Message]],
+    model: "InferenceModel",
+    conversations: "Sequence[Sequence[Message]]",
     num: int,
     values: dict[str, Any],
-    environments: Environments | None,
+    environments: "Environments | None",
     *,
     should_stop: Callable[[], bool],
-    speed: Speed,
+    speed: "Speed",
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each completion or conversation with tools, batch by batch."""
     import attrs
@@ -288,7 +286,7 @@ def chat_command(model: str, **values: Any) -> None:
         sys.exit(INTERRUPTED)
 
 
-def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversation:
+def open_conversation(model: "InferenceModel", values: dict[str, Any]) -> "Conversation":
     """Starts a conversation with the resolved options."""
     from runners.inference.text_generation import Conversation, generation_key
 

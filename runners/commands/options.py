@@ -1,7 +1,5 @@
 """Options that several commands share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -142,7 +140,7 @@ TOOLS_OF = (
 )
 
 
-def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
+def sampling_of(values: Mapping[str, Any], model: "InferenceModel") -> "Sampling":
     """Returns the resolved options of SAMPLING and PROMPT as one value."""
     from grpo_fn import Sampling
 
@@ -158,7 +156,7 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
     )
 
 
-def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
+def quantization_of(values: Mapping[str, Any]) -> "QuantizationOptions":
     """Returns the options of QUANTIZE as one value."""
     from runners.conversion.packing import QuantizationOptions
 
@@ -180,7 +178,7 @@ _PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
 _OF_A_CHAT = ("system", "nudge", "template_kwargs")
 
 
-def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
+def resolve_prompt(values: Mapping[str, Any], prompt: "PromptSettings | None") -> dict[str, Any]:
     """Returns the options, with missing values of PROMPT and --max-tokens filled in.
 
     The values come from the model's own settings, `prompt`, and are shown on stderr. Without such
@@ -204,7 +202,7 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     return found
 
 
-def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
+def open_tools(model: "InferenceModel", values: Mapping[str, Any]) -> "Environments | None":
     """Builds the environments for the resolved options of TOOLS and TOOLS_OF; None if there are no
     tools.
     """
@@ -232,7 +230,7 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
     )
 
 
-def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
+def open_config(name: str, overrides: Sequence[str]) -> "tuple[Config, Platform]":
     """Returns a command's checked config and this machine's platform, prepared before MLX is imported."""
     from runners.config.loading import load_config
     from runners.machine import startup
@@ -243,7 +241,7 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
     return loaded.check(), machine
 
 
-def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
+def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> "InferenceModel":
     """Loads a command's model with the options of MODEL, and with its vision part; notices go to
     stderr.
     """

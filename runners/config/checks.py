@@ -29,9 +29,6 @@ from runners.files.run_files import COMPLETIONS
 
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-_EXPECTED_DATA = (
-    f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
-)
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
@@ -140,7 +137,10 @@ class _Paths:
     def data(self, name: str, key: str) -> str:
         if name.startswith((TASKS, TASKSETS)):
             return name
-        return self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+        expected = (
+            f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
+        )
+        return self.source(name, key, expected, _DATA_SUFFIXES)
 
     def completions(self, name: str, key: str) -> str:
         """A file, or the file in a run's folder."""

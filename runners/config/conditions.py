@@ -11,7 +11,6 @@ from runners.config.rules import SIGNS
 from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 
-_FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
 _CONDITION = re.compile(
     r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"(?:\s+for\s+(\d{1,9}))?\s*"
@@ -52,7 +51,10 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
     """
     condition = Condition.parse(text)
     if condition is None:
-        return f"expected {_FORM}, found {show(text)}"
+        return (
+            'expected "METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >=, '
+            f"found {show(text)}"
+        )
     known = [*COMPARABLE]
     for name in rewards:
         for spelling in (name, name.rpartition(":")[2]):

@@ -104,7 +104,6 @@ FIXED: dict[str, Any] = {
     "rollout.stop": ["</answer>"],
 }
 """Values that MLX-GRPO's script sets without a key."""
-_DEFAULTS = {key: flat.default for key, flat in FLAT_KEYS.items() if flat.default is not None}
 
 
 def flat_table(table: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any] | None:
@@ -119,7 +118,8 @@ def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], l
 
     Types and ranges are checked later, with the sections.
     """
-    complete = {**_DEFAULTS, **table}
+    defaults = {key: flat.default for key, flat in FLAT_KEYS.items() if flat.default is not None}
+    complete = defaults | dict(table)
     values = [(target, value, "") for target, value in FIXED.items()]
     notices = []
     # MLX-GRPO's ratio is against the quantized sampler, ours against the learner.

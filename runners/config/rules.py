@@ -209,7 +209,7 @@ def structure(value: Any, kind: Any) -> Any:
             for k, item in value.items()
         }
     if kind is float:
-        if type(value) not in (int, float):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise Mismatch(value, "a number")
         if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN is not
             raise Mismatch(value, "a finite number")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from runners.errors import UserError
 
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
 
 def own_folder(path: Path) -> Path:
     """The folder, created with its parents if it is missing. Raises OSError if that fails.
@@ -42,7 +40,8 @@ def foreign(path: Path) -> str:
     others = {os.lstat(path).st_uid, facts.st_uid} - {os.geteuid()}
     if others:
         return f"a folder of user {others.pop()}"
-    return f"a folder with mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""
+    is_open = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"a folder with mode {stat.S_IMODE(facts.st_mode):o}" if is_open else ""
 
 
 def cache_folder() -> Path:

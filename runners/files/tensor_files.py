@@ -1,7 +1,5 @@
 """Checks safetensors files before MLX reads them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+def save_arrays(file: Path, arrays: "Mapping[str, mx.array]", metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file with sorted names, so equal arrays produce equal bytes."""
     import mlx.core as mx
 
@@ -27,7 +25,7 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
         mx.save_safetensors(stream, ordered, metadata=dict(metadata))
 
 
-def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+def load_arrays(file: Path) -> "tuple[dict[str, mx.array], dict[str, str]]":
     """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or
     truncated.
 

@@ -8,12 +8,10 @@ from typing import Any
 
 from runners.errors import ESCAPED, printable
 
-_NO_NOTES: Mapping[tuple[str, str], str] = MappingProxyType({})
-
 
 def toml_text(
     tables: Mapping[str, Mapping[str, Any]],
-    notes: Mapping[tuple[str, str], str] = _NO_NOTES,
+    notes: Mapping[tuple[str, str], str] = MappingProxyType({}),
     heading: str = "",
 ) -> str:
     """The tables of values as a TOML document. `notes`, by table and key, and `heading` become

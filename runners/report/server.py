@@ -23,7 +23,6 @@ from runners.report.run_data import packed, run_data
 from runners.report.run_record import find_run, is_running
 
 HOST = "127.0.0.1"
-PORT = 8517
 REST = 40  # the pause after reading the files, as a multiple of the time that reading took
 MOST_BYTES = 16_000_000  # of completions.jsonl; the page receives all data after each update
 _NAMES = (HOST, "localhost")

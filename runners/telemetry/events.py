@@ -15,8 +15,8 @@ class Started:
     updates: int  # of the whole run
     header: Mapping[str, Any]  # shown once; "run" is the title
     done: int = 0  # the current update of a resumed run
-    score: float | None = None  # its last evaluation: exact match
-    reward: float | None = None  # the same: the mean of its own rewards
+    score: float | None = None  # exact match in its last evaluation
+    reward: float | None = None  # mean of its own rewards in its last evaluation
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ class Evaluated:
     """An evaluation is finished."""
 
     name: str
-    score: float | None  # share of exact matches, 0 to 1; None: there are no gold answers
+    score: float | None  # share of exact matches, 0 to 1; None: there are no reference answers
     correct: int
     total: int
     seconds: float

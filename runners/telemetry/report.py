@@ -36,8 +36,8 @@ class PlainReport(Report):
         self._every = every
         self._clock = clock
         self.total = self.done = 0  # updates
-        self._score: float | None = None  # of the last evaluation: exact match
-        self._reward: float | None = None  # the same: the mean of the run's own rewards
+        # has the results of the last evaluation
+        self._evaluated: events.Started | events.Evaluated = events.Started(0, {})
         self._started = self._last_step = self._said = clock()  # `_said`: the last line
         self._step_times: deque[float] = deque(maxlen=21)  # seconds, without evaluations
         self._status = ""
@@ -57,8 +57,7 @@ class PlainReport(Report):
             case events.Started():
                 self.total = event.updates
                 self.done = event.done
-                self._score = event.score
-                self._reward = event.reward
+                self._evaluated = event
                 self._started = self._last_step = self._said = self._clock()
                 self._facts(event.header)
             case events.Status(text):
@@ -77,10 +76,8 @@ class PlainReport(Report):
                     self._line(self._update_line(metrics))
             case events.Evaluated():
                 self._status = ""
-                if event.score is not None:
-                    self._score = event.score
-                if event.reward is not None:
-                    self._reward = event.reward
+                if event.score is not None or event.reward is not None:
+                    self._evaluated = event
                 self._line(_eval_line(event))
             case events.Note(text):
                 self._note(text)
@@ -136,9 +133,10 @@ class PlainReport(Report):
 
     def _update_line(self, metrics: Mapping[str, Any]) -> str:
         """The line for an update; the least important parts are omitted if the line is too long."""
-        headline = f"em {percent_text(self._score)}"
-        if self._score is None and self._reward is not None:  # there are no gold answers
-            headline = f"held-out reward {number_text(self._reward)}"
+        score = self._evaluated.score
+        headline = f"em {percent_text(score)}"
+        if score is None and self._evaluated.reward is not None:  # there are no reference answers
+            headline = f"held-out reward {number_text(self._evaluated.reward)}"
         rate = metrics.get("tokens_per_second", 0.0)
         speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
         memory = 1e9 * metrics.get("memory/peak_gb", 0.0)
