@@ -49,8 +49,7 @@ class AnswerForm:
     nudge: str = ""  # the first words of a completion of this form
     # Runs the tests of programs; None if answers are not programs.
     judge: Callable[..., list[Verdict]] | None = None
-    # Finds names that can pass tests without solving them; None as above.
-    forges: Callable[[str], list[str]] | None = None
+
     spec: str = ""  # the form's name in the config
     argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
@@ -113,9 +112,7 @@ class AnswerForm:
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
         """A message if programs may have passed tests without solving them."""
-        if self.forges is None:
-            return []
-        forging = list(filter(None, map(self.forges, texts)))
+        forging = list(filter(None, map(looks_forged, texts))) if self.judge else []
         names = listed(sorted(set().union(*forging)))
         notice = (
             f"{len(forging)} of {len(texts)} completions contain {names}, with which a program "
@@ -269,7 +266,6 @@ FORMS: dict[str, AnswerForm] = {
         "Write a Python program that solves the task. Give the whole program in one block that "
         "begins with ```python and ends with ```.",
         judge=score_programs,
-        forges=looks_forged,
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": AnswerForm(

@@ -100,12 +100,10 @@ class RunLength:
         """From the config and the numbers of training examples and reference completions."""
         optim = config.optim
         sft = config.sft
-        first = 0
-        own = 0
-        if gold:
-            accumulated = gold_batch(config) * optim.gradient_accumulation_steps
-            first = sft.updates or math.ceil(gold * max(sft.epochs, 1) / accumulated)
-            own = first * optim.gradient_accumulation_steps
+        accumulated = gold_batch(config) * optim.gradient_accumulation_steps
+        needed = sft.updates or math.ceil(gold * max(sft.epochs, 1) / accumulated)
+        first = needed if gold else 0
+        own = first * optim.gradient_accumulation_steps
         if sft.only:
             return cls(own, first, own, first)
         steps = optim.max_steps or math.ceil(examples * optim.num_epochs / optim.batch_size)

@@ -146,20 +146,24 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
 def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     """The same numbers as JSON: shares from 0 to 1, null for missing values."""
     measured = shared(measured)
-    content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
-    for each in measured:
-        content["models"][each.model] = {
-            name: _numbers(metric) for name, metric in each.metrics.items()
-        }
+    content: dict[str, Any] = {
+        "problems": len(measured[0].indices),
+        "models": {each.model: _numbers(each.metrics) for each in measured},
+    }
     if len(measured) == 2:
         first, second = (each.metrics for each in measured)
-        both = {name: difference(metric, second[name]) for name, metric in first.items()}
-        content["difference"] = {name: _numbers(metric) for name, metric in both.items()}
+        content["difference"] = _numbers(
+            {name: difference(metric, second[name]) for name, metric in first.items()}
+        )
     return content
 
 
-def _numbers(metric: Metric) -> dict[str, Any]:
-    return {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": metric.interval}
+def _numbers(metrics: dict[str, Metric]) -> dict[str, Any]:
+    """The means and intervals as JSON values."""
+    return {
+        name: {"mean": None if np.isnan(each.mean) else each.mean, "interval": each.interval}
+        for name, each in metrics.items()
+    }
 
 
 def _cell(mean: float, interval: Interval | None, percent: bool, sign: str = "") -> str:

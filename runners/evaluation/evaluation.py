@@ -50,8 +50,10 @@ class EvalResult:
             "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
             "eval/truncated": _mean([each.cut for each in rows]),
         }
-        for name in rows[0].rewards if rows else ():
-            found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
+        found |= {
+            f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows])
+            for name in (rows[0].rewards if rows else ())
+        }
         if any(each.turns for each in rows):
             found |= {
                 "eval/success": _mean([each.success for each in rows]),

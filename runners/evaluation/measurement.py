@@ -277,8 +277,7 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
     columns: dict[str, list[Any]] = {
         name: column for name, column in judged.items() if set(column) != {None}
     }
-    for name in rows[0].rewards:
-        columns[f"reward/{name}"] = [row.rewards[name] for row in rows]
+    columns |= {f"reward/{name}": [row.rewards[name] for row in rows] for name in rows[0].rewards}
     if rows[0].turns:
         columns |= {
             "turns": [row.turns for row in rows],
@@ -286,8 +285,7 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
             "failed calls": [row.failures for row in rows],
             "tool seconds": [row.seconds for row in rows],
         }
-    columns["length"] = [row.tokens for row in rows]
-    columns["truncated"] = [row.cut for row in rows]
+    columns |= {"length": [row.tokens for row in rows], "truncated": [row.cut for row in rows]}
     metrics = {}
     for name, column in columns.items():
         values = np.array(column, np.float64).reshape(-1, num)

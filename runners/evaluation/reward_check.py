@@ -196,10 +196,8 @@ def _score(
     scorer = Scorer(rewards, config.reward.timeout, "skip", data.thoughts)
     is_open = split_thoughts(data.nudge, data.thoughts)[1] is None
     nudge = data.nudge + (data.thoughts[1] if is_open else "")
-    by_kind: dict[str, list[str]] = {}
-    for example in examples:
-        for kind, text in _answers(example, form, nudge).items():
-            by_kind.setdefault(kind, []).append(text)
+    answers = [_answers(example, form, nudge) for example in examples]
+    by_kind = {kind: [each[kind] for each in answers] for kind in answers[0]}
     values = []
     faults: list[str] = []
     for kind, texts in by_kind.items():

@@ -102,7 +102,7 @@ def judge_program(
     inputs = [case for case in cases if isinstance(case, dict)]
     if inputs:
         return _printed(code, inputs, limits, whole=whole)
-    wanted = [_read_test(case) for case in cases if isinstance(case, str)]
+    wanted = [read_test(case) for case in cases if isinstance(case, str)]
     mark = secrets.token_hex(8)
     outcome = run_program(
         code,
@@ -146,9 +146,8 @@ def score_programs(
             raise
 
 
-# Rewards and evaluation judge the same programs, and a group has the same tests.
+# Rewards and evaluation judge the same programs.
 _known = functools.lru_cache(maxsize=4096)(judge_program)
-_read_test = functools.lru_cache(maxsize=4096)(read_test)
 
 
 def _is_python(text: str) -> bool:

@@ -56,7 +56,7 @@ def test_the_config_limits_processor_time(tmp_path, seconds, score):
     assert form is not None and form.scores([code], [json.dumps(row["answer"])]) == [score]
 
 
-def test_no_program_passes_nothing():
+def test_a_missing_program_passes_no_test():
     """A missing program fails even tests that an empty program would pass."""
     assert FORM.scores([FORM.read(text) for text in ("", "I cannot.")], ["assert True"] * 2) == [0.0, 0.0]
 

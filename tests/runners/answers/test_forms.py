@@ -58,7 +58,7 @@ def test_what_a_form_reads(spec, text, found):
 
 
 @pytest.mark.parametrize("spec", KNOWN)
-def test_a_form_reads_what_it_asks_for(spec):
+def test_a_form_reads_its_correct_completion(spec):
     """A form reads the correct completion of `grpo check`, and has an instruction."""
     form, (answer, gold) = answer_form(spec), ("B", "b") if spec == "letter" else ("18", "18")
     assert form.is_right(form.right.replace(PLACE, answer), gold)
@@ -67,7 +67,7 @@ def test_a_form_reads_what_it_asks_for(spec):
 
 
 @given(st.text(max_size=200), st.sampled_from(KNOWN))
-def test_no_text_makes_a_form_fail(text, spec):
+def test_every_form_reads_any_text(text, spec):
     """Any text results in None or a non-empty text."""
     assert answer_form(spec).read(text) != ""
 
@@ -91,7 +91,7 @@ def test_hostile_texts_take_linear_time(spec, unit):
     assert time.thread_time() - start < 0.5
 
 
-def test_a_pattern_that_never_ends_finds_nothing():
+def test_an_endless_pattern_finds_no_answer():
     """The text has no answer; the next text is read."""
     form = answer_form("regex:(a+)+$")
     assert form.read("a" * 5000 + "b") is None and form.read("caa") == "aa"
@@ -142,6 +142,6 @@ def test_spellings():
         *((["Answer: B", "C."], ["B", "C"], ("letter", 2, 2)), (["a", "b", "5"], ["1", "2", "3"], None)),
     ],
 )
-def test_the_form_that_completions_do_have(texts, golds, found):
+def test_the_form_that_fits_most_completions(texts, golds, found):
     """The form with the most right answers is chosen if half of the completions have it."""
     assert fitting_form(texts, golds) == found

@@ -89,7 +89,7 @@ def test_every_built_in_reward_reads_behind_the_thoughts(tags):
     assert scores.values_kb.sum(axis=0).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0]
 
 
-def test_rewards_of_one_s_own_get_the_tags():
+def test_custom_rewards_receive_the_tags():
     """The tags are an argument; `completions` includes the thoughts."""
     given = []
     (reward,) = resolve_rewards(["xmlcount_reward_func"])

@@ -45,7 +45,7 @@ def trained(folder, notes=None, **data):
     return folder / "outputs" / "small"
 
 
-def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
+def test_a_raw_prompt_is_unchanged_text(tokenizer):
     """A raw prompt has the configured nudge, no roles, and BOS if the tokenizer adds it."""
     assert render(tokenizer, ASKED, " ", raw=True)[0] == "Q: 1+1?\nA: "
     config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
@@ -54,7 +54,7 @@ def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
     assert example.text == "Q:" and example.messages == ({"role": "user", "content": "Q:"},)
 
 
-def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
+def test_a_raw_config_adds_no_prompts(tmp_path, monkeypatch):
     """A raw config sets no chat prompts; options that require a chat are refused by their keys."""
     monkeypatch.chdir(tmp_path)
     common = ["model.path=embedded", "data.source=embedded", 'data.prompt_form="raw"']
@@ -71,7 +71,7 @@ def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
         load_rows(config)
 
 
-def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
+def test_generate_uses_the_raw_format_of_a_run(base, tmp_path, monkeypatch):
     """`grpo generate` reads the raw format from the run's folder; --raw does the same for any model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
@@ -87,7 +87,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
     assert "--raw continues a text" in refused.stderr
 
 
-def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):
+def test_a_custom_template_is_saved_with_the_model(base, tmp_path, monkeypatch):
     """The template is used for prompts and saved in final/; the base model keeps its template."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)

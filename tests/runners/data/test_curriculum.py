@@ -54,7 +54,7 @@ def naive_weight(history: list[tuple[int, int, int]], step: int, common: float) 
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.integers(0, 8)), max_size=5))
-def test_weights_are_those_of_the_formula(steps):
+def test_weights_equal_the_formula(steps):
     """The weights after groups at steps 0, 1, … equal sums over each prompt's history."""
     known, histories = Estimates.of([(0, 0)] * 4), [[] for _ in range(4)]
     for step, groups in enumerate(steps):
@@ -72,7 +72,7 @@ def test_weights_are_those_of_the_formula(steps):
 
 
 @given(COUNTS, st.integers(0, 2**40), st.integers(1, 6), st.integers(0, 2**31 - 1))
-def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, number, position):
+def test_samples_are_distinct_and_deterministic(passes, seed, number, position):
     """Sampling is deterministic and without replacement; taken prompts come last."""
     weights_n = draw_weights(Estimates.of([(each, 8) for each in passes]), 3, **HOW)
     taken = set(range(0, len(passes), 2))
@@ -83,7 +83,7 @@ def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, numbe
     assert len(set(first[: len(passes)])) == min(number, len(passes))
 
 
-def test_prompts_are_drawn_as_often_as_their_weights_say():
+def test_sampling_frequencies_equal_the_weights():
     """Over many keys, first samples are distributed as the weights 1 : 2 : 5."""
     weights_n, found = np.array([1.0, 2.0, 5.0]), np.zeros(3)
     for position in range(2000):
@@ -92,7 +92,7 @@ def test_prompts_are_drawn_as_often_as_their_weights_say():
 
 
 @given(st.floats(0, 1), st.integers(0, 5000))
-def test_exploring_draws_go_through_the_usual_order(share, number):
+def test_exploring_samples_follow_the_usual_order(share, number):
     """Exploring samples use the places 0, 1, 2, … without a gap, as often as the share says."""
     places = [place for n in range(number) if (place := explores(n, share)) is not None]
     assert places == list(range(int(number * share)))
@@ -100,7 +100,7 @@ def test_exploring_draws_go_through_the_usual_order(share, number):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("explore", [0.0, 0.25, 0.6, 1.0])
-def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore, seed):
+def test_steps_sample_distinct_prompts_alike_on_ranks_and_after_a_resume(explore, seed):
     """Two streams from one state sample alike; the rounds of a step share the taken prompts."""
     config, prompts = adaptive(explore=explore), examples(9)
     known = Estimates.of([(n % 9, 8) for n in range(9)])
@@ -124,7 +124,7 @@ def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore, 
     assert position == 21
 
 
-def test_without_a_curriculum_the_order_is_the_usual_one():
+def test_measured_rates_sort_each_epoch():
     """With measured rates, each epoch is sorted from easy to hard."""
     rates = np.array([0.5, 0.1, 0.5, 0.9, 0.1, 0.5])
     ordered = PromptOrder(examples(6), 1, rates)
@@ -133,7 +133,7 @@ def test_without_a_curriculum_the_order_is_the_usual_one():
         assert [rates[example.number] for example in found] == sorted(rates, reverse=True)
 
 
-def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
+def test_a_static_curriculum_skips_easy_and_hard_prompts(tmp_path):
     """A static curriculum renumbers the remaining prompts and reports the others; adaptive keeps all."""
     path, prompts = tmp_path / "rates.jsonl", examples(5)
     with path.open("w") as file:
@@ -164,14 +164,14 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
         f'{{"prompt": "a", "samples": {10**400}, "passes": 1}}',
     ],
 )
-def test_a_foreign_file_is_refused(tmp_path, line):
+def test_an_invalid_difficulty_file_is_refused(tmp_path, line):
     """Lines that are not measurements, impossible counts and other types are refused."""
     (tmp_path / "rates.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=r"rates.jsonl: expected lines \{\"prompt\": HASH"):
         read_difficulty(tmp_path / "rates.jsonl")
 
 
-def test_a_completion_passes_if_it_is_right_or_earns_enough():
+def test_a_completion_passes_if_it_is_right_or_its_reward_is_high():
     """The built-in correctness reward decides if it is among the rewards."""
     values_kb, totals_b = np.array([[0.0, 1.0, np.nan], [2.0, 0.0, np.nan]]), np.array([2.0, 1.0, np.nan])
     assert passed(["mine", "correctness_reward_func"], values_kb, totals_b, 9.0).tolist() == [1, 0, 0]

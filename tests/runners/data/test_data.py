@@ -57,7 +57,7 @@ CELLS = "".join(f'"{row["question"]}","{row["answer"]}",{row["level"]}\n' for ro
         *(("rows.CSV", f"\nquestion,answer,level\n{CELLS}".encode()), ("rows.parquet", None)),
     ],
 )
-def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_every_file_format_is_read(tmp_path: Path, name: str, content: bytes | None) -> None:
     """A file's rows keep their order and columns; the last tenth is held out for evaluation."""
     path = tmp_path / name
     if content is None:

@@ -53,7 +53,7 @@ def read(tmp_path, model, rows, *, data=(), rollout=(), sft=()):
     ],
     ids=["the answer", "a text", "messages", "messages beside a question", "a text with blanks around it"],
 )
-def test_gold_tokens_are_those_of_the_chat_template(tmp_path, model, row, data):
+def test_reference_tokens_equal_the_chat_template(tmp_path, model, row, data):
     """Prompt and completion together are the template's conversation, up to the token that ends the turn."""
     reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data)
     (example,), notices = reader.of_rows(examples, rows, "train")
@@ -69,7 +69,9 @@ def test_gold_tokens_are_those_of_the_chat_template(tmp_path, model, row, data):
         (" = 12", {"prompt_form": "raw"}, {}, "7+5", " = 12"),
     ],
 )
-def test_gold_is_as_a_sampled_completion_would_be(tmp_path, model, answer, data, rollout, prompt, gold):
+def test_a_reference_completion_has_the_tokens_of_a_sampled_one(
+    tmp_path, model, answer, data, rollout, prompt, gold
+):
     """Tokens start after the nudge and end at a stop string or the end token; raw texts keep their spaces."""
     row = {"question": "7+5", "answer": answer}
     reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data, rollout=rollout)
@@ -79,7 +81,7 @@ def test_gold_is_as_a_sampled_completion_would_be(tmp_path, model, answer, data,
     assert tokenizer.decode(tokens) == gold and (rollout or example.gold[-1] in tokenizer.eos_token_ids)
 
 
-def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
+def test_long_and_missing_reference_completions_are_skipped(tmp_path, model):
     """Long completions are skipped with a message; missing ones are invalid rows; none left is an error."""
     rows = [{"question": "7+5?", "answer": "12", "text": text} for text in ("12", "12 " * 40, None)]
     data = {"completion": "text", "on_bad_row": "skip"}
@@ -120,7 +122,7 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
         read(tmp_path, model, rows, **how)[0].of_file()
 
 
-def test_messages_that_the_assistant_ends_name_the_key_that_reads_them(tmp_path, model):
+def test_a_prompt_that_ends_with_the_assistant_names_data_completion(tmp_path, model):
     """The message about a row names `data.completion`, also if that key names another column."""
     for data in ({"prompt": "chat"}, {"prompt": "chat", "completion": "text"}):
         with pytest.raises(UserError, match=r'data\.completion = "chat" uses that turn'):

@@ -45,7 +45,7 @@ def test_rows_with_texts_or_conversations(tmp_path):
         ([], r"the file contains no prompts"),
     ],
 )
-def test_what_is_no_prompt_is_reported(tmp_path, rows, message):
+def test_an_invalid_prompt_is_reported(tmp_path, rows, message):
     """An invalid prompt is reported with its line; a file without prompts is refused."""
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(UserError, match=message):

@@ -132,7 +132,7 @@ def test_examples() -> None:
     assert columns["q"] == ["1+1?", "1+1?", "2+2?", "2+2?"] and columns["level"] == [3, 3, None, None]
 
 
-def test_long_prompts_are_left_out_and_counted() -> None:
+def test_long_prompts_are_skipped_and_counted() -> None:
     """Prompts longer than the limit are skipped; if none is left, the shortest length is reported."""
     rows = Rows(Row({"question": "x" * n, "answer": "1"}, f"row {n}") for n in (5, 6, 7))
     fit = len(render(tokenizer(TEMPLATE), ({"role": "user", "content": "x" * 6},), "<r>")[1])
@@ -152,7 +152,7 @@ ALTERNATING = (
 )
 
 
-def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
+def test_a_row_refused_by_the_template_is_reported(tmp_path: Path) -> None:
     """The row is reported with its place, or skipped and counted; other rows keep their numbers."""
     rows: list[Any] = [{"prompt": f"{n}+1?", "answer": n + 1} for n in range(9)]
     rows[3]["prompt"] = [{"role": "user", "content": "3+1?"}, {"role": "user", "content": "Be brief."}]
@@ -173,7 +173,7 @@ def test_a_row_that_the_template_refuses(tmp_path: Path) -> None:
         build_examples(found, config, refuses)
 
 
-def test_messages_as_arrow_gives_them() -> None:
+def test_messages_from_arrow_are_cleaned() -> None:
     """Keys without a value are removed, and text parts become one text."""
     calls = [{"id": None, "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
     keys = {"tool_calls": None, "name": None}

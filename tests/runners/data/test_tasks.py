@@ -117,7 +117,7 @@ def test_a_task_of_reasoning_gym_trains(folder, gym):
         *(("data.name='{\"terms\": 1}'", "terms"), ("data.name='{\"max_terms\": 0}'", "max_terms")),
     ],
 )
-def test_a_task_that_is_not_there_is_one_line(folder, gym, change, line):
+def test_an_unknown_task_is_a_one_line_error(folder, gym, change, line):
     """Unknown tasks and invalid settings are one-line errors."""
     with pytest.raises(UserError, match=line):
         load_rows(load_config("gym.toml", [change]).check().data)

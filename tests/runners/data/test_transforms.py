@@ -34,7 +34,7 @@ def config_of(transform="own.py:problem", **changes):
     return DataConfig(source="rows.jsonl", transform=transform, **changes)
 
 
-def test_rows_are_made_left_out_and_counted(folder):
+def test_rows_are_transformed_skipped_and_counted(folder):
     """None skips a row, a fault makes it invalid, and other rows are the function's results."""
     config = config_of(on_bad_row="skip")
     train, held_out = load_rows(config, [folder])
@@ -57,7 +57,7 @@ def test_rows_are_made_left_out_and_counted(folder):
         ("return None", r"no usable row; its data: 12 rows skipped by data.transform"),
     ],
 )
-def test_a_fault_has_the_rows_place_and_the_functions_line(folder, code, fault):
+def test_a_fault_names_the_row_and_the_line_of_the_function(folder, code, fault):
     """The function raises, returns no row, ends the process, or skips all rows."""
     (folder / "odd.py").write_text(f"def odd(row):\n    {code}\n")
     with pytest.raises(UserError, match=fault):

@@ -27,7 +27,7 @@ PROSE = ["The answer is 18 dollars."] * 9
         *(("xml", [*PROSE[1:], RIGHT, RIGHT], 0, None), ("xml", [], 0, None)),
     ],
 )
-def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
+def test_a_notice_requires_nine_in_ten_completions(form, texts, cut, line):
     """The notice suggests a form or a length if nine in ten completions need it."""
     read: Any = answer_form(form)
     nothing: Any = None
@@ -43,7 +43,7 @@ def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
     assert re.match(line, found) if line else found == ""
 
 
-def test_prompts_alone_are_data(tmp_path, monkeypatch):
+def test_a_run_without_reference_answers(tmp_path, monkeypatch):
     """Without exact match, the reward on held-out prompts stops the run and ranks checkpoints."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Say {n}."} for n in range(20)]

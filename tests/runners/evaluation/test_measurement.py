@@ -63,7 +63,7 @@ def measured(model):
     return measure(model, "it", chosen, config, rewards, num=4, ks=(1, 2, 4))
 
 
-def test_greedy_exact_match_is_that_of_training(model, measured):
+def test_greedy_exact_match_equals_training(model, measured):
     """The same problems, prompts, texts and verdicts as `evaluate`, which the training loop calls."""
     config = config_of()
     rows = load_rows(config.data)[1]
@@ -225,7 +225,7 @@ def test_a_run_s_model_is_measured_on_its_own_data(folder, run, place):
     assert "as in the run" not in named.stderr and rows_of(folder) == rows
 
 
-def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, run):
+def test_a_foreign_run_is_measured_only_if_its_config_is_named(folder, run):
     """A foreign config may name code, so it must be named explicitly or not be used."""
     ran = run.parents[1] / "ran"
     assert "reward/mine" in grpo("eval", run).stdout and ran.exists()
@@ -240,7 +240,7 @@ def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, 
     ran.unlink()
 
 
-def test_a_moved_model_is_asked_as_in_training(folder, run):
+def test_a_moved_model_keeps_its_prompt_format(folder, run):
     """grpo_prompt.json determines prompts and limits; the command determines data and rewards."""
     shutil.copytree(run / "final", folder / "moved")
     arguments = ("--data", PROBLEMS, "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
@@ -253,7 +253,7 @@ def test_a_moved_model_is_asked_as_in_training(folder, run):
     assert "as in training" not in plain.stderr and rows_of(folder) == rows
 
 
-def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run):
+def test_two_models_with_different_prompt_formats_require_a_config(folder, run):
     """The message names the keys in which two runs or files differ."""
     other = shutil.copytree(run, folder / "other")
     content = json.loads((other / "config.resolved.json").read_text())
@@ -280,7 +280,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
         ("embedded --out no/such/x.jsonl", "no such folder: no/such"),
     ],
 )
-def test_faults_end_with_code_2_and_a_line(folder, arguments, message):
+def test_invalid_options_exit_with_code_2(folder, arguments, message):
     """Invalid options are reported before anything is generated."""
     result = grpo("eval", *arguments.split(), code=2)
     assert result.stdout == "" and message in result.stderr

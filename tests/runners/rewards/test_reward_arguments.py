@@ -34,7 +34,7 @@ def after(completions, **_):
 
 
 @pytest.mark.parametrize("timeout", [20, 0])
-def test_a_reward_gets_what_its_page_promises(tmp_path, timeout):
+def test_a_reward_receives_the_documented_arguments(tmp_path, timeout):
     """Every argument, and columns of these names as `column_…`; a column of some rows, or of one split, is
     None in the others; what a reward does to its lists reaches no other reward."""
     (tmp_path / "data").mkdir()

@@ -79,7 +79,7 @@ def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, 
         ("mine.py:LIMIT", "expected a function, found int"),
     ],
 )
-def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: str) -> None:
+def test_an_invalid_reward_is_refused_in_one_line(folder: Path, name: str, expected: str) -> None:
     """Each call reports the invalid name, file, import or object in one line."""
     for _ in range(2):
         with pytest.raises(UserError, match=re.escape(expected.format(folder=folder))) as caught:

@@ -51,7 +51,7 @@ BEYOND = "returned a number beyond 1e+15, whose square exceeds float32, at compl
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_what_counts_of_a_result(result: Any, expected: list[float | None], note: str) -> None:
+def test_usable_values_of_a_result(result: Any, expected: list[float | None], note: str) -> None:
     """All common numbers count; any other value is no reward for that completion, with one message."""
     scores = score(lambda completions: result, lambda completions: [1.0, 1.0, 1.0])
     assert_row(scores.values_kb[0], expected)
@@ -63,7 +63,7 @@ def test_what_counts_of_a_result(result: Any, expected: list[float | None], note
             score(lambda completions: result, on_error="raise")
 
 
-def test_a_note_is_one_line_with_the_place() -> None:
+def test_an_error_is_one_line_with_its_place() -> None:
     """Errors of plain and async rewards are one printable line with their place."""
 
     def fails(completions):
@@ -106,7 +106,7 @@ def test_async_results_behind_a_plain_function() -> None:
     assert asyncio.run(caller()).problems == []
 
 
-def test_a_rewards_lists_are_its_own() -> None:
+def test_rewards_receive_separate_lists() -> None:
     """A reward that changes its lists affects neither other rewards nor the caller."""
 
     def spoils(completions, tags):
@@ -120,7 +120,7 @@ def test_a_rewards_lists_are_its_own() -> None:
     assert scores.values_kb.tolist() == [[0.0, 1.0]] * 2 and tags == [1, 2]
 
 
-def test_a_missing_column_is_never_scored_around() -> None:
+def test_a_missing_column_is_an_error() -> None:
     """The message contains the nearest column; only environments may be missing among the fixed arguments."""
 
     def needy(completions, prompts, answer, hint=None, **columns):
@@ -134,7 +134,7 @@ def test_a_missing_column_is_never_scored_around() -> None:
         Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
 
 
-def test_names_of_the_log_are_refused() -> None:
+def test_reserved_metric_names_are_refused() -> None:
     """A reserved name is an error of the reward."""
 
     def logs(completions, log_metric):

@@ -142,7 +142,7 @@ NAMED = ("an object that equals everything", "built-in names", "reports with the
 
 
 @pytest.mark.parametrize("program", [FORGED[name] for name in NAMED])
-def test_what_a_program_could_forge_with_has_a_name(program):
+def test_names_that_forge_tests_are_reported(program):
     """Programs can only forge tests that are evaluated inside their process."""
     assert looks_forged(program) and not looks_forged(ADD)
 
@@ -201,7 +201,7 @@ def test_a_program_that_a_limit_of_time_ends_is_known(program, tests, ended):
 
 
 @pytest.mark.parametrize(("whole", "runs"), [(True, 2), (False, 4)])
-def test_inputs_stop_at_the_first_failure_only_where_the_share_is_not_asked_for(monkeypatch, whole, runs):
+def test_inputs_stop_at_the_first_failure_only_with_whole(monkeypatch, whole, runs):
     seen = list[str]()
     run = code_tests.run_program
     noted = lambda *program, **more: seen.append(more["stdin"]) or run(*program, **more)  # noqa: E731

@@ -239,7 +239,7 @@ def test_calls_of_many_rows_run_side_by_side(worker, folder, tool, rows, workers
     assert {text for _, text, *_ in results} <= shown and len(results) == rows
 
 
-def test_a_turn_whose_plain_tool_hangs_keeps_the_coroutines_of_no_other_row(worker, folder):
+def test_a_hanging_plain_tool_does_not_block_coroutines_of_other_rows(worker, folder):
     """A turn may call plain and async tools."""
     (folder / "meeting.py").write_text(TOOLS)
     worker.load("runners.environments.instances:load", "", ("meeting.py",), (str(folder),))
