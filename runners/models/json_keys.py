@@ -132,8 +132,7 @@ def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | 
     """Runs in a process with limits: for each layer, the first pattern of a PEFT config that
     matches it.
     """
-    return [_first(patterns, name) for name in names]
-
-
-def _first(patterns: Sequence[str], name: str) -> str | None:
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+    return [
+        next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+        for name in names
+    ]

@@ -131,10 +131,9 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
     required = [
         n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory
     ]
-    scales = any(
-        hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__
-    )
-    types = _OTHER_TYPES.get(module, SCALED if scales and "rope_scaling" in fields else {"default"})
+    modules = (sys.modules[each.__module__] for each in arguments.__mro__)
+    scales = "rope_scaling" in fields and any(hasattr(m, "initialize_rope") for m in modules)
+    types = _OTHER_TYPES.get(module, SCALED if scales else {"default"})
     return _Reader(module, fields.keys(), required, types)
 
 
