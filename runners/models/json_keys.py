@@ -25,8 +25,7 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
         outer, _, inner = key.rpartition(".")
         part = table.get(outer) if outer else table
         if isinstance(part, Mapping) and not accepts(part.get(inner)):
-            value = part.get(inner)
-            found = "nothing" if value is None else show(value)
+            found = "nothing" if part.get(inner) is None else show(part[inner])
             raise UserError(f"{file}: {key}: expected {wanted}, found {found}")
 
 

@@ -111,8 +111,12 @@ def from_peft(
         "lora_parameters": parameters,
         "model": settings.get("base_model_name_or_path") or "",
     }
-    under = {ours[name]: weight for name, weight in bases.items() if name in ours}
-    return Adapters(stated, made, under, separate=not tied and (bool(embedding) or _HEAD in layers))
+    return Adapters(
+        stated,
+        made,
+        {ours[name]: weight for name, weight in bases.items() if name in ours},
+        separate=not tied and (bool(embedding) or _HEAD in layers),
+    )
 
 
 def to_peft(
@@ -178,9 +182,10 @@ _match = BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, me
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
     """Whether a tied head uses the adapters of its embedding (ensure_weight_tying)."""
-    pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
-    return head is not None and all(
-        mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs
+    return (
+        head is not None
+        and bool(mx.array_equal(head["lora_a"], embedding["lora_b"].T))
+        and bool(mx.array_equal(head["lora_b"], embedding["lora_a"].T))
     )
 
 
