@@ -115,9 +115,8 @@ def convert(
 
 def check_apart(target: Path, *sources: Path) -> None:
     """Raises UserError if a source is the target or inside it."""
-    inside = target.resolve()
     for source in sources:
-        if inside in (source.resolve(), *source.resolve().parents):
+        if source.resolve().is_relative_to(target.resolve()):
             raise UserError(
                 f"{target}: the source {source} is inside this folder; expected a different folder"
             )

@@ -59,12 +59,9 @@ class Opened:
     @property
     def base(self) -> str:
         """The model's Hub name, or ""."""
-        is_name = (
-            "/" in self.origin
-            and HUB_NAME.fullmatch(self.origin)
-            and not Path(self.origin).exists()
-        )
-        return self.origin if is_name else ""
+        if "/" in self.origin and HUB_NAME.fullmatch(self.origin):
+            return "" if Path(self.origin).exists() else self.origin
+        return ""
 
 
 def open_source(
@@ -230,6 +227,8 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
 
 def _packing(config: dict[str, Any]) -> str:
     """A description of how the weights are packed; "" if they are not."""
-    packed = config.get("quantization") or {}
+    packed = config.get("quantization")
+    if not packed:
+        return ""
     form = f", {packed['mode']}" if packed.get("mode", "affine") != "affine" else ""
-    return f"{packed['bits']} bits, groups of {packed['group_size']}{form}" if packed else ""
+    return f"{packed['bits']} bits, groups of {packed['group_size']}{form}"

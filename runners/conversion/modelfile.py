@@ -42,12 +42,15 @@ def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
         return "\n".join([*lines, ""])
     if system and not inside:
         lines.append(f"SYSTEM {_value('the system message', system)}")
-    values: dict[str, Any] = {
-        "temperature": prompt.temperature, "top_p": prompt.top_p, "top_k": prompt.top_k,
-        "min_p": prompt.min_p, "repeat_penalty": 1.0, "num_predict": prompt.max_new_tokens,
-    }  # fmt: skip
-    lines += [f"PARAMETER {name} {value}" for name, value in values.items()]
-    lines += [f"PARAMETER stop {_value('a stop string', stop)}" for stop in prompt.stop]
+    lines += [
+        f"PARAMETER temperature {prompt.temperature}",
+        f"PARAMETER top_p {prompt.top_p}",
+        f"PARAMETER top_k {prompt.top_k}",
+        f"PARAMETER min_p {prompt.min_p}",
+        "PARAMETER repeat_penalty 1.0",
+        f"PARAMETER num_predict {prompt.max_new_tokens}",
+        *(f"PARAMETER stop {_value('a stop string', stop)}" for stop in prompt.stop),
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -75,8 +78,8 @@ def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str
     turns = "".join(
         f"{{{{ {when} }}}}{_literal(text)}{{{{ .Content }}}}" for when, text in branches
     )
-    loop = f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}"
-    return before + loop + _literal(ready + nudge)
+    end = "{{ end }}{{ end }}" + _literal(ready + nudge)
+    return f"{before}{{{{ range $i, $m := .Messages }}}}{turns}{end}"
 
 
 def _between(
@@ -101,13 +104,9 @@ def _literal(text: str) -> str:
     """A text inside a template; characters with a meaning in Go or in a Modelfile become Go
     strings.
     """
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    if character not in '{"' and _is_kept(character):
-        return character
-    return f'{{{{ "\\U{ord(character):08x}" }}}}'
+    return "".join(
+        c if c not in '{"' and _is_kept(c) else f'{{{{ "\\U{ord(c):08x}" }}}}' for c in text
+    )
 
 
 def _is_kept(character: str) -> bool:

@@ -68,8 +68,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     BASE/tokenizer/tokenizer.pkl, but the tokenizer may be in the same folder. Raises UserError if
     that step or the tokenizer is missing.
     """
-    files = folder.iterdir() if folder.is_dir() else ()
-    matches = [(_MODEL.fullmatch(file.name), file) for file in files]
+    matches = [(_MODEL.fullmatch(file.name), file) for file in folder.glob("model_*.pt")]
     steps = {int(match[1]): file for match, file in matches if match}
     if step is not None and step not in steps:
         raise UserError(f"{folder}: no step {step}; found {listed([*map(str, sorted(steps))])}")
@@ -78,12 +77,12 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]
-    found = next(filter(None, map(find_pickle, places)), None)
-    if found is None:
+    pickled = next(filter(None, map(find_pickle, places)), None)
+    if pickled is None:
         raise UserError(
             f"{folder}: {PICKLE_NAME} is missing, both here and in {places[-1] / 'tokenizer'}"
         )
-    return model, meta, found
+    return model, meta, pickled
 
 
 def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -> None:
@@ -146,7 +145,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 def find_pickle(folder: Path) -> Path | None:
     """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
-    return next((place for place in places if place.is_file()), None)
+    return next(filter(Path.is_file, places), None)
 
 
 def read_encoding(file: Path) -> tiktoken.Encoding:

@@ -67,6 +67,7 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
     """
     rows = read_prompts(file, column, option="--calibrate")
     prompts = [render(tokenizer, messages)[1] for messages in rows[:PROMPTS]]
+    sampling = g.Sampling(max_new_tokens=TOKENS, eos_ids=frozenset(tokenizer.eos_token_ids))
 
     def collect(module: nn.Module, group_size: int) -> Moments:
         policy = g.Policy.for_inference(module)
@@ -78,7 +79,6 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
         ]
         if not names:
             return {}
-        sampling = g.Sampling(max_new_tokens=TOKENS, eos_ids=frozenset(tokenizer.eos_token_ids))
         for start in range(0, len(prompts), ROWS):
             some = prompts[start : start + ROWS]
             note(f"calibrating: prompts {start + 1} to {start + len(some)} of {len(prompts)}")
@@ -120,21 +120,17 @@ def repack(
         config = config | {key: dtype for key in ("torch_dtype", "dtype") if key in config}
     if dequantize:
         module = dequantize_model(module)
-        config = {
-            key: config[key] for key in config if key not in ("quantization", "quantization_config")
-        }
+        packing = ("quantization", "quantization_config")
+        config = {key: value for key, value in config.items() if key not in packing}
     if not quantization.wanted:
         return module, config
-    mode = quantization.mode or "affine"
-    group_size = quantization.group_size
     predicate: Any = None  # mlx-lm's two functions disagree on its type
+    group_size = quantization.group_size or GROUP
     if quantization.recipe:
         with user_errors(f"--recipe {quantization.recipe}", ValueError):
-            predicate = mixed_quant_predicate_builder(
-                quantization.recipe, module, group_size or GROUP
-            )
+            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size)
     before = _packed(module)
-    moments = collect(module, group_size or GROUP) if collect else {}
+    moments = collect(module, group_size) if collect else {}
     weights = {
         name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments
     }
@@ -145,15 +141,18 @@ def repack(
         user_errors("the weights cannot be quantized", ValueError),
     ):
         module, config = quantize_model(
-            module, config, group_size, quantization.bits, mode=mode, quant_predicate=predicate
+            module,
+            config,
+            quantization.group_size,
+            quantization.bits,
+            mode=quantization.mode or "affine",
+            quant_predicate=predicate,
         )
     if _packed(module) == before:
-        why = (
-            "the weights are already quantized"
-            if before
-            else "no layer's width is a multiple of the group"
+        fault = "no layer's width is a multiple of the group"
+        raise UserError(
+            f"nothing was quantized: {'the weights are already quantized' if before else fault}"
         )
-        raise UserError(f"nothing was quantized: {why}")
     carries = carries_of(moments)
     for path, layer in module.named_modules():  # again, from the full weights
         name = f"{path}.weight"

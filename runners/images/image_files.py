@@ -32,6 +32,11 @@ class ImageFile:
     path: Path | None = None
     data: bytes | None = attrs.field(default=None, repr=False)
 
+    @property
+    def place(self) -> Path | str:
+        """Its path or, for bytes, its name."""
+        return self.path or self.name
+
 
 def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is
@@ -65,10 +70,10 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         inside = path.resolve().is_relative_to(folder.resolve())
         there = path.is_file()
     if not inside:
-        outside = (
-            "but images are only read inside the folder; data.image_folder sets another folder"
+        raise UserError(
+            f"names {show(value)}, which is outside {folder}, but images are only read inside the "
+            f"folder; data.image_folder sets another folder"
         )
-        raise UserError(f"names {show(value)}, which is outside {folder}, {outside}")
     if not there:
         raise UserError(f"names {show(value)}, but there is no file {path}")
     return (ImageFile(value, path=path),)
@@ -106,5 +111,6 @@ def _opened(file: ImageFile) -> Iterator[Image]:
         with image:
             yield image
     except Exception as error:  # Pillow may fail in any way on an untrusted file
-        where = file.path or file.name
-        raise UserError(f"{where}: cannot be read as an image ({first_line(error)})") from error
+        raise UserError(
+            f"{file.place}: cannot be read as an image ({first_line(error)})"
+        ) from error

@@ -107,20 +107,16 @@ class ImageProcessor:
         Raises UserError if the file is not an image.
         """
         rows, columns = image_size(file)
-        try:
+        with user_errors(_rejects(file), ValueError):
             return int(self.processor.num_image_tokens(rows, columns, **self.options))
-        except ValueError as error:
-            raise self._refused(file, error) from error
 
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
         """Patches [N,C] float32, and their grid: time, rows, columns.
 
         Raises UserError if it is not an image.
         """
-        try:
+        with user_errors(_rejects(file), ValueError):
             found = self.processor(images=[read_image(file)], **self.options)
-        except ValueError as error:
-            raise self._refused(file, error) from error
         time, rows, columns = (int(number) for number in np.array(found["image_grid_thw"])[0])
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
 
@@ -142,8 +138,9 @@ class ImageProcessor:
             found += [token] * next(counts) if token == self.image_token else [token]
         return tuple(found)
 
-    def _refused(self, file: ImageFile, error: Exception) -> UserError:
-        return UserError(f"{file.path or file.name}: rejected by the image processor ({error})")
+
+def _rejects(file: ImageFile) -> str:
+    return f"{file.path or file.name}: the image processor rejects it"
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
@@ -151,9 +148,7 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     does not accept images, mlx-vlm is not installed, or the folder's settings cannot be read.
     """
     kind = check_family(config, path)
-    if not any(
-        (path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    ):
+    if not any((path / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):
         raise UserError(
             f"{path}: preprocessor_config.json, which contains the sizes of images, is missing"
         )
@@ -166,7 +161,9 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
         processor = found.image_processor
         template = found.chat_template
-    options = {"max_pixels": max_pixels} if max_pixels else {}
     return ImageProcessor(
-        processor, image_token, options, template if isinstance(template, str) else None
+        processor,
+        image_token,
+        {"max_pixels": max_pixels} if max_pixels else {},
+        template if isinstance(template, str) else None,
     )

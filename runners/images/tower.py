@@ -4,7 +4,7 @@ images.
 
 from __future__ import annotations
 
-import json
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,15 +66,12 @@ class VisionPart:
 
     def _of_prompt(self, prompt: Any) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)
-        places = [n for n, token in enumerate(prompt.tokens) if token == self.processor.image_token]
-        try:
-            positions = multimodal_positions(prompt.tokens, self.processor.image_token, grids)
-            return PromptImages(mx.concatenate(list(features)), tuple(places), positions)
-        except ValueError as error:
-            names = ", ".join(file.name for file in prompt.images)
-            raise UserError(
-                f"{names}: its size has changed since the run started ({error})"
-            ) from error
+        image_token = self.processor.image_token
+        places = tuple(n for n, token in enumerate(prompt.tokens) if token == image_token)
+        names = ", ".join(file.name for file in prompt.images)
+        with user_errors(f"{names}: its size has changed since the run started", ValueError):
+            positions = multimodal_positions(prompt.tokens, image_token, grids)
+            return PromptImages(mx.concatenate(list(features)), places, positions)
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
         """Features [F,D] of an image, and its grid cells."""
@@ -116,10 +113,10 @@ def prepare_vision(
         stated = config.get("quantization") or {}
         options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
         nn.quantize(tower, **options, class_predicate=lambda name, layer: name in packed)
-    known = named_leaves(tower.parameters())
+    known = named_leaves(tower.parameters()).keys() & weights.keys()
     with user_errors(f"{path}: its images cannot be used", ValueError, why=first_lines):
         use_multimodal_rope(module, mrope_sections(config, path))
-        tower.load_weights([(name, leaf) for name, leaf in weights.items() if name in known])
+        tower.load_weights([(name, weights[name]) for name in known])
     tower.freeze()
     tower.set_dtype(dtype)
     mx.eval(tower.parameters())
@@ -136,25 +133,22 @@ def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
 
 def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
     family = mlx_vlm_module(f"models.{kind}")
-    stated = json.loads(json.dumps(dict(config["vision_config"])))
-    try:
-        # Newer files have the text part's type here, or none.
-        return family.VisionModel(family.VisionConfig.from_dict(stated | {"model_type": kind}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = first_lines(str(error))
-        raise UserError(
-            f"{path}/config.json: mlx-vlm cannot read vision_config: {message}"
-        ) from error
+    # Newer files have the text part's type here, or none.
+    stated = copy.deepcopy(config["vision_config"]) | {"model_type": kind}
+    kinds = (ValueError, KeyError, TypeError, AttributeError)
+    what = f"{path}/config.json: mlx-vlm cannot read vision_config"
+    with user_errors(what, *kinds, why=first_lines):
+        return family.VisionModel(family.VisionConfig.from_dict(stated))
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
     """The tower's weights, read lazily, under mlx-vlm's names without a prefix."""
     found: dict[str, mx.array] = {}
     for file in weight_files(path):
-        for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
-            prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
-            if prefix:
-                found[name.removeprefix(prefix)] = leaf
+        leaves = cast("dict[str, mx.array]", mx.load(str(file)))
+        for prefix in _PREFIXES:
+            inside = (name for name in leaves if name.startswith(prefix))
+            found |= {name.removeprefix(prefix): leaves[name] for name in inside}
     if not found:
         raise UserError(
             f"{path}: the weights of the vision tower (visual.* or vision_tower.*) are missing; "

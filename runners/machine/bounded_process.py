@@ -59,13 +59,13 @@ class BoundedFunction:
         """Starts the process if there is none; it imports the function's module in the background."""
         if self._running is None:
             ours, theirs = Pipe()
-            command = python_command(
-                f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments
-            )
+            code = f"from {__name__} import serve; serve(*sys.argv[1:])"
             with theirs:
-                quiet = subprocess.DEVNULL
                 process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=quiet, stderr=quiet
+                    python_command(code, *self._arguments),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                 )
             self._running = process, ours
         return self._running

@@ -82,11 +82,8 @@ def swap_used() -> int | None:
         found = re.search(r"used = ([\d.,]+)([KMG])", done.stdout)
         return round(float(found[1].replace(",", ".")) * _UNITS[found[2]]) if found else None
     sizes = _meminfo()
-    return (
-        sizes["SwapTotal"] - sizes["SwapFree"]
-        if {"SwapTotal", "SwapFree"} <= sizes.keys()
-        else None
-    )
+    known = {"SwapTotal", "SwapFree"} <= sizes.keys()
+    return sizes["SwapTotal"] - sizes["SwapFree"] if known else None
 
 
 def swap_limit(asked_gb: float) -> float:
@@ -106,22 +103,18 @@ def memory_limit() -> int | None:
     root.
     """
     root = Path("/sys/fs/cgroup")
-    own = Path("/proc/self/cgroup")
-    name = (
-        re.search("^0::/(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE)
-        if own.is_file()
-        else None
-    )
+    name = re.search("^0::/(.*)$", _text(Path("/proc/self/cgroup")), re.MULTILINE)
     place = root / (name[1] if name else "")
     files = [*(folder / "memory.max" for folder in (place, *place.parents)), root / _VERSION_1]
-    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    texts = [_text(file).strip() for file in files]
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
 def _meminfo() -> dict[str, int]:
     """Linux's table of memory in bytes; {} on other systems."""
-    text = _MEMINFO.read_text(encoding="utf-8") if _MEMINFO.is_file() else ""
-    return {
-        name: 1024 * int(size)
-        for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    }
+    rows = re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
+    return {name: 1024 * int(size) for name, size in rows}
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

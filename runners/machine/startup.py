@@ -85,9 +85,8 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
         somebody else has created the folder.
     """
     shared = Path(tempfile.gettempdir())
-    chosen = environ.get("TMPDIR", "")
     with suppress(OSError):
-        if not rank and not foreign(Path(chosen or shared)):
+        if not rank and not foreign(Path(environ.get("TMPDIR") or shared)):
             return
     with suppress(OSError):  # no room for it: MLX cannot compile either
         environ["TMPDIR"] = str(own_folder(shared / f"grpo-{os.getuid()}-rank-{rank}"))
@@ -157,17 +156,14 @@ def import_transformers_without_torch() -> None:
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
     lines = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
-        hint = (
-            ""
-            if "imported" in found.reason
-            else "; apt-get install libopenblas0-pthread, or a similar package"
-        )
+        package = "; apt-get install libopenblas0-pthread, or a similar package"
+        hint = "" if "imported" in found.reason else package
         lines.append(f"matrix products are about 30x slower than necessary: {found.reason}{hint}")
     if shutil.which("g++") is None:
-        lines += [
+        lines.append(
             "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or a "
             "similar package"
-        ]
+        )
     return tuple(lines)
 
 

@@ -8,7 +8,6 @@ later be shown on terminals.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -33,11 +32,10 @@ class OutputLost(UserError):
 
     def __init__(self, error: Exception):
         """`error`: the exception of the failed write."""
-        self.is_pipe = isinstance(error, OSError) and error.errno == errno.EPIPE
+        self.is_pipe = isinstance(error, BrokenPipeError)
         if self.is_pipe:
             self.exit_code = 141  # 128 + SIGPIPE, as shells count
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        super().__init__(f"standard output: {reason}")
+        super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")
 
 
 def visible(text: str) -> str:

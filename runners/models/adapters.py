@@ -40,8 +40,13 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
     module.freeze()
-    folder = Path(settings.adapters).expanduser()
-    return read_adapters(module, folder, settings.path, digest, tune=settings.tune)
+    return read_adapters(
+        module,
+        Path(settings.adapters).expanduser(),
+        settings.path,
+        digest,
+        tune=settings.tune,
+    )
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
@@ -96,8 +101,11 @@ def check_adapters(folder: Path) -> None:
             f"PEFT{final_of(folder)}"
         )
     check_header(weights)
-    rules = json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT
-    json_keys.check_keys(read_json(config), config, rules)
+    json_keys.check_keys(
+        read_json(config),
+        config,
+        json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT,
+    )
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:

@@ -90,8 +90,8 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
         raise UserError(
             f"{folder}: config.json is missing; expected an mlx-lm model folder{final_of(folder)}"
         )
-    stated = read_json(folder / "config.json")
-    check_keys(stated, folder / "config.json", ANY_MODEL if custom_loader else MODEL)
+    file = folder / "config.json"
+    check_keys(read_json(file), file, ANY_MODEL if custom_loader else MODEL)
     end_ids(folder)
     if not custom_loader:
         _check_weights(folder, names)
@@ -109,8 +109,9 @@ def is_adapter_folder(folder: Path) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model folder has tokenizer files that transformers can read."""
     names = {file.name for file in folder.iterdir()}
-    whole = any(names.issuperset(files.split("+")) for files in _TOKENIZERS)
-    return whole or any(name.endswith(".tiktoken") for name in names)
+    return any(name.endswith(".tiktoken") for name in names) or any(
+        names.issuperset(files.split("+")) for files in _TOKENIZERS
+    )
 
 
 def read_config(folder: Path) -> dict:
@@ -149,8 +150,7 @@ def _check_links(folder: Path) -> None:
     model. Links in the Hub's cache may point to the blobs beside the snapshots.
     """
     root = folder.resolve()
-    snapshots = [path for path in root.parents if path.name == "snapshots"]
-    allowed = [root, *(path.parent / "blobs" for path in snapshots)]
+    allowed = [root, *(p.parent / "blobs" for p in root.parents if p.name == "snapshots")]
     templates = folder / _TEMPLATES
     for file in sorted({*_companions(folder), templates, *templates.rglob("*")}):
         if file.is_symlink() and not any(map(Path(os.path.realpath(file)).is_relative_to, allowed)):

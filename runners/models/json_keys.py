@@ -25,8 +25,7 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
         outer, _, inner = key.rpartition(".")
         part = table.get(outer) if outer else table
         if isinstance(part, Mapping) and not accepts(part.get(inner)):
-            value = part.get(inner)
-            found = "nothing" if value is None else show(value)
+            found = "nothing" if part.get(inner) is None else show(part[inner])
             raise UserError(f"{file}: {key}: expected {wanted}, found {found}")
 
 
@@ -132,8 +131,7 @@ def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | 
     """Runs in a process with limits: for each layer, the first pattern of a PEFT config that
     matches it.
     """
-    return [_first(patterns, name) for name in names]
-
-
-def _first(patterns: Sequence[str], name: str) -> str | None:
-    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+    return [
+        next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+        for name in names
+    ]

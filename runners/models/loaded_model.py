@@ -103,10 +103,10 @@ def load_model(
         cast_floating(module, compute_dtype)
         adapter = add_adapters(module, settings, seed, digest)
     elif is_quantized(module):
-        command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = '
-            f'"lora" or "dora", or a model dequantized with `{command}`'
+            f'"lora" or "dora", or a model dequantized with `grpo convert '
+            f"{shlex.quote(settings.path)} --out NEW --dequantize`"
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

@@ -85,8 +85,10 @@ def load_module(
             raise
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in message:
-            how = "model.trust_remote_code = true, or --trust-remote-code"
-            message = f"the folder contains its own model code, which runs only with {how}"
+            message = (
+                "the folder contains its own model code, which runs only with "
+                "model.trust_remote_code = true, or --trust-remote-code"
+            )
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
 
 

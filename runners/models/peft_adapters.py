@@ -24,12 +24,14 @@ from runners.models import json_keys
 
 PEFT_ADAPTERS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
-_LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
-    "lora_A.weight": "lora_a", "lora_B.weight": "lora_b",
-    "lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b",
-    "lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m",
+# mlx-lm's name behind a layer's -> PEFT's
+_OF_LAYER = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+_OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+_LEAVES = {  # and back
+    **{theirs: ours for ours, theirs in (*_OF_LAYER.items(), *_OF_EMBEDDING.items())},
+    "lora_magnitude_vector.weight": "m",
     "base_layer.weight": "base",
-}  # fmt: skip
+}
 _EMBEDDING = "embed_tokens"
 _HEAD = "lm_head"
 # Where a vision-language model has its language part: in mlx-lm, in transformers.
@@ -103,11 +105,18 @@ def from_peft(
         }
         made |= {f"{ours[name]}.{leaf}": array for leaf, array in parts.items()}
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(ours.values())}
-    kind = "dora" if settings.get("use_dora") else "lora"
-    stated = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters}
-    stated["model"] = settings.get("base_model_name_or_path") or ""
-    under = {ours[name]: weight for name, weight in bases.items() if name in ours}
-    return Adapters(stated, made, under, separate=not tied and (bool(embedding) or _HEAD in layers))
+    stated = {
+        "fine_tune_type": "dora" if settings.get("use_dora") else "lora",
+        "num_layers": -1,
+        "lora_parameters": parameters,
+        "model": settings.get("base_model_name_or_path") or "",
+    }
+    return Adapters(
+        stated,
+        made,
+        {ours[name]: weight for name, weight in bases.items() if name in ours},
+        separate=not tied and (bool(embedding) or _HEAD in layers),
+    )
 
 
 def to_peft(
@@ -118,7 +127,6 @@ def to_peft(
     Raises UserError for adapters that PEFT cannot represent.
     """
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
-    dora = settings.get("fine_tune_type") == "dora"
     made: dict[str, mx.array] = {}
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     for name, leaf in tensors.items():
@@ -128,20 +136,16 @@ def to_peft(
         embeds = layer.endswith(_EMBEDDING)
         if embeds and part == "m":
             raise UserError(f"{layer}: PEFT cannot represent DoRA of an embedding; use LoRA")
-        theirs = [
-            key
-            for key, value in _LEAVES.items()
-            if value == part and ("embedding" in key) == embeds
-        ]
-        names = theirs or ["lora_magnitude_vector"]
-        made[f"{_BEFORE}{_in_peft(layer)}.{names[0]}"] = leaf if leaf.ndim == 1 else leaf.T
+        theirs = _OF_EMBEDDING[part] if embeds else _OF_LAYER[part]
+        made[f"{_BEFORE}{_in_peft(layer)}.{theirs}"] = leaf if leaf.ndim == 1 else leaf.T
     blocks = [re.search(r"\.layers\.(\d+)\.(.+)", layer) for layer in layers]
     first = {block[2] for block in blocks if block and block[1] == "0"}
     usual = all(block is None or block[2] in first for block in blocks) and bool(first)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
         "base_model_name_or_path": settings.get("model") or None,
-        "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False,
+        "r": rank, "lora_alpha": scale * rank, "use_rslora": False,
+        "use_dora": settings.get("fine_tune_type") == "dora",
         "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
         "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
@@ -162,9 +166,9 @@ def _scales(
     if patterns:  # regular expressions, which may take forever if they are a stranger's
         found = _match([*patterns], [*ranks])
         if found is None:
-            wanted = "regular expressions that can be matched with the layers' names within 2 s"
             raise UserError(
-                f"{folder}: alpha_pattern: expected {wanted}, found {show([*patterns])}"
+                f"{folder}: alpha_pattern: expected regular expressions that can be matched with "
+                f"the layers' names within 2 s, found {show([*patterns])}"
             )
         alphas |= {
             name: patterns[key] for name, key in zip(ranks, found, strict=True) if key is not None
@@ -178,9 +182,10 @@ _match = BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, me
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
     """Whether a tied head uses the adapters of its embedding (ensure_weight_tying)."""
-    pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
-    return head is not None and all(
-        mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs
+    return (
+        head is not None
+        and bool(mx.array_equal(head["lora_a"], embedding["lora_b"].T))
+        and bool(mx.array_equal(head["lora_b"], embedding["lora_a"].T))
     )
 
 

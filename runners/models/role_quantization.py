@@ -43,10 +43,14 @@ def make_quantized_role(
     name = getattr(getattr(config, section), option)
     if name == "none":
         return None
-    group_size = config.rollout.group_size_of(name)
-    head = config.rollout.quantize_head
     with user_errors(config.where(key), ValueError):
-        role = quantized_role(policy, name, storage, group_size=group_size, head=head)
+        role = quantized_role(
+            policy,
+            name,
+            storage,
+            group_size=config.rollout.group_size_of(name),
+            head=config.rollout.quantize_head,
+        )
     count = len(role.unfit)
     if count:
         notices.append(
@@ -77,10 +81,12 @@ def measured_moments(
     tokens = 0
     for start in range(0, lengths_b.shape[0], rows):
         part = slice(start, start + rows)
-        some = input_moments(
-            policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group
+        found = added(
+            found,
+            input_moments(
+                policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group
+            ),
         )
-        found = added(found, some)
         tokens += int(lengths_b[part].sum())
         if tokens >= CALIBRATION_TOKENS:
             break
@@ -118,8 +124,10 @@ def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, p
         leaves[name].size for name in bits
     )
     counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
-    budget = config.rollout.bits_budget
-    return f"rollout.bits_budget = {budget:g}: {mean:.3g} bits on average; weights: {counts}"
+    return (
+        f"rollout.bits_budget = {config.rollout.bits_budget:g}: {mean:.3g} bits on average; "
+        f"weights: {counts}"
+    )
 
 
 def _lengths(batch: g.Batch) -> mx.array:

@@ -131,10 +131,9 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
     required = [
         n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory
     ]
-    scales = any(
-        hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__
-    )
-    types = _OTHER_TYPES.get(module, SCALED if scales and "rope_scaling" in fields else {"default"})
+    modules = (sys.modules[each.__module__] for each in arguments.__mro__)
+    scales = "rope_scaling" in fields and any(hasattr(m, "initialize_rope") for m in modules)
+    types = _OTHER_TYPES.get(module, SCALED if scales else {"default"})
     return _Reader(module, fields.keys(), required, types)
 
 
@@ -224,9 +223,9 @@ def _scaling(
     kind: str, whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> dict[str, Any]:
     """rope_scaling with mlx-lm's keys: some modules read rope_type, others type."""
-    left_out = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    left_out = ("rope_theta", "partial_rotary_factor")
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
-    scaling: dict[str, Any] = {"rope_type": kind, "type": kind, **kept}
+    scaling: dict[str, Any] = {**kept, "rope_type": kind, "type": kind}
     if kind in ("llama3", "yarn", "longrope"):
         scaling.setdefault(
             _ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings")

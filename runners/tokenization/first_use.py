@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from runners.tokenization.tokenizer_check import files_of
 import_transformers_without_torch()
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
-_WORDS = (
-    "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n" * 4
-)
+_WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9: how many are left?\n" * 4
 _USER = {"role": "user", "content": _WORDS}
 _SYSTEM = {"role": "system", "content": _WORDS}
 _TALK = [_SYSTEM, _USER, {"role": "assistant", "content": _WORDS}, _USER]
@@ -36,13 +33,13 @@ def first_use(folder: str) -> bool:
     return True
 
 
-def _attempt(use: Callable[..., object], *arguments: Any) -> None:
+def _attempt(use: Callable[..., object], *arguments: Any, **options: Any) -> None:
     try:
-        use(*arguments)
+        use(*arguments, **options)
     except MemoryError:
         raise
-    except BaseException:  # what is merely wrong is reported at its real use
-        pass  # Rust's panics are no Exceptions
+    except BaseException:  # a fault is reported at its real use; Rust's panics are no Exceptions
+        pass
 
 
 def _tokenize(file: Path) -> None:
@@ -57,6 +54,10 @@ def _render(file: Path) -> None:
     found = [*found.values()] if isinstance(found, dict) else found
     for named in found if isinstance(found, list) else [found]:
         template = named["template"] if isinstance(named, dict) else named
-        render = partial(render_jinja_template, chat_template=template, add_generation_prompt=True)
         for messages in ([_USER], _TALK[:2], _TALK):  # some templates refuse a role
-            _attempt(render, [messages])
+            _attempt(
+                render_jinja_template,
+                [messages],
+                chat_template=template,
+                add_generation_prompt=True,
+            )

@@ -51,19 +51,19 @@ class PromptSettings:
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """The settings by section and key, in JSON's types, for `load_config`."""
-        found: dict[str, dict[str, Any]] = {}
-        fields = attrs.asdict(self) | {"stop": list(self.stop)}
-        for name, value in fields.items():
-            found.setdefault(_KEYS[name][0], {})[name] = value
-        return found
+        values = attrs.asdict(self) | {"stop": list(self.stop)}
+        return {
+            section: {name: value for name, value in values.items() if _KEYS[name][0] == section}
+            for section in ("data", "rollout")
+        }
 
 
-_KEYS: dict[str, tuple[str, attrs.Attribute]] = {}
+_NAMES = attrs.fields_dict(PromptSettings).keys()
+_KEYS: dict[str, tuple[str, attrs.Attribute]] = {
+    **{key.name: ("data", key) for key in attrs.fields(DataConfig) if key.name in _NAMES},
+    **{key.name: ("rollout", key) for key in attrs.fields(RolloutConfig) if key.name in _NAMES},
+}
 """The config's section and key of each field."""
-for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
-    for _field in attrs.fields(_kind):
-        if _field.name in attrs.fields_dict(PromptSettings):
-            _KEYS[_field.name] = (_section, _field)
 
 
 def write_prompt(folder: Path, settings: PromptSettings | None) -> None:

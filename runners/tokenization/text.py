@@ -95,10 +95,10 @@ class TextDecoder:
         if any(not stop for stop in stop_strings):
             raise ValueError("a stop string is empty: it would end every completion immediately")
         texts = tuple(stop_strings)
-        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-        self.ends |= {i for i, token in special if token.special and str(token) in texts}
         if not texts:
             return None
+        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        self.ends |= {i for i, token in special if token.special and str(token) in texts}
         last_characters = {stop[-1] for stop in texts}
         if not all(character.isascii() for character in last_characters):
             last_characters.add("\ufffd")  # a token may hold only a part of such a character

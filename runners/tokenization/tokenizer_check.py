@@ -18,6 +18,7 @@ from runners.files.own_folder import remember, remembers
 from runners.machine.bounded_process import BoundedFunction
 from runners.quickstart import MODEL_DIR
 
+_FIRST_USE = "runners.tokenization.first_use:first_use"
 _SECONDS = 2.0
 _MEMORY = 512_000_000
 # And for each byte of the files:
@@ -43,8 +44,7 @@ def check_tokenizer(folder: Path) -> None:
     size = sum(map(len, contents.values()))
     seconds = _SECONDS + _SECONDS_A_BYTE * size
     memory = _MEMORY + _MEMORY_A_BYTE * size
-    function = "runners.tokenization.first_use:first_use"
-    with closing(BoundedFunction(function, seconds=seconds, memory=memory)) as use:
+    with closing(BoundedFunction(_FIRST_USE, seconds=seconds, memory=memory)) as use:
         if use("/nowhere") is None:  # no process can be started: nothing is checked
             return
         if use(str(folder)) is None:
@@ -57,5 +57,5 @@ def check_tokenizer(folder: Path) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     """The files in a model's folder that its tokenizer and template are read from."""
-    named = [folder / name for name in _FILES]
-    return [file for file in (*named, *sorted(folder.glob(_MORE_TEMPLATES))) if file.is_file()]
+    files = [*(folder / name for name in _FILES), *sorted(folder.glob(_MORE_TEMPLATES))]
+    return [*filter(Path.is_file, files)]

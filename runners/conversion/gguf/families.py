@@ -141,16 +141,16 @@ def metadata_of(
     if kind == "llama3":
         tensors[ROPE_FACTORS[0]] = _llama3_factors(config, scaling)
     elif kind in ("longrope", "su"):
-        whole = config["max_position_embeddings"] / config["original_max_position_embeddings"]
-        near = np.log(config["original_max_position_embeddings"])
-        values["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(max(whole, 1.0)) / near))
+        old = config["original_max_position_embeddings"]
+        ratio = max(config["max_position_embeddings"] / old, 1.0)
+        values["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(ratio) / np.log(old)))
         for name, key in zip(ROPE_FACTORS[1:], ("long_factor", "short_factor"), strict=True):
             tensors[name] = np.array(scaling[key], np.float32)
     elif kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
         if kind == "yarn":
-            old = int(scaling["original_max_position_embeddings"])
-            values["rope.scaling.original_context_length"] = old
+            old = scaling["original_max_position_embeddings"]
+            values["rope.scaling.original_context_length"] = int(old)
     elif kind != "default":
         raise UserError(
             f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}"
@@ -174,9 +174,9 @@ def config_of(
         "model_type": family.model_type,
         "architectures": [f"{arch.capitalize()}ForCausalLM"],
     }
-    defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
-        found = metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
+        default = ... if needed else _DEFAULTS.get(arch, {}).get(name)
+        found = metadata(f"{arch}.{key}", kind, default)
         if found is None:
             continue
         if not np.isfinite(found):
@@ -230,8 +230,9 @@ def _scaling(
         "factor": metadata(f"{arch}.rope.scaling.factor", float),
     }
     if kind == "yarn":
-        key = f"{arch}.rope.scaling.original_context_length"
-        scaling["original_max_position_embeddings"] = metadata(key, int)
+        scaling["original_max_position_embeddings"] = metadata(
+            f"{arch}.rope.scaling.original_context_length", int
+        )
     elif kind != "linear":
         raise UserError(f"rope.scaling.type: expected none, linear or yarn, found {show(kind)}")
     return scaling

@@ -121,5 +121,5 @@ def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]
     else:
         with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
             biases = scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
-    packed = np.ascontiguousarray(quants).reshape(rows, -1).view(np.uint32)
-    return mx.array(packed), mx.array(scales), mx.array(biases)
+    words = np.ascontiguousarray(quants).reshape(rows, -1).view(np.uint32)
+    return mx.array(words), mx.array(scales), mx.array(biases)

@@ -166,8 +166,11 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     }
     if "tokenizer.chat_template" in header.metadata:
         config["chat_template"] = header.get("tokenizer.chat_template", str)
-    generation = {"eos_token_id": _end_ids(tokens, ids)}
-    files = {"tokenizer": stated, "tokenizer_config": config, "generation_config": generation}
+    files = {
+        "tokenizer": stated,
+        "tokenizer_config": config,
+        "generation_config": {"eos_token_id": _end_ids(tokens, ids)},
+    }
     for name, content in files.items():
         write_json(folder / f"{name}.json", content, indent=None, ensure_ascii=False)
 

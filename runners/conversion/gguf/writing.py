@@ -134,6 +134,13 @@ def _leaves(
             of = "F16"
         elif of.startswith("Q4") and part in ("token_embd", "output"):
             of = "Q8_0"
-        offset = family.norm_offset if "norm" in part else 0.0
-        found.append(_Leaf(theirs, of, array, family.rotated_heads(theirs, config), offset))
+        found.append(
+            _Leaf(
+                theirs,
+                of,
+                array,
+                family.rotated_heads(theirs, config),
+                family.norm_offset if "norm" in part else 0.0,
+            )
+        )
     return found

@@ -63,16 +63,16 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
             os.environ[_VARIABLE] = str(own)
             _LOCKS.append(lock)
             break
-        folders = own.parent
         for code in own.rglob("*.ptx"):
             if not _is_whole(code):
                 code.unlink()
-        for code in (code for code in folders.glob(f"{stem}*/**/*.ptx") if _is_whole(code)):
-            for path in (code.with_suffix(".cu"), code.with_suffix(".txt"), code):
-                place = own.joinpath(*path.relative_to(folders).parts[1:])
-                place.parent.mkdir(exist_ok=True)
-                with suppress(FileExistsError, FileNotFoundError):
-                    os.link(path, place)
+        for folder in own.parent.glob(f"{stem}*"):
+            for code in filter(_is_whole, folder.rglob("*.ptx")):
+                for path in (code.with_suffix(".cu"), code.with_suffix(".txt"), code):
+                    place = own / path.relative_to(folder)
+                    place.parent.mkdir(exist_ok=True)
+                    with suppress(FileExistsError, FileNotFoundError):
+                        os.link(path, place)
 
 
 def _is_whole(code: Path) -> bool:
@@ -93,10 +93,10 @@ def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Comp
     from grpo_fn.backends import cuda_programs, enabled
 
     folder = os.environ.get(_VARIABLE, "")
-    dtype = config.model.dtype
     off = "programs_ahead" in config.system.disable or not enabled("programs_ahead")
     if backend != "cuda" or not folder or off:
         return None
+    dtype = config.model.dtype
     if dtype == "auto":
         dtype = stated_dtype(Path(config.model.path).expanduser()) or "bfloat16"
     with suppress(OSError):  # no space, or too many processes: MLX compiles them when it needs them
@@ -114,8 +114,8 @@ class Compilation:
         self._until = time.monotonic() + _SECONDS
         self._running: dict[Path, subprocess.Popen[bytes]] = {}  # by the folder that each one fills
         self.stop = weakref.finalize(self, _stop, self._running)
-        count = min(processes, len(self.names))
         folder.mkdir(parents=True, exist_ok=True)
+        count = min(processes, len(self.names))
         for number in range(count):
             part = Path(tempfile.mkdtemp(prefix=".", dir=folder))
             self._running[part] = subprocess.Popen(

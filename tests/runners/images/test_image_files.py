@@ -1,4 +1,4 @@
-"""A row's images: paths and bytes, what is refused of them, and which models take any; without mlx-vlm."""
+"""A row's images are paths or bytes; invalid ones, and models without vision, are refused (without mlx-vlm)."""
 
 import io
 import json
@@ -34,14 +34,14 @@ def picture(tmp_path):
 
 
 def image_fault(value, folder):
-    """What is wrong with a row's images."""
+    """The error for a row's images."""
     with pytest.raises(UserError) as caught:
         image_files(value, folder)
     return str(caught.value)
 
 
 def test_paths_are_relative_to_the_data(tmp_path, picture):
-    """One, several, absolute ones; nothing is no image."""
+    """One path, several, and absolute ones are accepted; empty values contain no image."""
     one = ImageFile("pics/a.png", path=tmp_path / "pics" / "a.png")
     assert image_files("pics/a.png", tmp_path) == (one,)
     assert image_files(["pics/a.png", None, ["pics/a.png"]], tmp_path) == (one, one)
@@ -53,7 +53,7 @@ def test_paths_are_relative_to_the_data(tmp_path, picture):
 
 
 def test_bytes_are_images_too(tmp_path, picture):
-    """As the Hub's data sets and Parquet files have them; without a path a digest is the name."""
+    """The Hub's data sets and Parquet files contain bytes; without a path, a digest is the name."""
     data = picture.read_bytes()
     (named,) = image_files({"bytes": data, "path": "b.png"}, tmp_path)
     assert named.name == "b.png" and image_size(named) == (3, 5)
@@ -74,14 +74,14 @@ def test_bytes_are_images_too(tmp_path, picture):
         ("x" * 5000, "names"),
     ],
 )
-def test_values_that_are_no_image_paths_are_refused(tmp_path, picture, value, message):
-    """A fault of the row, in its own words."""
+def test_values_that_are_not_image_paths_are_refused(tmp_path, picture, value, message):
+    """The error describes the value in one line."""
     fault = image_fault(value, tmp_path)
     assert message.replace("'", '"') in fault.replace("'", '"') and "\n" not in fault
 
 
-def test_files_that_are_no_images_are_refused(tmp_path, picture):
-    """The file is named, also one that is cut off."""
+def test_files_that_are_not_images_are_refused(tmp_path, picture):
+    """The error names the file; truncated images are refused too."""
     (tmp_path / "text.png").write_text("no image")
     (text,) = image_files("text.png", tmp_path)
     with pytest.raises(UserError, match=r"text\.png: cannot be read as an image"):
@@ -97,7 +97,7 @@ def test_files_that_are_no_images_are_refused(tmp_path, picture):
 
 
 def test_no_path_leads_out_of_the_folder(tmp_path, picture):
-    """Not by .., not from the root, not by a link; a folder may itself be reached by one."""
+    """Paths with .., absolute paths and links are refused; the folder itself may be a link."""
     inner = tmp_path / "data"
     inner.mkdir()
     (inner / "link.png").symlink_to(picture)
@@ -111,7 +111,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path, picture):
 
 
 def test_only_images_of_known_forms_and_sizes_are_read(tmp_path):
-    """PostScript would start a program; a small file may be a huge picture."""
+    """PostScript would start a program, and a small file may contain a huge image."""
     from PIL import Image
 
     (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
@@ -126,7 +126,7 @@ def test_only_images_of_known_forms_and_sizes_are_read(tmp_path):
 
 
 def test_pictures_stand_upright(tmp_path):
-    """As cameras write them: turned, with a note."""
+    """Cameras store rotated pixels and the orientation in EXIF."""
     from PIL import Image
 
     exif = Image.Exif()
@@ -137,7 +137,7 @@ def test_pictures_stand_upright(tmp_path):
 
 
 def test_a_missing_image_is_named_with_its_row(tmp_path):
-    """Before the model is looked at: training and check; left out where the config says so."""
+    """Training and check report it before they read the model."""
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")
     config = write_vision_run(tmp_path)
@@ -148,7 +148,7 @@ def test_a_missing_image_is_named_with_its_row(tmp_path):
 
 
 def test_a_model_without_a_vision_part_is_refused(tmp_path):
-    """By training, check, and eval, in one line with those that work."""
+    """Training, check and eval name the supported types in one line."""
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")
     config = write_vision_run(tmp_path)
@@ -165,7 +165,7 @@ def test_a_model_without_a_vision_part_is_refused(tmp_path):
 
 
 def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
-    """Before weights are read."""
+    """The line appears before weights are read."""
     write_vision_data(tmp_path)
     folder = make_model_folder(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(vision_settings()))
@@ -177,7 +177,7 @@ def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 def test_several_ranks_are_refused(tmp_path):
-    """Before anything is read."""
+    """The error appears before any file is read."""
 
     two: Any = SimpleNamespace(is_alone=False, count=2)
     write_vision_data(tmp_path)

@@ -1,6 +1,6 @@
 """Training with images from end to end, on tiny random models: needs mlx-vlm; CI does not install it.
 
-What is compared with is mlx-vlm itself: its processor and its own forward of each row alone.
+The reference is mlx-vlm: its processor, and its forward pass of each row.
 """
 
 import importlib
@@ -51,13 +51,13 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """A run as it is before its first step."""
+    """A run before its first step."""
     return SetUp(load_config(str(folder / "seeing.toml")).check(), CPU).build()
 
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """The same run, done by the command's function, and what it said."""
+    """The finished run, and its messages."""
     notes = Notes()
     return run_training(load_config(str(folder / "seeing.toml")), report=notes), notes
 
@@ -69,7 +69,7 @@ def theirs(folder):
 
 
 def inputs_of(example, processor):
-    """What mlx-vlm's processor makes of an example: token ids, and the arguments of the images."""
+    """mlx-vlm's token ids of an example, and its arguments for the images."""
     images = [str(image.path) for image in example.images] or None
     found = processor(text=[example.text], images=images, add_special_tokens=False)
     return np.array(found["input_ids"])[0].tolist(), {
@@ -78,7 +78,7 @@ def inputs_of(example, processor):
 
 
 def logprobs(module, prompt, completion, images):
-    """log π of a completion by mlx-vlm's forward of this row alone."""
+    """log π of a completion, from mlx-vlm's forward pass of this row."""
     module.language_model._rope_deltas = module.language_model._position_ids = None
     logits = module(mx.array([[*prompt, *completion]]), **images).logits[0, len(prompt) - 1 : -1]
     logp_tv = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -94,7 +94,7 @@ def sampled(run, examples, seed):
 
 
 def test_prompts_are_those_of_the_model_s_processor(run, theirs):
-    """Token by token, with images of several sizes, two images, and none."""
+    """All tokens are equal, for prompts with no image, one or two images of several sizes."""
     examples = [*run.data.train, *run.data.evaluation]
     assert {len(example.images) for example in examples} == {0, 1, 2}
     for example in examples:
@@ -104,11 +104,11 @@ def test_prompts_are_those_of_the_model_s_processor(run, theirs):
 
 
 def test_rollout_has_the_log_probs_of_mlx_vlm(run, theirs):
-    """Ragged prompts with images of different sizes: each row as mlx-vlm computes it alone."""
+    """In a batch of prompts with images of different sizes, each row equals mlx-vlm's result for that row."""
     module, processor = theirs
     examples = run.data.train[:5]
     rollout = sampled(run, examples, 1)
-    # A whole forward of mlx-vlm's takes each image token for one of an image.
+    # mlx-vlm's forward pass treats every image token as part of an image.
     rows = [(n, each) for n, each in enumerate(rollout.completions()) if IMAGE_TOKEN not in each]
     assert len(rows) > 10
     for row, completion in rows:
@@ -117,8 +117,8 @@ def test_rollout_has_the_log_probs_of_mlx_vlm(run, theirs):
         np.testing.assert_allclose(np.array(rollout.logp_bt)[row, : len(completion)], wanted, atol=1e-4)
 
 
-def test_the_tower_sees_an_image_once(run, monkeypatch):
-    """Not once a completion, and not again for the gradient or the next time the prompt comes."""
+def test_the_tower_computes_an_image_once(run, monkeypatch):
+    """Completions, gradients and later rollouts of the same prompt use the cached features."""
     vision, seen = run.loaded.vision, []
     vision._cache.clear()
     kind, patches = type(vision.processor), type(vision.processor).patches
@@ -132,7 +132,7 @@ def test_the_tower_sees_an_image_once(run, monkeypatch):
 
 
 def test_a_run_trains_evaluates_and_says_what_it_does(finished, folder):
-    """Two updates: weights move, logs have the images' names, rewards get the column as the data has it."""
+    """In two updates, weights change, and the log contains the images' names as in the data."""
     result, _ = finished
     assert result.updates == 2 and result.last_em is not None
     rows = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ REUSE = {"max_steps": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
     ids=["between two steps", "between updates of rollouts that wait"],
 )
 def test_a_resumed_vision_run_is_bit_identical(folder, name, optim, what, count):
-    """A run that is cut off and goes on ends as the one that was not: state, log, completions, model."""
+    """An interrupted and resumed run has the state, log, completions and model of an uninterrupted one."""
     ends = []
     for kind in ("straight", "cut"):
         place = {"name": f"{name}-{kind}", "output_dir": str(folder / f"{name}-{kind}")}
@@ -260,7 +260,7 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
 
 
 def test_the_plan_counts_the_tower(folder, run):
-    """In each phase, as many bytes as its weights are."""
+    """Each phase contains the bytes of its weights."""
     seeing, blind = (
         json.loads(grpo("plan", folder / "seeing.toml", "--json", *more).stdout)["phases"].values()
         for more in ([], ["--set", "data.image="])
@@ -271,7 +271,7 @@ def test_the_plan_counts_the_tower(folder, run):
 
 
 def test_the_processor_s_template_is_used(folder, run, tmp_path):
-    """chat_template.json, where the tokenizer's own template shows no images or is missing."""
+    """chat_template.json is used if the tokenizer's template does not render images or is missing."""
     for name, own in (("other", "{{ messages[0]['content'] }}"), ("missing", None)):
         model = tmp_path / name
         shutil.copytree(folder / "model", model)

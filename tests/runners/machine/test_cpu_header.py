@@ -1,4 +1,4 @@
-"""The header of MLX's programs for a CPU: compiled once, found by g++, and nothing where it cannot be."""
+"""The header of MLX's CPU programs is compiled once, where that helps, and g++ finds it."""
 
 import os
 import shutil
@@ -29,14 +29,14 @@ with mx.stream(mx.cpu):
 
 @pytest.fixture
 def empty(monkeypatch, tmp_path):
-    """A temporary folder of its own, as a new machine's."""
+    """An empty temporary folder, as on a new machine."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
 @needs_gcc
 def test_it_is_compiled_once_and_found(empty):
-    """By MLX, also where another g++ has left a file; nothing else stays."""
+    """MLX's compiler finds the header, even next to another g++'s file. No other file is left."""
     whole = compile_header(CPU)
     assert whole is not None
     whole.with_name("another").write_text("not one")
@@ -50,7 +50,7 @@ def test_it_is_compiled_once_and_found(empty):
     tools.mkdir()
     (tools / "g++").write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -H "$@" 2>>{said}\n')
     (tools / "g++").chmod(0o755)
-    # A process of its own, as one keeps the programs that it has.
+    # in a new process, because a process keeps its compiled programs
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
     assert done.stdout == "[3.0, 3.0, 3.0]\n", done.stderr
@@ -59,7 +59,7 @@ def test_it_is_compiled_once_and_found(empty):
 
 @needs_gcc
 def test_vectors_are_as_wide_as_the_processor_has_them(empty, monkeypatch):
-    """A file for each kind of processor, which asks for AVX2 only where it is there."""
+    """Each kind of processor has its own file, which uses AVX2 only if the processor supports it."""
     texts, parts = [], set()
 
     def run(*_, env, **__):
@@ -77,7 +77,7 @@ def test_vectors_are_as_wide_as_the_processor_has_them(empty, monkeypatch):
 
 
 def test_nothing_is_compiled_where_it_does_not_help(empty, monkeypatch):
-    """Another backend, no g++, turned off, a folder that cannot be written."""
+    """Another backend, a disabled mechanism, and a missing g++."""
     assert compile_header(Platform("cuda", device="a device")) is None
     with disabled("programs_ahead"):
         assert compile_header(CPU) is None

@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead: which, by whom, and what is left where something fails."""
+"""CUDA programs are compiled in advance, once, by parallel processes; failures leave no damaged files."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from runners.machine.bounded_process import python_command
 from runners.machine.programs import gpu_programs
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 
-# In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.
+# Instead of compiling, each process writes a file per program, which contains the process's number.
 WRITES = """
 import os, pathlib, sys
 folder = pathlib.Path(os.environ["MLX_PTX_CACHE_DIR"])
@@ -27,7 +27,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """The folder of programs in a user's cache of its own, on the only rank."""
+    """The folder of programs in an empty user cache."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")  # and what it was afterwards
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")
@@ -38,7 +38,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_name_is_a_computation(dtype):
-    """Each can be computed, here too, and names its dtype where it depends on it."""
+    """Each named program can be computed here; names include the dtype if the program depends on it."""
     wanted = names(dtype)
     assert len(set(wanted)) == len(wanted) >= 14
     for name in wanted:
@@ -56,14 +56,14 @@ sys.stdin.read()
 
 
 def started():
-    """Another process that keeps its programs, and its folder; it ends with its standard input."""
+    """Starts a process that keeps its programs until its standard input closes; returns it and its folder."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(python_command(HOLDS), text=True, **pipes)
     return process, Path(process.stdout.readline().strip())
 
 
 def write_program(folder, name, source="source"):
-    """As MLX writes it: code, names and source, in this order; None: it was killed before the last."""
+    """Writes a program like MLX: code, names, source. With None, MLX was killed before the source."""
     folder.mkdir(parents=True, exist_ok=True)
     for suffix, text in ((".ptx", f"code of {name}"), (".txt", "names"), (".cu", source)):
         if text is not None:
@@ -71,8 +71,8 @@ def write_program(folder, name, source="source"):
 
 
 def test_each_process_has_its_own_programs(cache):
-    """By version and GPU, in the user's cache. It begins with those of the others; a killed one's folder is
-    free again; a child takes one of its own."""
+    """Folders are named by version and GPU, and start with the other folders' programs. A killed process's
+    folder is reused, and a child process gets its own."""
     (one, first), (two, second) = started(), started()
     assert first == cache / "mlx-0.32.4-sm_90-0" and second == cache / "mlx-0.32.4-sm_90-1"
     write_program(first, "a")
@@ -97,14 +97,14 @@ def test_each_process_has_its_own_programs(cache):
 
 
 def test_a_setting_of_the_user_stays(cache, monkeypatch):
-    """Nothing is made in the cache."""
+    """A user's own MLX_PTX_CACHE_DIR is kept, and the cache stays empty."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/of/the/user")
     keep_programs("0.32.4", "sm_90")
     assert os.environ["MLX_PTX_CACHE_DIR"] == "/of/the/user" and not [*cache.iterdir()]
 
 
 def test_a_folder_that_cannot_be_made_is_no_fault(cache):
-    """MLX then keeps programs in the temporary folder."""
+    """If the folder cannot be created, MLX keeps programs in the temporary folder."""
     (cache / "mlx-0.32.4-sm_90-0").touch()
     keep_programs("0.32.4", "sm_90")
     assert "MLX_PTX_CACHE_DIR" not in os.environ
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_made_is_no_fault(cache):
 
 @pytest.mark.parametrize("source", [None, ""], ids=["killed", "full disk"])
 def test_half_written_programs_are_compiled_again(cache, source):
-    """MLX takes any code that it finds."""
+    """Incomplete programs are deleted, because MLX would load them without a check."""
     kept = cache / "mlx-0.32.4-sm_90-0"
     write_program(kept, "whole")
     write_program(kept / "long", "whole")
@@ -122,7 +122,7 @@ def test_half_written_programs_are_compiled_again(cache, source):
 
 
 def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
-    """Three processes for seven programs; a later run starts none."""
+    """Three processes compile seven programs; a later run starts no process."""
     monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
     wanted = [f"program_{n}" for n in range(7)]
     Compilation(tmp_path / "kept", wanted, 3).wait()
@@ -133,8 +133,8 @@ def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raise RuntimeError('no such GPU')", "import time; time.sleep(600)"])
-def test_what_others_made_is_kept_where_a_process_fails_or_hangs(monkeypatch, tmp_path, fault):
-    """The run goes on: MLX compiles when it needs it. No process is left."""
+def test_a_process_that_fails_or_hangs_does_not_lose_the_others_programs(monkeypatch, tmp_path, fault):
+    """The other processes' programs are kept, and no process is left."""
     monkeypatch.setattr(gpu_programs, "_CODE", f"{WRITES}\nif 'b' in sys.argv: {fault}")
     monkeypatch.setattr(gpu_programs, "_SECONDS", 2)
     compilation = Compilation(tmp_path, ["a", "b"], 2)
@@ -146,7 +146,7 @@ def test_what_others_made_is_kept_where_a_process_fails_or_hangs(monkeypatch, tm
 
 @pytest.mark.skipif(mx.default_device() == mx.cpu, reason="wants CUDA")
 def test_the_names_are_those_of_this_mlx(tmp_path):
-    """What MLX leaves in its folder has the names that were predicted."""
+    """The files that MLX writes have the predicted names."""
     wanted = names("bfloat16")
     Compilation(tmp_path, wanted, 8).wait()
     assert {file.stem for file in tmp_path.glob("*.ptx")} >= set(wanted)
@@ -157,7 +157,7 @@ def test_the_names_are_those_of_this_mlx(tmp_path):
     [
         ("cuda", [], (), "float16"),
         ("cuda", ["model.dtype=float32"], (), "float32"),
-        ("cuda", ["model.path=org/name"], (), "bfloat16"),  # a guess: its dtype is known later
+        ("cuda", ["model.path=org/name"], (), "bfloat16"),  # assumed, because its dtype is not known yet
         ("cuda", ['system.disable=["programs_ahead"]'], (), None),
         ("cuda", [], ("programs_ahead",), None),
         ("cpu", [], (), None),
@@ -166,7 +166,7 @@ def test_the_names_are_those_of_this_mlx(tmp_path):
 def test_a_run_s_programs_begin_to_compile_before_anything_is_read(
     backend, changes, off, dtype, monkeypatch, tmp_path
 ):
-    """On CUDA, unless it is turned off; the processes end with the compilation."""
+    """Compilation starts only on CUDA and if it is enabled; its processes end with it."""
     monkeypatch.setattr(gpu_programs, "_CODE", "import time; time.sleep(600)")
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros((4,), mx.float16)})

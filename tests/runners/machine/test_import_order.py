@@ -1,4 +1,4 @@
-"""The BLAS before MLX: whatever a command imports, a fast BLAS is global by the time `mlx.core` is loaded."""
+"""Every command loads a fast BLAS before it imports `mlx.core`."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from runners.machine import startup
 
 ROOT = Path(__file__).resolve().parents[3]
 IN_TIME, TOO_LATE = 42, 43
-# Runs a command up to its first import of MLX, and ends the process there.
+# Runs a command until it imports MLX, and then ends the process.
 PROBE = f"""
 import ctypes, os, sys, traceback
 
@@ -42,7 +42,7 @@ CALLS = [
 @pytest.mark.skipif(startup.load_blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
-    """Each command, in each of the ways in which it begins with other modules."""
+    """Each command is called in every way that changes which modules it imports first."""
     import pyarrow
     import pyarrow.parquet
 
@@ -61,6 +61,6 @@ def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
     assert done.returncode == IN_TIME, done.stdout + done.stderr
 
 
-def test_every_command_is_among_them():
-    """A new command needs a line above, unless it reads the files of runs and imports no MLX."""
+def test_every_command_is_tested():
+    """CALLS contains every command, except those that only read runs' files and never import MLX."""
     assert {*(call.split()[0] for call in CALLS), "report", "runs", "watch"} == set(COMMANDS)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the display is on: the screen stays in order, and says how to go on."""
+"""After Ctrl-C, the display leaves whole lines and shows how to continue the run."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def slow(completions, trainer_state, **_):
 
 
 def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(tmp_path):
-    """Nothing of the current line."""
+    """The unfinished live line is removed from the screen."""
     (tmp_path / "slow.py").write_text(REWARD)
     run, reward = {"output_dir": str(tmp_path / "out")}, {"functions": ["slow.py:slow"]}
     (tmp_path / "train.toml").write_text(small(run=run, reward=reward, optim={"max_steps": 4}))

@@ -1,4 +1,4 @@
-"""Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
+"""If standard output fails or the terminal closes, commands end with one line, and a run saves first."""
 
 import io
 import os
@@ -42,7 +42,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch, capsys):
-    """Of every command: code 2, and the line is the last thing said."""
+    """Every command exits with code 2 and prints the line last."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -52,8 +52,8 @@ def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch
     assert end.value.code == 2 and lines[-1] == "standard output: No space left on device", lines
 
 
-def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
-    """`grpo-run … | head`: code 141, a line on standard error, and a checkpoint to go on from."""
+def test_a_run_whose_reader_closes_the_pipe_saves_and_says_so(place):
+    """`grpo run … | head` exits with code 141, writes one line to standard error, and saves a checkpoint."""
     process = subprocess.Popen(
         [sys.executable, "-m", "runners.cli", "run", "train.toml"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -74,8 +74,8 @@ def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
     assert list(Path("out/r").glob("checkpoint-*"))
 
 
-def test_a_run_whose_terminal_goes_away_saves(place):
-    """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
+def test_a_run_whose_terminal_closes_saves(place):
+    """After SIGHUP and failing writes, the run exits with code 129 and without a traceback."""
     command = f"exec {sys.executable} -m runners.cli run train.toml 2>errors"
     with Session(["sh", "-c", command], 80, PYTHONPATH=str(ROOT)) as session:
         session.read_until("tok/s")
@@ -83,8 +83,8 @@ def test_a_run_whose_terminal_goes_away_saves(place):
     assert "Traceback" not in Path("errors").read_text() and list(Path("out/r").glob("checkpoint-*"))
 
 
-def test_a_hangup_that_nohup_has_turned_off_stays_off():
-    """`nohup grpo-run …` goes on when its terminal goes."""
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    """`nohup grpo run …` continues after its terminal has closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:

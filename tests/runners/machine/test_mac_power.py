@@ -1,4 +1,4 @@
-"""macOS's sleep, power and heat, with stand-ins for its commands."""
+"""Sleep, power and heat on macOS, with replacements for its commands."""
 
 import os
 import subprocess
@@ -19,7 +19,8 @@ NORMAL = {"sleep_minutes": 1, "low_power": 0, "thermal_pressure": 0}
 
 
 def test_a_run_keeps_the_machine_awake_for_its_length_alone(tmp_path, monkeypatch):
-    """With -is, never -d: the display may sleep. Nothing is started elsewhere, and nothing is left."""
+    """caffeinate runs with -is but not -d, so the display may sleep, and ends with the block. Other systems
+    start nothing."""
     noted = tmp_path / "noted"
     as_mac(monkeypatch, tmp_path, caffeinate=f'echo "$$ $@" > {noted}; exec sleep 60')
     with awake():
@@ -39,8 +40,8 @@ def test_a_run_keeps_the_machine_awake_for_its_length_alone(tmp_path, monkeypatc
     assert not noted.exists()
 
 
-def test_it_ends_with_an_error_too(tmp_path, monkeypatch):
-    """The exception passes, and the process is gone."""
+def test_caffeinate_ends_after_an_error(tmp_path, monkeypatch):
+    """The exception is raised, and no process is left."""
     as_mac(monkeypatch, tmp_path, caffeinate="exec sleep 60")
     started = []
     real = subprocess.Popen
@@ -53,7 +54,7 @@ def test_it_ends_with_an_error_too(tmp_path, monkeypatch):
 
 
 def test_a_run_is_awake_and_logs_power_and_heat(tmp_path, monkeypatch):
-    """With the updates' other metrics; it learns the same as elsewhere."""
+    """The updates' log contains both, and the weights are the same as on other systems."""
     noted = tmp_path / "noted"
     straight = straight_run(*SHORT)
     as_mac(monkeypatch, tmp_path, level=1, caffeinate=f"echo $$ > {noted}; exec sleep 600")
@@ -76,7 +77,7 @@ def test_a_run_is_awake_and_logs_power_and_heat(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_macos_reports(settings, therm, level, state, reason, tmp_path, monkeypatch):
-    """Of what it does not report there is nothing; high power and no pressure are no reason."""
+    """Values that macOS does not report are missing; high power and no pressure are not a reason."""
     as_mac(monkeypatch, tmp_path, settings, therm, level)
     assert power_state() == state
     found = slow_because(state)
@@ -86,9 +87,9 @@ def test_what_macos_reports(settings, therm, level, state, reason, tmp_path, mon
 
 
 @pytest.mark.parametrize(("level", "late", "lines"), [(1, 60, 1), (1, 70, 0), (0, 20, 0)])
-def test_a_third_slower_is_said_once_with_its_reason(level, late, lines, tmp_path, monkeypatch):
-    """Neither supervised updates count nor the first other one, which compiles; without a reason of macOS
-    nothing is said."""
+def test_a_slowdown_by_a_third_is_reported_once_with_its_reason(level, late, lines, tmp_path, monkeypatch):
+    """Supervised updates and the first other update, which compiles, do not count. Without a reason from
+    macOS, nothing is reported."""
     as_mac(monkeypatch, tmp_path, SETTINGS, "", level)
     watch = PowerWatch()
     assert watch.metrics() == {"power/low_power": 0, "power/thermal_pressure": level}

@@ -1,4 +1,4 @@
-"""Faults of Metal's watchdog end with what to do, whether Python sees them or not."""
+"""After a fault of Metal's watchdog, the user is told what to do, even if Python cannot catch it."""
 
 import subprocess
 import sys
@@ -21,12 +21,12 @@ SEEN = "[METAL] Command buffer execution failed: Impacting Interactivity (000000
         (ValueError(SEEN), False),
     ],
 )
-def test_only_ended_command_buffers_are_such_faults(error, is_one):
+def test_only_ended_command_buffers_are_watchdog_faults(error, is_one):
     assert is_watchdog(error) == is_one
 
 
-def test_a_command_that_meets_one_says_what_to_do(monkeypatch):
-    """One line, exit code 2."""
+def test_a_command_with_a_watchdog_fault_says_what_to_do(monkeypatch):
+    """It prints one line and exits with code 2."""
 
     def fails(*_, **__):
         raise RuntimeError(SEEN)
@@ -45,8 +45,8 @@ def test_a_command_that_meets_one_says_what_to_do(monkeypatch):
         ("cuda", "os.abort()", False),
     ],
 )
-def test_a_process_that_is_ended_without_a_word_is_explained(backend, ending, explained):
-    """As MLX ends it on a thread of its own: nothing can be caught then."""
+def test_a_process_that_aborts_without_a_message_is_explained(backend, ending, explained):
+    """MLX ends the process on its own thread, so no exception can be caught."""
     code = (
         "import os\nfrom runners.machine.metal_faults import explained_aborts\n"
         f"with explained_aborts({backend!r}): {ending}"

@@ -1,4 +1,4 @@
-"""The machine: missing parts are named with what installs them, memory is measured."""
+"""Preparing a machine: missing packages are named with the command that installs them; memory is measured."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def test_a_rank_compiles_in_its_own_folder_and_leaves_temporary_files_where_they
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_cuda_build_gets_smaller_buffers_where_the_user_set_none(cuda, monkeypatch):
-    """20 operations and 100 MB each; what stands in the environment stays, and other builds get nothing."""
+    """20 operations and 100 MB each. Values in the environment are kept, and other builds are unchanged."""
     monkeypatch.setattr(startup, "installed_version", lambda name: "0.32.4" if cuda else None)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")
@@ -53,7 +53,7 @@ def test_a_cuda_build_gets_smaller_buffers_where_the_user_set_none(cuda, monkeyp
 
 @linux_cpu
 def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tmp_path):
-    """On a bare machine the notices give the commands to type: BLAS first, then the compiler."""
+    """The notices contain the commands that install them: first the BLAS, then the compiler."""
     monkeypatch.setattr(blas, "_candidates", list)
     monkeypatch.setattr(blas, "_global_blas", lambda: None)
     monkeypatch.delitem(sys.modules, "mlx.core")  # as before its import
@@ -67,7 +67,7 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
 
 @linux_cpu
 def test_mlx_without_a_backend_names_the_extras(tmp_path):
-    """The mlx package alone, as pip installs it on Linux without an extra, leads to the three extras."""
+    """If only the mlx package is installed, as by pip on Linux without an extra, three extras are named."""
     core = Path(mx.__file__)
     lonely = tmp_path / "mlx"
     lonely.mkdir()
@@ -80,7 +80,7 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
 
 
 def test_memory_limit_and_readings():
-    """A limit in GB reaches MLX as bytes; what is free and what may be used is within it."""
+    """MLX's limit is set in bytes, and free and usable memory stay within it."""
     before = mx.get_memory_limit()
     try:
         startup.prepare(memory_limit_gb=2.5)
@@ -94,8 +94,8 @@ def test_memory_limit_and_readings():
     assert 0 < free_memory(0.5) <= 5e8 and usable_memory(0.5) == 5e8 and free_memory() <= total
 
 
-def test_on_a_mac_swap_is_limited_by_itself(monkeypatch):
-    """Half of the memory, and of the free disk, which holds the swap; the config's own limit stays."""
+def test_on_a_mac_swap_is_limited_by_default(monkeypatch):
+    """Half of the memory or of the free disk, which holds the swap; a limit in the config is kept."""
     assert swap_limit(0) == 0 and swap_limit(2.5) == 2.5e9
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     memory = total_memory()
@@ -106,7 +106,7 @@ def test_on_a_mac_swap_is_limited_by_itself(monkeypatch):
 
 @pytest.mark.parametrize("left", ["", "1"])
 def test_transformers_is_imported_without_pytorch(tmp_path, left):
-    """Importing it takes seconds; `import torch` itself works, and a switch leaves it."""
+    """PyTorch takes seconds to import. `import torch` itself works, and GRPO_FN_TORCH=1 allows the import."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.99.0"\n')
     (tmp_path / "torch-2.99.0.dist-info").mkdir()

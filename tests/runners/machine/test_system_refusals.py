@@ -1,4 +1,4 @@
-"""What the system refuses is distinguished from faults of the program."""
+"""Errors of the operating system are distinguished from faults of the program."""
 
 import pytest
 
@@ -15,6 +15,6 @@ from runners.errors import system_fault
         (ValueError("No space left on device"), None),
     ],
 )
-def test_what_the_system_refuses_is_told_from_faults_of_the_program(error, fault):
-    """Those keep their traceback."""
+def test_errors_of_the_system_are_recognized(error, fault):
+    """Faults of the program keep their traceback."""
     assert system_fault(error) == fault

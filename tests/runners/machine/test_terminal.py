@@ -1,4 +1,4 @@
-"""What reaches a terminal: no control character of a model's, a tokenizer's, a reward's or a data set's."""
+"""No control character from a model, tokenizer, reward or data set reaches a terminal."""
 
 import io
 import sys
@@ -21,20 +21,20 @@ SHOWN = "\\x1b]0;evil\\x07\\x9b31m\\x7f\\r\\x00\\x85"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
 
 
 def harmless(text):
-    """Whether no control character but line feed and tab is in a text."""
+    """Whether a text contains no control character except line feed and tab."""
     return not any(ord(letter) in CONTROLS for letter in text)
 
 
 @given(st.text(st.characters(codec=None) | st.sampled_from(sorted(map(chr, CONTROLS)))))
-def test_every_control_character_is_spelt_out(text):
-    """All others stay; what comes out has bytes."""
+def test_every_control_character_is_escaped(text):
+    """All other characters are unchanged, and the result can be encoded."""
     shown = visible(text)
     assert harmless(shown.encode().decode())
     if text.isprintable() or set(text) <= {"\n", "\t", "a"}:
@@ -44,7 +44,7 @@ def test_every_control_character_is_spelt_out(text):
 @pytest.mark.parametrize("err", [False, True])
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_lines_and_texts_are_escaped_wherever_they_go(monkeypatch, err, kind):
-    """A line stays one line; a text keeps its line feeds and tabs."""
+    """`echo` writes one line; `echo_text` keeps line feeds and tabs."""
     for show, wanted in ((echo, f"a\\n{SHOWN}\n"), (echo_text, f"a\n{SHOWN}\n")):
         monkeypatch.setattr(sys, "stderr" if err else "stdout", stream := kind())
         show(f"a\n{EVIL}", err=err)
@@ -52,15 +52,15 @@ def test_lines_and_texts_are_escaped_wherever_they_go(monkeypatch, err, kind):
 
 
 def test_output_is_escaped_on_a_terminal_alone(monkeypatch):
-    """A pipe gets what a command was asked to produce as it is."""
+    """A pipe receives a command's result unchanged."""
     for stream, wanted in ((Terminal(), SHOWN), (io.StringIO(), EVIL)):
         monkeypatch.setattr(sys, "stdout", stream)
         echo_output(EVIL)
         assert stream.getvalue() == wanted
 
 
-def test_what_libraries_log_and_warn_is_escaped():
-    """They quote a model's files, and write by themselves."""
+def test_logs_and_warnings_of_libraries_are_escaped():
+    """Libraries quote a model's files in messages that they write themselves."""
     code = (
         "import logging, warnings\nfrom runners.machine.terminal import escape_logs\nescape_logs()\n"
         f"logging.warning('type %s', {EVIL!r} + chr(10))\nwarnings.warn({EVIL!r} + chr(10) + 'b')"
@@ -71,14 +71,14 @@ def test_what_libraries_log_and_warn_is_escaped():
 
 
 class Full(io.StringIO):
-    """A stream that takes nothing."""
+    """A stream that cannot be written."""
 
     def write(self, text):
         raise OSError(28, "No space left on device")
 
 
 def test_a_stream_that_fails(monkeypatch):
-    """Standard output's end is an error; standard error's is not, as it would be said there."""
+    """A failing standard output is an error; a failing standard error cannot be reported and is ignored."""
     monkeypatch.setattr(sys, "stderr", Full())
     echo("x", err=True)
     monkeypatch.setattr(sys, "stdout", Full())
@@ -92,8 +92,8 @@ def test_a_stream_that_fails(monkeypatch):
         echo("x")
 
 
-def test_a_report_whose_stream_fails_goes_on(monkeypatch):
-    """It keeps the fault; notes go to standard error from there on."""
+def test_a_report_whose_stream_fails_continues(monkeypatch):
+    """It records the fault, and writes later notes to standard error."""
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stderr", errors)
     for report in (PlainReport(Full()), LiveReport(Full())):
@@ -112,8 +112,8 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
     assert isinstance(make_report(), Quiet)
 
 
-def test_displays_show_it_visible():
-    """The live line and all lines above it (rich lets escape sequences through), and plain lines."""
+def test_displays_escape_control_characters():
+    """The live line, all lines above it (rich does not escape them), and plain lines."""
     live, plain, file = io.StringIO(), Terminal(), io.StringIO()
     console = Console(file=live, width=100, color_system=None)
     for report in (LiveReport(console=console), PlainReport(plain), PlainReport(file)):

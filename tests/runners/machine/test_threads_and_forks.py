@@ -1,4 +1,4 @@
-"""Runs in threads, and in forked processes, which are refused."""
+"""Runs work in threads, and are refused in processes that were forked after MLX was used."""
 
 import os
 import signal
@@ -36,8 +36,8 @@ os._exit(0)  # before Python 3.13 MLX may still be freeing the threads' programs
 """
 
 
-def test_two_runs_in_threads_are_as_one_alone(tmp_path):
-    """Both have the weights of a run alone."""
+def test_two_runs_in_threads_do_not_affect_each_other(tmp_path):
+    """Both end with the weights of a run without threads."""
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
     assert in_new_process(IN_THREADS, str(config)) == "3\n"
@@ -103,9 +103,9 @@ for action in (
 
 
 def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
-    """Each way into MLX says so at once instead of waiting for ever; run_training as a user's error.
+    """Every function that uses MLX raises an error instead of hanging; run_training raises a UserError.
 
-    Imports, and looking at the machine, are no use.
+    Importing MLX or reading the machine's properties does not count as use.
     """
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
@@ -116,8 +116,8 @@ def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
 
 @pytest.mark.parametrize("kind", [Interrupts, StopSignals])
 def test_a_forked_child_has_the_signal_handlers_from_before_the_run(kind):
-    """Otherwise SIGTERM to a worker of a pool, as in data.transform, asks the run to stop through the pipe
-    that both have, and the worker does not end."""
+    """Otherwise a SIGTERM to a pool's worker, as in data.transform, would stop the run through the shared
+    pipe, and the worker would not end."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     with suppress(Stopped), kind() as signals:

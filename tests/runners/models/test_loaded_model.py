@@ -55,7 +55,7 @@ def load(path, platform=CPU, **changes):
     ],
 )
 def test_full_tuning_trains_every_leaf_in_the_master_dtype(llama, platform, dtype, compute, master):
-    """Whatever the file and the computation have; the file's dtypes are remembered."""
+    """The master dtype does not depend on the file's or the compute dtype; the file's are recorded."""
     loaded = load(llama, platform, dtype=dtype, master=master)
     leaves = named_leaves(loaded.module.trainable_parameters())
     assert {leaf.dtype for leaf in leaves.values()} == {getattr(mx, master)}
@@ -69,7 +69,7 @@ def test_full_tuning_trains_every_leaf_in_the_master_dtype(llama, platform, dtyp
 @pytest.mark.parametrize("tune", ["lora", "dora"])
 @pytest.mark.parametrize("quantize", [None, QUANTIZED])
 def test_adapters_train_alone_and_change_nothing_at_first(tmp_path, tune, quantize):
-    """Only adapters are trainable, in float32; the model with fresh ones is the base model."""
+    """Only the adapters are trainable, in float32, and new adapters do not change the outputs."""
     path = make_model_folder(tmp_path / "model", "qwen2", dtype="bfloat16", quantize=quantize)
     base = load(path, tune="lora", lora=LoraConfig(layers=1)).module
     loaded = load(path, tune=tune, lora=LoraConfig(rank=4, layers=1))
@@ -85,15 +85,8 @@ def test_adapters_train_alone_and_change_nothing_at_first(tmp_path, tune, quanti
     assert mx.allclose(loaded.module(tokens), base(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_full_tuning_of_packed_weights_is_refused(tmp_path):
-    """Packed integers have no gradient; the message says what would work."""
-    path = make_model_folder(tmp_path / "model", quantize=QUANTIZED)
-    with pytest.raises(UserError, match=r'model.tune = "full".*quantized.*"lora"'):
-        load(path)
-
-
 def test_unknown_adapter_keys_are_refused(llama):
-    """mlx-lm would go on without adapters; here the nearest key is given."""
+    """mlx-lm would continue without adapters; the error names the nearest key."""
     with pytest.raises(UserError, match=r'"self_attn.qproj" .*did you mean self_attn.q_proj\?'):
         load(llama, tune="lora", lora=LoraConfig(keys=("self_attn.qproj",)))
     module = load_module(llama, False)[0]
@@ -106,7 +99,7 @@ def test_unknown_adapter_keys_are_refused(llama):
 
 
 def test_adapter_keys_choose_the_layers(llama):
-    """lora.keys is obeyed and recorded for mlx-lm's own loader."""
+    """lora.keys selects the layers and is recorded for mlx-lm's own loader."""
     loaded = load(llama, tune="lora", lora=LoraConfig(rank=2, scale=4.0, keys=("self_attn.q_proj",)))
     assert {name.split(".", 3)[3] for name in named_leaves(loaded.module.trainable_parameters())} == {
         "self_attn.q_proj.lora_a",
@@ -119,13 +112,13 @@ def test_adapter_keys_choose_the_layers(llama):
 
 
 def cut_off(folder):
-    """A copy of the weights that stopped half-way."""
+    """Truncates the weights, like an interrupted copy."""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
 def holding(value):
-    """One number of a weight is replaced."""
+    """Replaces one number of a weight."""
 
     def act(folder):
         weights, metadata = load_arrays(folder / "model.safetensors")
@@ -136,12 +129,12 @@ def holding(value):
 
 
 def as_pytorch_writes_it(folder):
-    """mlx-lm reads no PyTorch files, its converter neither; transformers can write them as safetensors."""
+    """Renames the weights to PyTorch's file name, which mlx-lm does not read."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def also_as(name):
-    """Some of the weights once more, with other numbers."""
+    """Writes one of the weights to a second file, with different numbers."""
 
     def act(folder):
         arrays, _ = load_arrays(folder / "model.safetensors")
@@ -196,7 +189,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_a_damaged_folder_is_refused_in_one_line(folder, damage, message):
-    """With the file, the key or the weight, and what is expected, before anything is computed."""
+    """The line names the file, the key or the weight, and what is expected; nothing is computed."""
     damage(folder)
     with pytest.raises(UserError, match=message) as error:
         load(folder)
@@ -204,10 +197,10 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, damage, message):
 
 
 def test_a_packed_model_is_not_tuned_in_full(tmp_path):
-    """The message says how to unpack it, and that works."""
+    """Packed integers have no gradient. The message names a command that unpacks them, and it works."""
     path = make_model_folder(tmp_path / "packed", quantize=QUANTIZED)
-    command = rf"`grpo convert {path} --out NEW --dequantize`"
-    with pytest.raises(UserError, match=rf'"lora" or "dora", or a model dequantized with {command}$'):
+    wanted = rf'"lora" or "dora", or a model dequantized with `grpo convert {path} --out NEW --dequantize`'
+    with pytest.raises(UserError, match=rf'model.tune = "full".*quantized: .*{wanted}$'):
         load(path)
     grpo("convert", path, "--out", tmp_path / "new", "--dequantize")
     assert load(tmp_path / "new").num_trainable > 0
@@ -217,7 +210,7 @@ def test_a_packed_model_is_not_tuned_in_full(tmp_path):
     ("kind", "told"), [("qwen2", False), ("llama", False), ("mistral", None), ("ministral3", None)]
 )
 def test_no_other_tokenizer_is_taken_for_mistrals(folder, monkeypatch, kind, told):
-    """transformers 5.7 to 5.12 warns of Mistral's fault wherever config.json names no version of it."""
+    """transformers 5.7 to 5.12 warns about Mistral's regex if config.json names no transformers version."""
     given = {}
     monkeypatch.setattr("mlx_lm.utils.load_tokenizer", lambda path, settings, **more: given.update(settings))
     stating("config.json", model_type=kind)(folder)
@@ -225,8 +218,8 @@ def test_no_other_tokenizer_is_taken_for_mistrals(folder, monkeypatch, kind, tol
     assert given.get("fix_mistral_regex") is told
 
 
-def test_what_a_run_wrote_stays_with_it(folder, tmp_path):
-    """A model that lies in a run's folder has no completions in `final`, nor in an upload."""
+def test_a_runs_own_files_are_not_copied_with_the_model(folder, tmp_path):
+    """If a run's folder contains the model, its log and completions are not copied into `final`."""
     written = {RESOLVED, METRICS, EVENTS, COMPLETIONS, EVALUATIONS}
     for name in {*written, "more.jsonl"}:
         (folder / name).write_text("{}")
@@ -238,7 +231,7 @@ def test_what_a_run_wrote_stays_with_it(folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 def test_a_weight_is_finite_or_refused(dtype):
-    """The check says what mx.isfinite says, of either sign, at every limit, wherever the entry stands."""
+    """The check agrees with mx.isfinite for both signs, at the dtype's limits, at any position."""
     limits = mx.finfo(dtype)
     rest = mx.random.normal((5, 7), key=mx.random.key(0)).astype(dtype)
     for value in (0.0, limits.max, limits.min, *map(float, ("inf", "-inf", "nan"))):
@@ -251,8 +244,8 @@ def test_a_weight_is_finite_or_refused(dtype):
 
 
 def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
-    """MLX would read past a smaller one: refused, but for added tokens (here the four tags), which models are
-    shipped with. Larger ones are padded."""
+    """Embeddings smaller than the vocabulary are refused, because MLX would read past their end. Added tokens
+    (here the four tags) may exceed them, because some models ship like this. Larger ones are padded."""
 
     def of(vocab_size):
         return make_model_folder(tmp_path / str(vocab_size), vocab_size=vocab_size, tokenizer_size=320)
@@ -264,7 +257,7 @@ def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
 
 
 def test_own_code_runs_only_when_trusted(folder):
-    """A model_file is code from a stranger: it runs with trust_remote_code alone, and the message says so."""
+    """A model_file is untrusted code: it runs only with trust_remote_code, and the message says so."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
@@ -274,7 +267,7 @@ def test_own_code_runs_only_when_trusted(folder):
 
 
 def test_unknown_model_names_are_refused(folder, tmp_path, monkeypatch):
-    """A missing folder, a file, and a Hub name without a network are told apart."""
+    """A missing folder, a file, and a Hub name without a network have different messages."""
     with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")
     with pytest.raises(UserError, match='MODEL = "org/name@main" is a name with a revision; expected only'):

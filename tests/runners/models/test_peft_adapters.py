@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from runners.files.tensor_files import load_arrays
+from runners.models import peft_adapters
 from runners.models.adapters import read_folder
 from runners.models.peft_adapters import from_peft, to_peft
 from tests.support.commands import grpo
@@ -36,7 +37,7 @@ def array(*shape, seed=0):
     outer=st.sampled_from(["", "language_model."]),
 )
 def test_adapters_go_there_and_back(rank, scale, blocks, dora, embeds, outer):
-    """mlx-lm's -> PEFT's -> mlx-lm's: every bit, for any choice of blocks and parts."""
+    """mlx-lm's format -> PEFT's -> mlx-lm's keeps every bit, for any selection of blocks and layers."""
     layers = [outer + Q.format(block) for block in blocks]
     layers += [outer + EMBEDDING, outer + HEAD] if embeds and not dora else []
     tensors = {}
@@ -63,7 +64,7 @@ def test_adapters_go_there_and_back(rank, scale, blocks, dora, embeds, outer):
     root=st.booleans(),
 )
 def test_every_scale_and_rank_is_pefts(ranks, alpha, other, root):
-    """alpha / r or alpha / √r, with expressions for names, of which the first counts: as PEFT adds it."""
+    """The update is PEFT's: alpha / r or alpha / √r, and the first pattern that matches sets alpha."""
     stated = {"peft_type": "LORA", "lora_alpha": alpha, "use_rslora": root, "r": ranks[0]}
     patterns = {r".*\.(0|2)\..*": None, r"^model\.layers\.[1-9]\.self_attn.[qk]_proj": other, "q_proj": 7.0}
     stated |= {"alpha_pattern": {key: value or alpha for key, value in patterns.items()}} if other else {}
@@ -80,6 +81,34 @@ def test_every_scale_and_rank_is_pefts(ranks, alpha, other, root):
     for layer, update in want.items():
         ours = parameters["scale"] * (found[f"{layer}.lora_a"] @ found[f"{layer}.lora_b"]).T
         assert np.allclose(np.array(ours), np.array(update), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("first", "alphas"), [("layers.0.self_attn.q_proj", (3, 5)), ("q_proj", (3, 3))])
+def test_the_first_pattern_that_matches_decides(first, alphas):
+    """As in PEFT: a later pattern applies only to layers that the first one does not match."""
+    patterns = {first: 3, **{name: 5 for name in ("layers.0.self_attn.q_proj", "q_proj") if name != first}}
+    stated = {"lora_alpha": 4, "alpha_pattern": patterns}
+    scales = peft_adapters._scales(stated, {Q.format(0): 2, Q.format(1): 2}, Path())
+    assert tuple(scales.values()) == tuple(alpha / 2 for alpha in alphas)
+
+
+def test_one_process_matches_all_patterns_until_one_takes_too_long():
+    """A pattern that exceeds the time limit ends the process; the next pattern starts a new one."""
+
+    def scale(pattern):
+        stated = {"lora_alpha": 2, "alpha_pattern": {pattern: 8.0}}
+        (found,) = peft_adapters._scales(stated, {"a" * 60 + ".q_proj": 4}, Path("adapters")).values()
+        return found
+
+    def process():
+        return peft_adapters._match.start()[0].pid
+
+    assert (scale("q_proj"), scale("k_proj")) == (2.0, 0.5)
+    first = process()
+    assert scale("[a-z]_proj") == 2.0 and process() == first
+    with pytest.raises(UserError, match="alpha_pattern: expected regular expressions that can be matched"):
+        scale("(a+)+!")
+    assert scale("q_proj") == 2.0 and process() != first
 
 
 DORA = {
@@ -110,8 +139,8 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({}, None, "found none"),
     ],
 )
-def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, message):
-    """Before any model is read, through the folder."""
+def test_adapters_that_mlx_lm_does_not_support_are_refused(tmp_path, settings, tensors, message):
+    """Reading the folder raises the error, before any model is read."""
     stated = {"peft_type": "LORA", "lora_alpha": 4, "r": 2, "base_model_name_or_path": "a/b"} | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(stated))
     whole = {A: array(2, 6), B: array(4, 2)} | (tensors or {})
@@ -122,7 +151,7 @@ def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, messag
 
 
 def test_some_adapters_have_no_form_in_peft():
-    """Those of experts are three-dimensional; DoRA of an embedding has one length a row, in PEFT a column."""
+    """Experts' adapters have three dimensions, and DoRA of an embedding has its magnitudes per row."""
     stated = {"lora_parameters": {"rank": 2, "scale": 1.0}, "fine_tune_type": "dora"}
     with pytest.raises(UserError, match="experts"):
         to_peft(stated, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": array(2, 2, 2)})
@@ -131,7 +160,7 @@ def test_some_adapters_have_no_form_in_peft():
 
 
 def written(folder, tie, tensors, **stated):
-    """PEFT's adapters over a tiny model, as it writes them; the model beside it."""
+    """Writes a tiny model and, next to it, adapters for it in PEFT's format."""
     base = make_model_folder(folder / "base", tie=tie)
     adapters = folder / "peft"
     adapters.mkdir()
@@ -182,7 +211,7 @@ def moved(weights):
     ],
 )
 def test_embedding_and_head_are_read_with_the_weights_under_them(tmp_path, tie, tensors, changed):
-    """PEFT saves them beside adapters; a tied head has the embedding's."""
+    """PEFT saves these weights with the adapters; a tied head uses the embedding's adapters."""
     adapters = written(tmp_path, tie, tensors)
     grpo("export", adapters, "--out", tmp_path / "fused")
     before, after = (load_arrays(tmp_path / at / "model.safetensors")[0] for at in ("base", "fused"))
@@ -200,8 +229,8 @@ def test_embedding_and_head_are_read_with_the_weights_under_them(tmp_path, tie, 
         (False, moved, "lm_head has weights that differ from the adapters' base_layer"),
     ],
 )
-def test_adapters_of_another_function_are_a_line(tmp_path, tie, tensors, message):
-    """A tied head that goes without, one that has its own, and other weights under adapters."""
+def test_adapters_that_compute_something_else_are_refused(tmp_path, tie, tensors, message):
+    """A tied head without adapters, a tied head with its own adapters, and different base weights."""
     done = grpo("export", written(tmp_path, tie, tensors), "--out", tmp_path / "fused", code=2)
     assert "the adapters do not fit" in done.stderr and message in done.stderr
     assert "\n" not in done.stderr.strip() and not (tmp_path / "fused").exists()
@@ -225,7 +254,7 @@ def outside(monkeypatch, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tune", ["lora", "dora"])
 def test_peft_loads_what_is_exported(outside, tmp_path, tune):
-    """A run's adapters: merged by PEFT they compute what the run's final model does."""
+    """After PEFT has merged a run's adapters, the model computes the final model's logits."""
     torch, peft, load = outside
     run = train(tmp_path, tune, tune)
     grpo("export", run, "--peft", "peft")
@@ -241,7 +270,7 @@ def test_peft_loads_what_is_exported(outside, tmp_path, tune):
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", "q_proj"]])
 def test_embedding_and_head_compute_as_in_peft(outside, tmp_path, tie, targets):
-    """There and back, over a tied head and another; a tied head goes with its embedding."""
+    """In both directions, with tied and untied heads; a tied head changes with its embedding."""
     torch, peft, load = outside
     make_model_folder(tmp_path / "base", tie=tie)
     torch.manual_seed(0)
@@ -262,7 +291,7 @@ def test_embedding_and_head_compute_as_in_peft(outside, tmp_path, tie, targets):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tune", ["lora", "dora"])
 def test_a_run_goes_on_from_pefts_adapters(outside, tmp_path, tune):
-    """With patterns of rank and alpha, and rslora: the same logits, and training changes them."""
+    """Adapters with rank and alpha patterns and rslora have PEFT's logits, and training changes them."""
     torch, peft, load = outside
     make_model_folder(tmp_path / "base")
     torch.manual_seed(0)
@@ -283,15 +312,15 @@ def test_a_run_goes_on_from_pefts_adapters(outside, tmp_path, tune):
     grpo("export", run, "--peft", "again")
 
 
-def test_adapters_are_exported_with_how_they_were_asked(tmp_path):
-    """Beside PEFT's files."""
+def test_adapters_are_exported_with_their_prompt_settings(tmp_path):
+    """grpo_prompt.json is written next to PEFT's files."""
     grpo("export", train(tmp_path, "lora", "lora"), "--peft", tmp_path / "peft")
     names = {"adapter_config.json", "adapter_model.safetensors", "grpo_prompt.json"}
     assert {file.name for file in (tmp_path / "peft").iterdir()} == names
 
 
-def test_a_model_without_adapters_is_a_line(tmp_path):
-    """Nothing is written."""
+def test_a_model_without_adapters_is_not_exported_to_peft(tmp_path):
+    """The command ends with a line and writes nothing."""
     folder = make_model_folder(tmp_path / "m")
     done = grpo("export", folder, "--peft", tmp_path / "out", code=2)
     assert "adapter_config.json is missing; expected a folder of adapters" in done.stderr

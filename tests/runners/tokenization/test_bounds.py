@@ -1,4 +1,4 @@
-"""Small files that would become huge: each ends with one line, within four seconds and a gigabyte."""
+"""Small files that expand enormously are refused in one line, within four seconds and a gigabyte."""
 
 import json
 import os
@@ -23,19 +23,19 @@ from tests.support.tiny_models import make_model_folder
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A good model folder, to be copied and spoiled."""
+    """A valid model folder, to be copied and damaged."""
     return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture
 def folder(sound, tmp_path):
-    """A model folder of this test's own."""
+    """A copy of the model folder for one test."""
     return shutil.copytree(sound, tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
 def _unseen(tmp_path, monkeypatch):
-    """Nothing has passed the check yet."""
+    """An empty cache, so no file has passed the check."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
 
 
@@ -61,7 +61,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize(("template", "seconds"), TEMPLATES.values(), ids=TEMPLATES)
 def test_templates_without_end(folder, monkeypatch, template, seconds):
-    """What a template asks for is seen in a process that can be ended: in time, or for its memory."""
+    """A template that exceeds the limit of time or memory is ended with its process."""
     changed(folder / "tokenizer_config.json", chat_template=template)
     monkeypatch.setattr(tokenizer_check, "_SECONDS", seconds)
     with pytest.raises(UserError, match=LIMITS):
@@ -69,7 +69,7 @@ def test_templates_without_end(folder, monkeypatch, template, seconds):
 
 
 def test_tokenizers_without_end(folder):
-    """Growth; a bad template does not end the look at the tokenizer."""
+    """A growing normalizer is refused, even if the template is invalid."""
     changed(folder / "tokenizer_config.json", chat_template="{% if %}")
     (folder / "chat_template.json").write_text("[")
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
@@ -79,7 +79,7 @@ def test_tokenizers_without_end(folder):
 
 
 def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_path):
-    """One process for each content; a refused one is looked at again; the package's own never."""
+    """Each content is checked once. Refused files are checked again, and the shipped model never."""
     runs, real = [], tokenizer_check.BoundedFunction
 
     def counted(*arguments, **limits):
@@ -106,7 +106,7 @@ def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_p
 
 
 def hoard(size):
-    """Takes so many bytes, and then its time."""
+    """Allocates this many bytes, then sleeps."""
     held = b"x" * size
     time.sleep(60)
     return len(held)
@@ -114,7 +114,7 @@ def hoard(size):
 
 @pytest.mark.parametrize(("size", "patience"), [(600_000_000, 60.0), (10, 1.0)], ids=["memory", "asleep"])
 def test_the_parent_ends_what_the_system_does_not_limit(monkeypatch, size, patience):
-    """macOS has no limit of the address space: memory is read from outside; nobody sleeps for ever."""
+    """macOS cannot limit the address space, so the parent reads the child's memory, and it also limits time."""
     monkeypatch.setattr(bounded_process, "_CAN_LIMIT", False)
     monkeypatch.setattr(bounded_process, "_PATIENCE", patience)
     with closing(BoundedFunction(f"{__name__}:hoard", seconds=0.1, memory=10**9)) as call:
@@ -123,22 +123,22 @@ def test_the_parent_ends_what_the_system_does_not_limit(monkeypatch, size, patie
         assert call(size) is None and time.monotonic() - began < 30
 
 
-def test_a_child_that_cannot_start_is_no_fault_of_the_models(folder, monkeypatch):
-    """Nothing was looked at: the model is used, and nothing is remembered."""
+def test_a_model_is_used_unchecked_if_no_child_can_start(folder, monkeypatch):
+    """The model is not refused, and is not recorded as checked."""
     monkeypatch.setattr(bounded_process.sys, "executable", "/bin/false")
     check_tokenizer(folder)
     assert not (Path(os.environ["GRPO_FN_CACHE"]) / "checked").exists()
 
 
 class Panic(BaseException):
-    """As Rust's panics are: no Exception."""
+    """Like a panic in Rust, this is not an Exception."""
 
 
 Panic.__name__ = "PanicException"
 
 
 class Failing:
-    """A tokenizer that fails in its own way."""
+    """A tokenizer that raises the given exception."""
 
     def __init__(self, error):
         self.error = error
@@ -149,43 +149,43 @@ class Failing:
 
 @pytest.mark.parametrize("error", [Panic("broken\nmore"), ValueError("broken")])
 def test_a_tokenizer_that_fails_later_is_reported_in_a_line(error):
-    """On a text that the check did not have."""
+    """A failure on a text that the check did not contain."""
     with pytest.raises(UserError, match=r"^the tokenizer fails on a text: broken$"):
         encode(Failing(error), "hello")
 
 
 def test_long_prompts_are_not_tokenized():
-    """A tokenizer takes hundreds of bytes a character."""
+    """A tokenizer needs hundreds of bytes per character."""
     with pytest.raises(UserError, match=f"at most {MAX_TEXT:,} characters, found {MAX_TEXT + 1:,}"):
         encode(Failing(AssertionError()), "x" * (MAX_TEXT + 1))
 
 
 def write_parquet(path, table, **options):
-    """A Parquet file, compressed well."""
+    """Writes a compressed Parquet file."""
     pq.write_table(table, path, compression="zstd", **options)
 
 
 def one_string(path):
-    """4,000 letters a million times, in some hundred kilobytes."""
+    """4,000 letters, a million times, in a few hundred kilobytes."""
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1_000_000, pa.int32()), pa.array(["q" * 4000]))
     write_parquet(path, pa.table({"question": texts, "answer": texts}))
     assert path.stat().st_size < 1_000_000
 
 
 def page(path):
-    """A string of 100 MB, which a few kilobytes hold."""
+    """A string of 100 MB in a few kilobytes."""
     table = pa.table({"question": ["z" * 100_000_000, "q"], "answer": ["5"] * 2})
     write_parquet(path, table, use_dictionary=False)
 
 
 def nulls(path):
-    """A list of thirty million nothings."""
+    """A list of thirty million nulls."""
     lists = pa.array([[None] * 30_000_000, None], pa.list_(pa.null()))
     write_parquet(path, pa.table({"question": ["q"] * 2, "answer": ["5"] * 2, "l": lists}))
 
 
 def refusal(path):
-    """What is said of a data file."""
+    """The error for a data file, or the number of its rows."""
     try:
         return f"read {len(list(read_file(Path(path))))} rows"
     except UserError as error:
@@ -194,7 +194,7 @@ def refusal(path):
 
 @pytest.mark.parametrize("write", [one_string, page, nulls])
 def test_data_without_end(tmp_path, write):
-    """Repeated strings have a limit; what is refused is said in a line, within 4 s and a gigabyte."""
+    """Data that expands too much is refused in one line, within 4 s and a gigabyte."""
     write(tmp_path / "a.parquet")
     with closing(BoundedFunction(f"{__name__}:refusal", seconds=4, memory=10**9)) as call:
         line = call(str(tmp_path / "a.parquet"))

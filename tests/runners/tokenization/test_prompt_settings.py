@@ -1,4 +1,4 @@
-"""grpo_prompt.json: a run writes how it asked, and the commands ask a trained model in the same way."""
+"""A run writes its prompt format to grpo_prompt.json, and the commands use it for the trained model."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ SETTINGS = PromptSettings(
     min_p=0.1,
     chat_template_kwargs={"enable_thinking": False, "a b": "ä", "depth": 2},
 )
-# What `train` asks with.
+# The options that correspond to the prompt format of `train`.
 TRAINED = ("--system", "Think first.", "--nudge", "<reasoning>", "--max-tokens", "8")
 USED = (
     'as in training (grpo_prompt.json): system_prompt = "Think first.", nudge = "<reasoning>", '
@@ -58,8 +58,8 @@ def grpo(tmp_path, monkeypatch):
     return run
 
 
-def test_what_is_written_is_read(tmp_path):
-    """Every field, through a file and through a config's sections."""
+def test_settings_are_read_as_written(tmp_path):
+    """Every field is kept in a file and in a config's sections."""
     assert read_prompt(tmp_path) is None
     write_prompt(tmp_path, SETTINGS)
     assert read_prompt(tmp_path) == SETTINGS
@@ -87,8 +87,8 @@ def test_what_is_written_is_read(tmp_path):
         ({"system_prompt": "\ud800"}, "system_prompt: expected text that UTF-8 can represent"),
     ],
 )
-def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
-    """In one line with the file, the key, what was expected and found."""
+def test_an_invalid_file_is_refused(tmp_path, change, message):
+    """The error names the file, the key, what was expected and what was found, in one line."""
     write_prompt(tmp_path, SETTINGS)
     file = tmp_path / PROMPT_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -97,8 +97,8 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_run_writes_how_it_asked(runs):
-    """Into final/ and into each checkpoint, adapters' too; nothing of the machine."""
+def test_a_run_writes_its_prompt_settings(runs):
+    """They are in final/ and in each checkpoint, also with adapters, without facts about the machine."""
     wanted = PromptSettings(
         system_prompt="Think first.", nudge="<reasoning>", stop=(), max_new_tokens=8,
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
@@ -110,8 +110,8 @@ def test_a_run_writes_how_it_asked(runs):
 
 
 @pytest.mark.parametrize(("tune", "place"), [("full", "final"), ("full", ""), ("lora", "checkpoint-4")])
-def test_generate_asks_as_in_training(grpo, runs, tune, place):
-    """As a model without the file that is given the same by hand; a line says what is used."""
+def test_generate_uses_the_prompt_settings_of_training(grpo, runs, tune, place):
+    """Its reply equals that of a model without the file but with the same options, and a line names them."""
     folder = runs[tune] / place
     result = grpo("generate", folder, "7+5")
     assert result.exit_code == 0, result.stderr
@@ -127,8 +127,8 @@ def test_generate_asks_as_in_training(grpo, runs, tune, place):
     assert result.stdout.startswith("<reasoning>")
 
 
-def test_what_is_given_wins(grpo, runs):
-    """Each option alone, an empty value turns off, and --no-prompt-file leaves the file alone."""
+def test_options_override_the_file(grpo, runs):
+    """Each option overrides its own value, an empty one removes it, and --no-prompt-file ignores the file."""
 
     def answer(model, *arguments):
         result = grpo("generate", model, "7+5", *arguments)
@@ -145,7 +145,7 @@ def test_what_is_given_wins(grpo, runs):
 
 
 def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_path):
-    """final/ wins; without it the newest checkpoint that is whole, in a line; without any, an error."""
+    """Without final/, the newest complete checkpoint is used, with a notice; without any, it is an error."""
     run = shutil.copytree(runs["full"], tmp_path / "run")
     notes = []
     assert model_of_run(str(run), notes.append) == str(run / "final") and notes == []
@@ -165,7 +165,7 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
 
 
 def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo, tmp_path, monkeypatch):
-    """With enable_thinking = false generate, chat and eval ask with the very tokens of the run."""
+    """With enable_thinking = false, generate, chat and eval use exactly the run's prompt tokens."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -194,7 +194,7 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
     run = ran(tmp_path, text=config).result.folder
     spelled = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n7+7=7"
     wanted = tuple(load_inference(str(base), CPU).tokenizer.encode(spelled))
-    assert wanted in asked, "beside what is measured before the first step"
+    assert wanted in asked, "among the prompts that are measured before the first step"
     (tmp_path / "p.txt").write_text("7+5\n")
     for arguments, options in (
         (["generate", run, "7+5"], {}),

@@ -1,4 +1,4 @@
-"""tiktoken's encodings as transformers' files: the same tokens and texts, nanochat's chat form."""
+"""tiktoken's encodings, converted to transformers' files, keep tokens, texts and nanochat's chat format."""
 
 import pytest
 import tiktoken
@@ -53,7 +53,7 @@ def tokenizer(written):
     ],
 )
 def test_the_special_tokens_and_their_ids(written, special, bos, eos, pad, ends):
-    """BOS, EOS and padding as a training run wants them; every token by name and by id."""
+    """BOS, EOS and padding fit a training run, and every token keeps its name and id."""
     tokenizer = written(make_encoding(special))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (bos, eos, pad)
     assert tokenizer.eos_token_ids == ends
@@ -72,7 +72,7 @@ TEXTS = st.text(max_size=40) | st.lists(
 @given(text=TEXTS)
 @example("漢字😀 Größe\r\n")
 def test_texts_have_tiktoken_s_tokens(tokenizer, text):
-    """Whether names of special tokens are these tokens or letters; and the text comes back."""
+    """Names of special tokens are encoded as tokens or as letters, and decoding returns the text."""
     found = tokenizer.encode(text, add_special_tokens=False)
     assert found == ENCODING.encode(text, allowed_special="all")
     split = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -82,20 +82,20 @@ def test_texts_have_tiktoken_s_tokens(tokenizer, text):
 
 @given(ids=st.lists(st.integers(0, 335), max_size=12))
 def test_tokens_have_tiktoken_s_text(tokenizer, ids):
-    """Broken characters are U+FFFD; ids of an embedding's padding give nothing."""
+    """Incomplete characters become U+FFFD, and ids of the embedding's padding have no text."""
     known = [i for i in ids if i < ENCODING.n_vocab]
     assert TextDecoder(tokenizer).part(ids) == ENCODING.decode(known)
 
 
-def test_gaps_between_the_ids_stay(written):
-    """As cl100k_base has them."""
+def test_gaps_between_the_ids_are_kept(written):
+    """cl100k_base has such gaps."""
     ranks, special = {bytes([value]): value for value in range(256)}, {"<|endoftext|>": 260, "<|fim|>": 300}
     tokenizer = written(tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens=special))
     assert tokenizer.encode("a<|fim|>b<|endoftext|>") == [97, 300, 98, 260]
 
 
 def test_a_conversation_has_nanochats_turns(tokenizer):
-    """The marks of nanochat, the system message inside the first user's turn, the assistant's turn opened."""
+    """nanochat's marks separate turns; the first user turn contains the system message."""
     text = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False)
     assert text == (
         "<|bos|><|user_start|>Be brief.\n\nHow many?<|user_end|><|assistant_start|>7<|assistant_end|>"
@@ -112,7 +112,7 @@ def test_a_conversation_has_nanochats_turns(tokenizer):
 
 
 def test_without_turn_marks_there_is_no_template(written):
-    """Prompts are plain text, with <|bos|> in front where there is one, and a line says so."""
+    """Prompts are plain text after <|bos|>, if the encoding has it, and a notice says so."""
     plain = written(make_encoding(("<|bos|>",)))
     text, tokens = render(plain, TALK)
     assert text == "System: Be brief.\n\nUser: How many?\n\nAssistant: 7\n\nUser: And now?\n\nAssistant: "
@@ -121,7 +121,7 @@ def test_without_turn_marks_there_is_no_template(written):
 
 
 def test_a_nanochat_model_s_prompts_end_in_the_assistants_turn(tmp_path):
-    """Nudge included; both ends are known, the embedding's padding is allowed; a template of one's own."""
+    """The nudge follows the mark; both end tokens are known, and a custom template can be used."""
     loaded = load_model(ModelConfig(path=str(make_nanochat_folder(tmp_path / "model"))), CPU)
     assert loaded.eos_ids == (320, 324) and loaded.notices == ()
     text, tokens = render(loaded.tokenizer, TALK, "<reasoning>")

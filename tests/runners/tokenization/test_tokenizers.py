@@ -1,4 +1,4 @@
-"""Text out of tokens: all but the tokens that end it; a stop string ends a completion where it ends."""
+"""Decoding omits only the tokens that end a completion; stop strings end completions at the right token."""
 
 import json
 
@@ -26,7 +26,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("special_tags", [False, True])
 def test_all_but_the_end_is_text(tmp_path, special_tags):
-    """Rewards read every tag, however the tokenizer marks it, but no end-of-text token at the end."""
+    """Rewards see every tag, special or not, but no end-of-text token at the end."""
     decoder, tokenizer = make_decoder(tmp_path, special_tags=special_tags)
     text = "<|im_start|><reasoning>7+5=12 , 12<|im_end|>-3=9</reasoning><|im_start|><answer>9</answer>"
     tokens = tokenizer.encode(text + "<|im_end|><|endoftext|>")
@@ -37,7 +37,7 @@ def test_all_but_the_end_is_text(tmp_path, special_tags):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    """A decoder of the other family, which trims the first space, and its tokenizer."""
+    """A tokenizer like SentencePiece's, whose decoder trims the first space, and its TextDecoder."""
     path = tmp_path_factory.mktemp("sentencepiece")
     sentence_tokenizer(["ab 1 ba < > / a1 11 a b"], True, 290).save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
@@ -47,7 +47,7 @@ def sentencepiece(tmp_path_factory):
 
 
 def shortest(decoder, tokens, stops):
-    """The specification: the fewest tokens whose whole text has a stop string in it."""
+    """The specification: the smallest number of tokens whose text contains a stop string."""
     for count in range(1, len(tokens) + 1):
         if any(stop in decoder.decode(tokens[:count]) for stop in stops):
             return count
@@ -76,7 +76,7 @@ def test_a_stop_string_ends_the_completion(plain, stops, text, kept):
 
 
 def looks(find, tokens, places):
-    """What a decoding loop finds that looks when so many tokens are there, one look after another."""
+    """The result of a decoding loop that checks whenever it has one of these numbers of tokens."""
     start = 0
     for stop in places:
         found = find(tokens[:stop], start)
@@ -94,9 +94,10 @@ def looks(find, tokens, places):
     places=st.sets(st.integers(1, 80)),
 )
 def test_find_stop_equals_the_naive_search(plain, sentencepiece, text, stops, cut, places):
-    """One look or many, wherever they cut a stop string or a character, with special tokens strewn in.
+    """The number of checks and their positions do not matter, even inside a stop string or a character.
 
-    Not cut where bytes are a last resort: of bytes behind half a character such a decoder makes nothing.
+    Texts of the tokenizer with byte fallback are not cut, because its decoder drops bytes after an incomplete
+    character.
     """
     for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
         tokens = [*tokenizer.encode(text)[missing:], tokenizer.eos_token_id, *tokenizer.encode(text)]
@@ -105,7 +106,7 @@ def test_find_stop_equals_the_naive_search(plain, sentencepiece, text, stops, cu
 
 
 def test_a_special_token_can_be_a_stop_string(plain):
-    """It then ends completions like an end-of-text token: at the end it gives no text."""
+    """Like an end-of-text token, it ends completions, and is omitted at the end of the text."""
     decoder, tokenizer = TextDecoder(plain[1]), plain[1]
     tokens = tokenizer.encode("a<|im_start|> b<|im_start|>")
     assert decoder.decode(tokens) == "a<|im_start|> b<|im_start|>"
@@ -118,16 +119,16 @@ def test_a_special_token_can_be_a_stop_string(plain):
 
 
 def test_a_stream_gives_a_character_with_its_last_token(plain):
-    """The root sign has three."""
+    """The root sign has three tokens."""
     decoder, tokenizer = plain
     assert [*map(TextStream(decoder).add, tokenizer.encode("a√b"))] == ["a", "", "", "√", "b"]
 
 
 @given(text=st.text(alphabet="ab1 \né√<>/漢😀", max_size=30), cut=st.integers(0, 3))
 def test_a_stream_joins_to_the_whole_text(plain, sentencepiece, text, cut):
-    """Any text, special tokens strewn in: the pieces are the whole, and none ends in half a character.
+    """The pieces join to the whole text, also with special tokens, and none ends with an incomplete character.
 
-    Byte-level tokens may be cut anywhere; a decoder with bytes as a last resort spoils its neighbours then.
+    Only byte-level tokens are cut, because a decoder with byte fallback would damage the neighbours.
     """
     for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
         tokens = tokenizer.encode(text)
