@@ -26,7 +26,7 @@ from runners.engines.engine import (
 from runners.errors import is_out_of_memory, shortage
 from runners.tokenization.text import TextDecoder
 
-PAUSE = 0.2  # seconds between two reports of how far the rows have come
+PAUSE = 0.2  # seconds between two progress reports
 
 
 @attrs.define(eq=False)
@@ -36,10 +36,10 @@ class _Job:
     request: Request
     entry: Entry
     queued: bool = False  # whether it is in the queue
-    ended: dict[int, Row] = attrs.field(factory=dict)  # by the place of their seeds
+    ended: dict[int, Row] = attrs.field(factory=dict)  # by the index of the seed
     computed: int = 0  # tokens of the prompt that were computed
-    collects: bool = True  # whether `collect` is to return its rows, or to raise its error
-    error: BaseException | None = None  # what has ended it
+    collects: bool = True  # whether `collect` returns its rows or raises its error
+    error: BaseException | None = None  # the error that ended it
 
     @property
     def is_done(self) -> bool:
@@ -50,19 +50,21 @@ class _Job:
 class LocalEngine:
     """An engine without weights: call `load` first."""
 
-    decoder: TextDecoder | None = None  # finds stop strings; None: no request has any
+    decoder: TextDecoder | None = None  # finds stop strings; None: requests must not have any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)
-    advance: Advance | None = None  # hears several times a second how many tokens have been drawn
-    note: Callable[[str], None] = lambda line: None  # takes a line when memory has run out
+    advance: Advance | None = (
+        None  # called several times a second with the number of sampled tokens
+    )
+    note: Callable[[str], None] = lambda line: None  # called with a message when memory runs out
 
     version: int = attrs.field(default=0, init=False)  # see `Engine`
     _weights: Weights | None = attrs.field(default=None, init=False)
     _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
-    _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the rows under way
+    _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the decoding rows
     _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
     # submitted, but not in the queue yet
     _waiting: list[Ticket] = attrs.field(factory=list, init=False)
-    # of the queue's rows
+    # the ticket and the seed's index of each row in the queue
     _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)
     # rows that a request may continue
     _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
@@ -72,10 +74,10 @@ class LocalEngine:
     )
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
-    _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
-    _most: int = attrs.field(default=0, init=False)  # tokens that these rows may have
+    _drawn: int = attrs.field(default=0, init=False)  # tokens sampled since the engine was idle
+    _most: int = attrs.field(default=0, init=False)  # maximum number of tokens of these rows
     _reported: float = attrs.field(default=0.0, init=False)
-    # rows of one request for which memory ran out once
+    # the number of rows of a single request for which memory ran out once
     _tried: int = attrs.field(default=0, init=False)
 
     @property
@@ -234,7 +236,7 @@ class LocalEngine:
             column = next(self._columns, None)
             self._decoding = set() if column is None else set(column.rows)
             self._report(column)
-        except BaseException as error:  # also a signal's: the rows under way are lost
+        except BaseException as error:  # including a signal's: the decoding rows are lost
             self._columns = None
             if not is_out_of_memory(error):
                 self._take(queue)
@@ -245,7 +247,7 @@ class LocalEngine:
             reason = str(error)
         self._take(queue)
         if reason is not None:
-            mx.clear_cache()  # outside the handler the failed rows' arrays are free
+            mx.clear_cache()  # outside the handler, the failed rows' arrays have been freed
             self._again(weights, queue, reason)
         elif not queue.busy:
             self._close()

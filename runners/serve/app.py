@@ -45,7 +45,7 @@ class Call:
     answer: Answer
     turns: list[Turn]
     reader: ReplyReader
-    # A turn's number, with new tokens and log-probs, or with how it ended.
+    # A turn's number, with its new tokens and log-probs, or with its outcome.
     news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
 
     def put(self, number: int, *what: Any) -> None:
@@ -69,7 +69,7 @@ class HttpServer:
     def __init__(self, routes: Sequence[Route], limits: Limits, host: str, port: int) -> None:
         """Port 0 selects a free port. Raises OSError if the address is not available."""
         self.limits = limits
-        # Calls listeners in the server's thread; outside of the `with` block as they are.
+        # Calls the listeners in the server's thread, or directly outside the `with` block.
         self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
@@ -124,13 +124,13 @@ class HttpServer:
             nonlocal started
             started = True
             async with asyncio.timeout(self.limits.idle):
-                await send(message)  # waits for a reader that is slow
+                await send(message)  # waits for a slow reader
 
         try:
             self._check(scope["headers"])
             await self._router({**scope, "app": self}, receive, bounded)
             return
-        except ClientDisconnect:  # before its body was here
+        except ClientDisconnect:  # before the body was received
             return
         except HTTPException as error:
             fault = ApiError(error.detail, status=error.status_code)
@@ -139,7 +139,7 @@ class HttpServer:
         except UserError as error:
             fault = ApiError(str(error))
         except Exception as error:
-            if started:  # by closing the connection
+            if started:  # which closes the connection
                 raise
             echo(f"{scope['path']}: {error_line(error)}", err=True)
             fault = ApiError("the server failed", status=500)
@@ -177,7 +177,7 @@ class HttpServer:
 
 
 class Server(HttpServer):
-    """Serves OpenAI's and vLLM's APIs; decoding takes place in the thread that calls `service.run`."""
+    """Serves OpenAI's and vLLM's APIs. The thread that calls `service.run` decodes."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Server(HttpServer):
         self.service = service
         self._public = public
         service.deliver = lambda news: self.deliver(news)
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not for several
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not thread-safe
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -221,7 +221,7 @@ class Server(HttpServer):
             raise ApiError("the API key is invalid", status=401, code="invalid_api_key")
         return session
 
-    # What is asked.
+    # Endpoints.
 
     async def _health(self, request: Request) -> Response:
         ends = self.service.draining
@@ -254,7 +254,7 @@ class Server(HttpServer):
             self.service.submit(call.turns)
         except Refused as error:
             raise ApiError(str(error), status=error.status, code=error.code) from error
-        except UserError as error:  # by the chat template, or the tokenizer
+        except UserError as error:  # raised by the chat template or the tokenizer
             raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
         if asked.given.get("stream"):
             chunks = self._chunks(call, request.receive)
@@ -281,7 +281,7 @@ class Server(HttpServer):
             prompts.append((ids, session.point_in(ids)))
         marks = () if asked.chat is None else model.marks(asked.chat)
         count = asked.given.get("n", 1)
-        # Without kept caches the completions of a prompt share it while they are decoded.
+        # Completions whose caches are not kept share their prompt while decoding.
         keep = count == 1 and (asked.chat is not None or asked.ids)
         turns: list[Turn] = []
         try:

@@ -20,7 +20,7 @@ from runners.errors import did_you_mean, printable, show
 from runners.serve.chat import Chat, Reply, ServedModel
 from runners.serve.sessions import derived_seed
 
-SHORT = 16  # tokens of a completion that names no limit, as with OpenAI and vLLM
+SHORT = 16  # default token limit of a completion, as in OpenAI and vLLM
 _LONG = rules.INT_MAX
 _IDS = f"each: 0 <= x <= {_LONG}"
 # The type and range of each parameter that is used; Any: it is checked later.
@@ -58,7 +58,7 @@ GENERATE: dict[str, tuple[Any, str]] = {
     "token_ids": (tuple[int, ...], _IDS),
     "sampling_params": (dict, ""),
 }
-# Parameters that may only have these values: others would change a reply, and cannot.
+# Parameters that must have one of these values, because other values are not implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "presence_penalty": (0,),
@@ -120,7 +120,7 @@ class Asked:
     given: dict[str, Any]  # its parameters
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    ids: bool = False  # ids in, ids out
+    ids: bool = False  # both the prompt and the reply are token ids
     logprobs: bool = False
 
     def seed_of(self, number: int) -> Seed | None:
@@ -310,7 +310,7 @@ class Answer:
 
     asked: Asked
     model: ServedModel
-    prompts: Sequence[tuple[int, ...]]  # ids, of each of the prompts
+    prompts: Sequence[tuple[int, ...]]  # the token ids of each prompt
     head: dict[str, Any] = attrs.field(
         factory=lambda: {"id": secrets.token_hex(16), "created": int(time.time())}
     )

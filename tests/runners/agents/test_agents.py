@@ -14,12 +14,13 @@ import pytest
 
 from grpo_fn.learner import take_rows
 from runners.agents.agents import Episode
-from runners.agents.processes import AgentProcess, Outcome, last_object
+from runners.agents.processes import AgentProcess, last_object
 from runners.errors import ConfigError, UserError
 from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.telemetry.report import Quiet
 from runners.training.gathering import _packed, _unpacked
 from runners.training.train import run_training
+from runners.user_code.process import Outcome
 from tests.support.agents import CALCULATOR, DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
 from tests.support.resuming import config_in, killed, outcome
 from tests.support.tiny_runs import BY_LETTERS, ran, small
@@ -230,7 +231,7 @@ def test_row_comes_on_standard_input(tmp_path):
     process = AgentProcess([sys.executable, "-c", code], row, dict(os.environ))
     while not process.has_ended:
         time.sleep(0.01)
-    assert process.end().printed == {"length": 500_000}
+    assert process.end().value == {"length": 500_000}
 
 
 def test_own_rewards_take_transcripts_and_what_was_printed(tmp_path):
@@ -281,7 +282,7 @@ def test_time_in_which_the_model_samples_is_not_the_programs():
     assert not episode.is_over(109.0, 10.0)
     session.calls = 2
     assert not episode.is_over(112.0, 10.0)  # a short one came and went
-    assert episode.is_over(123.0, 10.0) and episode.timed_out
+    assert episode.is_over(123.0, 10.0) and episode.outcome.timed_out
     assert "timed out after 10 s" in episode.outcome.fault
 
 
