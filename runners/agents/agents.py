@@ -99,8 +99,7 @@ class Episode:
             return False
         outcome = self.program.end()
         if not has_ended:
-            fault = f"timed out after {timeout:g} s without a call"
-            outcome = Outcome(fault=fault, timed_out=True)
+            outcome = Outcome(fault=f"timed out after {timeout:g} s without a call", timed_out=True)
         self.outcome = attrs.evolve(outcome, seconds=now - self.started)
         return True
 
@@ -147,14 +146,14 @@ class Agents:
         size = sampling.num_generations
         seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
         rows = list(zip(repeated(examples, size), seeds, strict=True))
-        limits = Limits(turns=max(len(rows) * self.config.max_turns, 1))
-        service = Service(engine, self.model, limits)
+        service = Service(
+            engine, self.model, Limits(turns=max(len(rows) * self.config.max_turns, 1))
+        )
         try:
             with Server(service, _HERE) as server:
                 episodes = self._run(service, f"{server.url}/v1", rows, sampling, should_stop)
         except Interrupted:
-            nothing = grouped([], size, with_entropy=sampling.with_entropy)
-            raise Cancelled(nothing) from None
+            raise Cancelled(grouped([], size, with_entropy=sampling.with_entropy)) from None
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         mains = flat(map(last_rows, groups))
         rollout = grouped(mains, size, with_entropy=sampling.with_entropy)
@@ -177,15 +176,6 @@ class Agents:
         sampling = attrs.evolve(sampling, num_generations=1)
         looked = 0.0
 
-        def begin(example: Example, seed: Seed) -> Episode:
-            most = self.config.max_turns
-            session = service.open(sampling=sampling, seed=seed, most_calls=most)
-            try:
-                program = self.launch(example, url, session.key)
-            except OSError as error:
-                program = NotStarted(error_line(error))
-            return Episode(example, session, program, time.monotonic())
-
         def tend() -> bool:
             nonlocal looked
             now = time.monotonic()
@@ -199,7 +189,15 @@ class Agents:
                     running.remove(episode)
                     service.close(episode.session)
             while waiting and len(running) < self.config.workers:
-                running.append(begin(*waiting.popleft()))
+                example, seed = waiting.popleft()
+                session = service.open(
+                    sampling=sampling, seed=seed, most_calls=self.config.max_turns
+                )
+                try:
+                    program = self.launch(example, url, session.key)
+                except OSError as error:
+                    program = NotStarted(error_line(error))
+                running.append(Episode(example, session, program, time.monotonic()))
                 episodes.append(running[-1])
             return not running
 

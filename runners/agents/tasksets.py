@@ -84,8 +84,9 @@ async def play(
             "renderer_model_name": tokenizer,
         },
     }
-    agent = vf.Agent(vf.AgentConfig.model_validate(settings))
-    trace = await agent.run(store["taskset", name][number])
+    trace = await vf.Agent(vf.AgentConfig.model_validate(settings)).run(
+        store["taskset", name][number]
+    )
     if not trace.ok:
         faults = [f"{error.type}: {error.message}" for error in trace.errors]
         raise RuntimeError([*faults, "the rollout failed"][0])

@@ -66,8 +66,15 @@ class RankEngine:
         """See `Engine`. Requests are distributed to the ranks in turn."""
         ticket = Ticket(next(self._tickets))
         owner = self._owners.get(request.continues, 1 + ticket % (self._ranks.count - 1))
-        drawn_from = attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)}
-        self._orders.append(["submit", owner, ticket, attrs.asdict(request), drawn_from])
+        self._orders.append(
+            [
+                "submit",
+                owner,
+                ticket,
+                attrs.asdict(request),
+                attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)},
+            ]
+        )
         self._owners[ticket] = owner
         self._open.add(ticket)
         return ticket

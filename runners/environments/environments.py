@@ -115,8 +115,9 @@ class Environments:
             Request(prompt=prompt, seeds=(seed,))
             for prompt, seed in zip(session.prompts, seeds, strict=True)
         ]
-        ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
-        sampling = attrs.evolve(sampling, eos_ids=ends)
+        sampling = attrs.evolve(
+            sampling, eos_ids=sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
+        )
         try:
             rollout = converse(
                 engine,

@@ -107,8 +107,9 @@ class Session:
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
         lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
-        text = lead + self._home.chat.decoder.decode(tokens)
-        thoughts, said = split_thoughts(text, self._home.thoughts)
+        thoughts, said = split_thoughts(
+            lead + self._home.chat.decoder.decode(tokens), self._home.thoughts
+        )
         if not thoughts:  # the text starts with the nudge, which is not part of a call
             thoughts = lead
             said = (said or "").removeprefix(lead)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import attrs
@@ -78,8 +78,8 @@ class CallReader:
         end = rf"(?:{re.escape(self.end)}|\Z)" if self.end else r"\Z"
         pattern = re.compile(f"{re.escape(self.start)}(.*?){end}", re.DOTALL)
         parts = pattern.split(text, MAX_CALLS)  # the text around calls and the calls, in turn
-        calls = [*chain.from_iterable(map(self._parsed, parts[1::2]))]
-        return "".join(parts[::2]).strip(), calls[:MAX_CALLS]
+        calls = chain.from_iterable(map(self._parsed, parts[1::2]))
+        return "".join(parts[::2]).strip(), [*islice(calls, MAX_CALLS)]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:

@@ -77,22 +77,23 @@ class HttpServer:
         self.is_local = name in LOCAL  # whether only this machine reaches it
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         self._router = Router(routes)
-        config = uvicorn.Config(
-            self._guarded,
-            interface="asgi3",
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=limits.connections,
-            timeout_keep_alive=int(limits.idle),
-            timeout_graceful_shutdown=1,
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._guarded,
+                interface="asgi3",
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=limits.connections,
+                timeout_keep_alive=int(limits.idle),
+                timeout_graceful_shutdown=1,
+            )
         )
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._runs = threading.Event()
 
@@ -230,14 +231,20 @@ class Server(HttpServer):
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = self.service.model
-        card = {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "grpo_fn",
-            "max_model_len": model.length,
-        }
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [
+                    {
+                        "id": model.name,
+                        "object": "model",
+                        "created": 0,
+                        "owned_by": "grpo_fn",
+                        "max_model_len": model.length,
+                    }
+                ],
+            }
+        )
 
     async def _complete(
         self, read: Callable[[dict[str, Any]], Asked], request: Request
@@ -257,8 +264,9 @@ class Server(HttpServer):
         except UserError as error:  # raised by the chat template or the tokenizer
             raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
         if asked.given.get("stream"):
-            chunks = self._chunks(call, request.receive)
-            return StreamingResponse(chunks, media_type="text/event-stream")
+            return StreamingResponse(
+                self._chunks(call, request.receive), media_type="text/event-stream"
+            )
         try:
             rows = dict([news async for news in self._news(call, request.receive)])
         except Gone:
@@ -289,18 +297,18 @@ class Server(HttpServer):
                 sampling = asked.sampling(model, len(ids))
                 sampling = attrs.evolve(sampling, eos_ids=sampling.eos_ids | {*marks[1:2]})
                 for _ in range(count):
-                    seed = asked.seed_of(len(turns))
-                    turns.append(session.begin(ids, point, sampling, seed, keep=keep))
+                    turns.append(
+                        session.begin(ids, point, sampling, asked.seed_of(len(turns)), keep=keep)
+                    )
         except BaseException:
             for turn in turns:
                 session.ended(turn, Refused(""))
             raise
-        first = prompts[0][1] is None
         call = Call(
             session=session,
             answer=Answer(asked=asked, model=model, prompts=[ids for ids, _ in prompts]),
             turns=turns,
-            reader=model.reader(asked.chat, turns[0].sampling.stop, first=first),
+            reader=model.reader(asked.chat, turns[0].sampling.stop, first=prompts[0][1] is None),
         )
         for number, turn in enumerate(turns):
             turn.end = partial(call.put, number)
@@ -313,8 +321,7 @@ class Server(HttpServer):
         """
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(_leave(receive, call))
-        late = partial(call.put, -1, Gone())
-        timer = loop.call_later(self.limits.seconds, late)
+        timer = loop.call_later(self.limits.seconds, call.put, -1, Gone())
         left = len(call.turns)
         try:
             while left:
@@ -322,8 +329,9 @@ class Server(HttpServer):
                 if isinstance(what, Gone):
                     raise what
                 if isinstance(what, Exception):
-                    status = 503 if isinstance(what, Refused) else 500
-                    raise ApiError(error_line(what), status=status)
+                    raise ApiError(
+                        error_line(what), status=503 if isinstance(what, Refused) else 500
+                    )
                 left -= isinstance(what, Row)
                 yield number, what
         finally:
@@ -342,8 +350,9 @@ class Server(HttpServer):
         sampled = 0
         try:
             for number in range(len(call.turns)) if asked.chat else ():
-                head = {"role": "assistant", "content": ""}
-                yield event(answer.chunk(number, head, first=number == 0))
+                yield event(
+                    answer.chunk(number, {"role": "assistant", "content": ""}, first=number == 0)
+                )
             async with aclosing(self._news(call, receive)) as news:
                 async for number, what in news:
                     if isinstance(what, Row):

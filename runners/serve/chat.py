@@ -79,9 +79,12 @@ class ServedModel:
         """The tokens of a chat, up to the reply. Raises UserError if the template fails."""
         messages = conversation(chat.messages, self.system)
         kwargs = self._kwargs(chat)
-        shown = () if self.marks(chat) else chat.tools
         _, tokens = render(
-            self.tokenizer, messages, self.nudge, tools=shown, template_kwargs=kwargs
+            self.tokenizer,
+            messages,
+            self.nudge,
+            tools=() if self.marks(chat) else chat.tools,
+            template_kwargs=kwargs,
         )
         return tokens
 
@@ -123,14 +126,13 @@ class ServedModel:
         if chat is None:
             return ReplyReader(stops=tuple(stops))
         thinks = getattr(tokenizer, "has_thinking", False)
-        nudge = self.nudge if first else ""
         return ReplyReader(
             stops=tuple(stops),
             calls=CallReader.of(tokenizer, chat.tools, marked=bool(self.marks(chat)))
             if chat.tools
             else None,
             tags=(tokenizer.think_start, tokenizer.think_end) if thinks else (),
-            opening=opening(tokenizer, self._kwargs(chat)) + nudge,
+            opening=opening(tokenizer, self._kwargs(chat)) + (self.nudge if first else ""),
         )
 
     def _kwargs(self, chat: Chat) -> dict[str, Any]:

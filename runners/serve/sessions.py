@@ -242,8 +242,9 @@ class Session:
         gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
         if gone:
             self.rows = [row for row in self.rows if row not in gone]
-            points = self._points.items()
-            self._points = {key: point for key, point in points if point.row not in gone}
+            self._points = {
+                key: point for key, point in self._points.items() if point.row not in gone
+            }
         return [row.kept for row in gone if row.kept is not None]
 
 

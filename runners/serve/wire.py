@@ -160,8 +160,12 @@ class Asked:
 def check_name(model: ServedModel, name: str | None) -> None:
     """Raises ApiError if a request names another model."""
     if name not in (None, model.name):
-        message = f"there is no model {show(name)}; expected {show(model.name)}"
-        raise ApiError(message, "model", status=404, code="model_not_found")
+        raise ApiError(
+            f"there is no model {show(name)}; expected {show(model.name)}",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -205,8 +209,9 @@ def read_generate(body: Mapping[str, Any]) -> Asked:
     given = read_fields(body, GENERATE)
     more = read_fields(given.get("sampling_params", {}), {**USED, "logprobs": (Any, "")})
     whole = {**more, **given, "return_token_ids": True}
-    prompt = _prompt([*given.get("token_ids", ())])
-    return Asked(given=whole, prompts=(prompt,), ids=True, logprobs=True)
+    return Asked(
+        given=whole, prompts=(_prompt([*given.get("token_ids", ())]),), ids=True, logprobs=True
+    )
 
 
 def read_fields(
@@ -230,8 +235,7 @@ def read_fields(
             raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
         elif value not in fixed[name]:
             wanted = " or ".join(map(show, fixed[name])) or "nothing"
-            found = show(value)
-            raise ApiError(f"{name} is not supported: expected {wanted}, found {found}", name)
+            raise ApiError(f"{name} is not supported: expected {wanted}, found {show(value)}", name)
     return given
 
 
@@ -327,8 +331,9 @@ class Answer:
             elif not self.asked.ids:
                 choice["text"] = reply.content
             choices.append(choice)
-        sampled = sum(len(row.tokens) for row in rows)
-        return self._around(choices, "", first=True) | self.usage(sampled)
+        return self._around(choices, "", first=True) | self.usage(
+            sum(len(row.tokens) for row in rows)
+        )
 
     def chunk(
         self,
@@ -393,8 +398,7 @@ def wire_message(reply: Reply) -> dict[str, Any]:
     message = {"reasoning": reply.thoughts or None, **reply.message}
     calls = []
     for index, call in enumerate(reply.calls):
-        arguments = json.dumps(call["function"]["arguments"])
-        function = {**call["function"], "arguments": arguments}
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
         calls.append({**call, "index": index, "function": function})
     return message | {"content": reply.content or (None if calls else ""), "tool_calls": calls}
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.support.agents import CLIENTS, TALKS, batched, collected, python_with
+from tests.support.agents import CLIENTS, TALKS, batched, collected
+from tests.support.serving import python_with
 
 pytest.importorskip("uvicorn")
 

@@ -38,7 +38,7 @@ def requests(prompts=RAGGED, sampling=SAMPLING):
 
 def assert_free(engine):
     """The engine holds nothing of any request, neither rows nor caches."""
-    held = (engine._jobs, engine._kept, engine._waiting, engine._places, engine._queue.rows)
+    held = (engine._jobs, engine._kept, engine._waiting, engine._owners, engine._queue.rows)
     assert not any(held) and not engine._queue._kept and not engine._queue._ended
 
 

@@ -253,7 +253,8 @@ def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
         last = engine.submit(late, SAMPLING)
         if place == "queued":
             engine.collect(0)
-    assert len(queue._kept) == 1 and (last in engine._waiting) == (place == "submitted")
+    waiting = [job.ticket for job in engine._waiting]
+    assert len(queue._kept) == 1 and (last in waiting) == (place == "submitted")
     engine.cancel(last)
     assert not queue._kept and not engine._kept
     engine.cancel(busy)

@@ -21,13 +21,8 @@ def test_messages_behind_a_turn_whose_last_form_differs(ended, roles):
     tokenizer = loaded.tokenizer
     (end,) = loaded.eos_ids
     name = tokenizer.convert_ids_to_tokens(end)
-    turns = ChatTurns(
-        tokenizer,
-        (),
-        {"chat_template": TEMPLATE.replace("END", name)},
-        frozenset(loaded.eos_ids),
-        loaded.decoder,
-    )
+    template = {"chat_template": TEMPLATE.replace("END", name)}
+    turns = ChatTurns(tokenizer, (), template, frozenset(loaded.eos_ids), loaded.decoder)
     messages = [{"role": role, "content": f"{n}+{n}"} for n, role in enumerate(roles)]
     found = turns.follow((9, end) if ended else (9, 9), messages)
     behind = "".join(f"{role}: {n}+{n}{name} " for n, role in enumerate(roles))

@@ -284,9 +284,8 @@ def test_a_conversation_with_calls(built, template):
     prompt = environments.chat.tokenizer.decode(list(script.prompts[0]))
     assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
     tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
-    given = environments.chat.tokenizer.decode(
-        [t for t, mine in zip(tokens, sampled, strict=True) if not mine]
-    )
+    given = [token for token, mine in zip(tokens, sampled, strict=True) if not mine]
+    given = environments.chat.tokenizer.decode(given)
     assert "6" in given and "It is" not in given and "Let me" not in given
     assert given.rstrip().endswith(("assistant", "Assistant:"))
 
@@ -297,8 +296,7 @@ def test_the_given_tokens_are_those_of_the_whole_template():
     chat = ChatTurns(tokenizer, [], {}, frozenset({END}))
     question = {"role": "user", "content": "q"}
     observations = [
-        {"role": "tool", "name": "f", "content": "one\nline"},
-        {"role": "tool", "name": "g", "content": "2"},
+        {"role": "tool", "name": name, "content": text} for name, text in (("f", "one\nline"), ("g", "2"))
     ]
     start = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
     unthinking = ChatTurns(tokenizer, [], {"enable_thinking": False}, frozenset({END}))
@@ -307,12 +305,8 @@ def test_the_given_tokens_are_those_of_the_whole_template():
         turn = [*tokenizer.encode("I ask"), *end]
         given = chat.follow(turn, observations)
         got = [*tokenizer.encode(start), *turn, *given]
-        want = tokenizer.apply_chat_template(
-            [question, {"role": "assistant", "content": "I ask"}, *observations],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        whole = [question, {"role": "assistant", "content": "I ask"}, *observations]
+        want = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
         assert got == want
 
 
@@ -376,9 +370,8 @@ def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
 @pytest.mark.parametrize(("nudge", "thought"), [("", "[T]a[/T]"), ("Well.", ""), ("[T]", "a[/T]")])
 def test_a_call_behind_thoughts_is_made(built, nudge, thought):
     """The nudge is in the message, and no part of the call."""
-    _, played, _ = play(
-        built(nudge=nudge), thought + json.dumps({"name": "price", "arguments": {"item": "pear"}}), "So."
-    )
+    asked = json.dumps({"name": "price", "arguments": {"item": "pear"}})
+    _, played, _ = play(built(nudge=nudge), thought + asked, "So.")
     assert [message["content"] for message in played[0].messages] == [nudge + thought, "4", "So."]
 
 

@@ -75,27 +75,24 @@ def test_the_options_are_those_of_a_call_that_names_nothing():
         (card,) = client.get("/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == ("mine", 64)
         body = {"model": "mine", "messages": conversation("7+5")}
-        texts = {
-            client.post("/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-            for _ in "123"
-        }
-        assert len(texts) == 1
+        answers = [client.post("/chat/completions", json=body).json() for _ in "123"]
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
-def test_another_host_requires_a_key():
-    """One line, before the model is read."""
-    result = CliRunner().invoke(main, ["serve", "nowhere/nothing", "--host", "0.0.0.0"])
-    assert result.exit_code == 2 and "requires --api-key KEY" in result.output
-
-
-def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
-    """Before the model is read."""
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--host", "0.0.0.0"], "requires --api-key KEY"),
+        (["--tinker", "--api-key", "key"], "starts with tml-"),
+        ([], "pip install 'grpo_fn[serve]'"),
+        (["--tinker"], "pip install 'grpo_fn[tinker]'"),
+        (["--port", "70000"], "70000"),
+        (["--api-key"], "--api-key"),
+        (["--max-length", "1"], "--max-length"),
+    ],
+)
+def test_wrong_options_and_missing_extras_are_refused(options, line, monkeypatch):
+    """One line names them before the model is read."""
     monkeypatch.setattr("runners.commands.serve.find_spec", lambda name: None)
-    result = CliRunner().invoke(main, ["serve", "nowhere/nothing"])
-    assert result.exit_code == 2 and "pip install 'grpo_fn[serve]'" in result.output
-
-
-@pytest.mark.parametrize("options", [["--port", "70000"], ["--api-key"], ["--max-length", "1"]])
-def test_options_out_of_range(options):
-    """click's line."""
-    assert CliRunner().invoke(main, ["serve", "embedded", *options]).exit_code == 2
+    result = CliRunner().invoke(main, ["serve", "nowhere/nothing", *options])
+    assert result.exit_code == 2 and line in result.output

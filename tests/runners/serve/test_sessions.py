@@ -171,17 +171,18 @@ def test_a_streamed_tool_call_comes_whole_and_not_as_text(scripted):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_without_tools_a_call_is_text(scripted):
-    """And with tool_choice none."""
-    client = scripted(CALL, CALL)
-    assert said(client.chat("?")) == CALL
-    assert said(client.chat("?", tools=[SCHEMA], tool_choice="none")) == CALL
-
-
-def test_a_call_that_cannot_be_read_is_text(scripted):
-    """The client sees what the model wrote."""
-    broken = '<tool_call>{"name": "add", "argu</tool_call>'
-    assert said(scripted(broken).chat("?", tools=[SCHEMA])) == broken
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (CALL, {}),
+        (CALL, {"tools": [SCHEMA], "tool_choice": "none"}),
+        ('<tool_call>{"name": "add", "argu</tool_call>', {"tools": [SCHEMA]}),
+    ],
+    ids=["no tools", "tool_choice none", "unreadable"],
+)
+def test_a_call_that_is_not_one_is_text(scripted, text, options):
+    """The client sees the model's text."""
+    assert said(scripted(text).chat("?", **options)) == text
 
 
 def test_limits_of_a_session(loaded):
