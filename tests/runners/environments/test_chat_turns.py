@@ -16,7 +16,7 @@ TEMPLATE = (
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool", "user")])
 def test_messages_behind_a_turn_whose_last_form_differs(ended, roles):
-    """What the template writes behind the turn's end, and that end if the turn was cut off."""
+    """The tokens follow the template after the turn's end; if the turn was cut off, its end comes first."""
     loaded = embedded()
     tokenizer = loaded.tokenizer
     (end,) = loaded.eos_ids

@@ -22,7 +22,7 @@ CLIENTS = [
 
 @pytest.mark.parametrize(("script", "client"), CLIENTS)
 def test_a_real_client(script, client):
-    """It gets what it expects, by its own checks."""
+    """The client's own checks pass."""
     python = python_with(client)
     loaded = embedded()
     with serving(loaded.engine, served(loaded)) as ours:

@@ -31,7 +31,7 @@ def server(*options):
 
 
 def test_the_program_of_the_page(tmp_path):
-    """docs/serve.md: it prints the model's words as they come."""
+    """The program in docs/serve.md prints the model's words as they are sampled."""
     (program,) = [each for each in snippets(ROOT / "docs" / "serve.md") if "serve" in each.comments]
     assert program.line < 20
     with server() as (_, url):
@@ -42,7 +42,8 @@ def test_the_program_of_the_page(tmp_path):
 
 
 def test_the_first_signal_finishes_what_runs_and_the_second_ends():
-    """SIGTERM: the answer under way comes, new calls are refused, exit code 0; twice: the end at once."""
+    """After SIGTERM, the running answer is completed, new calls are refused, and the exit code is 0; a
+    second signal ends the process at once."""
     body = {"messages": conversation("How many?"), "max_tokens": 400, "ignore_eos": True}
     with server() as (process, url):
         answers = []
@@ -67,7 +68,7 @@ def test_the_first_signal_finishes_what_runs_and_the_second_ends():
 
 
 def test_the_options_are_those_of_a_call_that_names_nothing():
-    """--temperature 0 without a temperature, --name, --max-length, --api-key."""
+    """--temperature, --name, --max-length and --api-key are the defaults of calls."""
     options = ["--temperature", "0", "--name", "mine", "--max-length", "64", "--api-key", "key"]
     with server(*options) as (_, url), httpx2.Client(base_url=f"{url}/v1", timeout=60) as client:
         assert client.get("/models").status_code == 401

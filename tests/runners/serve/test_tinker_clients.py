@@ -40,7 +40,7 @@ def test_tinker_s_client(tmp_path):
 
 
 def test_the_cookbook_s_loops(tmp_path):
-    """rl_loop and sl_loop with another address, name, sizes and data, on the model in the package."""
+    """rl_loop and sl_loop run on the embedded model with another address, model name, sizes and data."""
     loaded = embedded()
     with training(tmp_path, loaded=loaded, name=COOKBOOK_S) as caller:
         logs = tmp_path / "logs"
@@ -48,7 +48,7 @@ def test_the_cookbook_s_loops(tmp_path):
 
 
 def test_the_program_of_the_page(tmp_path):
-    """docs/tinker.md: within twenty lines something is trained."""
+    """The program in docs/tinker.md trains a model in at most twenty lines."""
     (program,) = [each for each in snippets(ROOT / "docs" / "tinker.md") if "tinker" in each.comments]
     assert program.line + program.text.count("\n") <= 20 + 3
     with server("--tinker", "--weights", str(tmp_path)) as (_, url):
@@ -60,7 +60,7 @@ def test_the_program_of_the_page(tmp_path):
 
 
 def test_what_is_saved_opens_elsewhere(tmp_path, monkeypatch, capsys):
-    """In mlx-lm, in PEFT's format, and in `grpo eval`: the weights that were sampled with."""
+    """mlx-lm, PEFT's format and `grpo eval` read the same weights that were sampled with."""
     from mlx_lm import load
 
     with training(tmp_path / "weights") as caller:
@@ -96,7 +96,7 @@ def test_what_is_saved_opens_elsewhere(tmp_path, monkeypatch, capsys):
 
 
 def test_the_cookbook_s_check_of_numerics(tmp_path):
-    """rl_numerics_check: sampler and learner agree, over a document that is read page by page."""
+    """rl_numerics_check: sampler and learner agree on a document that is read page by page."""
     folder = os.environ.get("GRPO_FN_REAL_MODEL")  # with <|im_end|>, such as SmolLM2-135M-Instruct
     if not folder:
         pytest.skip("GRPO_FN_REAL_MODEL names no model's folder")
