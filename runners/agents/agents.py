@@ -16,7 +16,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import flat
-from runners.agents.processes import AgentProcess, Outcome
+from runners.agents.processes import AgentProcess
 from runners.agents.tasksets import TaskRun
 from runners.config.loading import Config
 from runners.config.names import TASKSETS
@@ -37,10 +37,11 @@ from runners.serve.chat import ServedModel
 from runners.serve.service import Limits, Service
 from runners.serve.sessions import Session
 from runners.tokenization.text import TextDecoder
+from runners.user_code.process import Outcome
 from runners.user_code.worker import Worker
 
 _HERE = "127.0.0.1"
-_BETWEEN = 0.02  # seconds between two looks at the programs
+_BETWEEN = 0.02  # seconds between two checks of the programs
 
 
 class Program(Protocol):
@@ -52,7 +53,7 @@ class Program(Protocol):
     def end(self) -> Outcome: ...
 
 
-# Takes the server's address, and an API key. OSError if the system starts no further process.
+# Arguments: the row, the server's address, an API key. Raises OSError if no process can be started.
 Launch = Callable[[Example, str, str], Program]
 
 
@@ -65,7 +66,7 @@ class NotStarted:
 
     def end(self) -> Outcome:
         """Does nothing."""
-        return Outcome(f"its program could not be started: {self.why}")
+        return Outcome(fault=f"its program could not be started: {self.why}")
 
 
 @attrs.define(eq=False)
@@ -73,16 +74,17 @@ class Episode:
     """A running program and its calls."""
 
     example: Example
-    session: Session  # its calls
+    session: Session  # records its calls
     program: Program
     started: float  # by the monotonic clock
+    # its value is the last object that the program printed
     outcome: Outcome = attrs.field(factory=Outcome)
-    timed_out: bool = False
-    seconds: float = 0.0
+    # the last time at which a call was known to be in progress
     _heard: float = attrs.field(
         default=attrs.Factory(lambda self: self.started, takes_self=True), init=False
-    )  # when a call was last known to be under way
-    _seen: tuple[int, bool] = (0, False)  # calls so far, and whether one was under way then
+    )
+    # at the last check: the number of calls, and whether one was in progress
+    _seen: tuple[int, bool] = (0, False)
 
     def is_over(self, now: float, timeout: float) -> bool:
         """Whether the program has ended, by itself or because it made no call within the timeout
@@ -93,13 +95,12 @@ class Episode:
             self._heard = now
         self._seen = (self.session.calls, calling)
         has_ended = self.program.has_ended
-        self.timed_out = bool(timeout) and now > self._heard + timeout and not has_ended
-        if not (self.timed_out or has_ended):
+        if not has_ended and not 0 < timeout < now - self._heard:
             return False
-        self.seconds = now - self.started
-        self.outcome = self.program.end()
-        if self.timed_out:
-            self.outcome = Outcome(f"timed out after {timeout:g} s without a call")
+        outcome = self.program.end()
+        if not has_ended:
+            outcome = Outcome(fault=f"timed out after {timeout:g} s without a call", timed_out=True)
+        self.outcome = attrs.evolve(outcome, seconds=now - self.started)
         return True
 
     def talks(self) -> list[Talk]:
@@ -114,9 +115,9 @@ class Agents:
     config: EnvConfig
     model: ServedModel
     launch: Launch
-    reward: Reward | None  # what they print; None: only the config's rewards count
+    reward: Reward | None  # the printed reward; None: only the config's rewards count
     turn_reward: Reward | None
-    schemas: tuple[dict[str, Any], ...] = ()  # of tools that prompts show: a call has its own
+    schemas: tuple[dict[str, Any], ...] = ()  # no tools in prompts: each call brings its own
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """See `Player`. A program accepts any columns, and a taskset requires the number of the
@@ -140,19 +141,19 @@ class Agents:
         """See `Player`. The rollout contains the last row of each episode. An episode's first row
         has the completion's seed, from which the seeds of its other rows are derived.
         """
-        from runners.serve.app import Server  # an extra
+        from runners.serve.app import Server  # requires an extra
 
         size = sampling.num_generations
         seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
         rows = list(zip(repeated(examples, size), seeds, strict=True))
-        limits = Limits(turns=max(len(rows) * self.config.max_turns, 1))
-        service = Service(engine, self.model, limits)
+        service = Service(
+            engine, self.model, Limits(turns=max(len(rows) * self.config.max_turns, 1))
+        )
         try:
             with Server(service, _HERE) as server:
                 episodes = self._run(service, f"{server.url}/v1", rows, sampling, should_stop)
         except Interrupted:
-            nothing = grouped([], size, with_entropy=sampling.with_entropy)
-            raise Cancelled(nothing) from None
+            raise Cancelled(grouped([], size, with_entropy=sampling.with_entropy)) from None
         groups = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         mains = flat(map(last_rows, groups))
         rollout = grouped(mains, size, with_entropy=sampling.with_entropy)
@@ -175,15 +176,6 @@ class Agents:
         sampling = attrs.evolve(sampling, num_generations=1)
         looked = 0.0
 
-        def begin(example: Example, seed: Seed) -> Episode:
-            most = self.config.max_turns
-            session = service.open(sampling=sampling, seed=seed, most_calls=most)
-            try:
-                program = self.launch(example, url, session.key)
-            except OSError as error:
-                program = NotStarted(error_line(error))
-            return Episode(example, session, program, time.monotonic())
-
         def tend() -> bool:
             nonlocal looked
             now = time.monotonic()
@@ -197,7 +189,15 @@ class Agents:
                     running.remove(episode)
                     service.close(episode.session)
             while waiting and len(running) < self.config.workers:
-                running.append(begin(*waiting.popleft()))
+                example, seed = waiting.popleft()
+                session = service.open(
+                    sampling=sampling, seed=seed, most_calls=self.config.max_turns
+                )
+                try:
+                    program = self.launch(example, url, session.key)
+                except OSError as error:
+                    program = NotStarted(error_line(error))
+                running.append(Episode(example, session, program, time.monotonic()))
                 episodes.append(running[-1])
             return not running
 
@@ -213,17 +213,14 @@ class Agents:
         """The data for rewards, the log and the learner."""
         talks = episode.talks()
         messages = self._said(episode, main)
-        fault = episode.outcome.fault
-        if (
-            not fault
-            and self.reward is not None
-            and "reward" not in (episode.outcome.printed or {})
-        ):
+        outcome = episode.outcome
+        fault = outcome.fault
+        if not fault and self.reward is not None and "reward" not in (outcome.value or {}):
             fault = 'its program printed no line such as {"reward": 1.0}'
         counts = dict.fromkeys(COUNTS, 0) | {
             "turns": sum(len(turn_starts(talk.sampled)) for talk in talks),
             "calls": sum(len(message.get("tool_calls") or ()) for message in messages),
-            "timeouts": int(episode.timed_out),
+            "timeouts": int(outcome.timed_out),
         }
         return FinishedEpisode(
             messages=messages,
@@ -231,9 +228,9 @@ class Agents:
             counts=counts,
             fault=fault,
             sampled=flat(compress(talk.tokens, talk.sampled) for talk in talks),
-            seconds=episode.seconds,
+            seconds=outcome.seconds,
             earlier=[talk for talk in talks if talk is not main],
-            printed=episode.outcome.printed,
+            printed=outcome.value,
         )
 
     def _said(self, episode: Episode, main: Talk) -> list[Message]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import attrs
+from runners.user_code.process import Outcome
 
 LARGEST = 1 << 26  # bytes that a program may print
-_TAIL = 1 << 16  # bytes of them that are kept
-_GRACE = 1.0  # seconds in which what a killed process has printed has to come
+_TAIL = 1 << 16  # bytes at the end of the output that are kept
+_GRACE = 1.0  # seconds to wait for the remaining output of a killed process
 # The row is the program's standard input. A shell leads the process group, and ends with the
 # program; whatever ends the run closes the shell's own input, and the group is ended then too.
 _GUARD = """
@@ -23,14 +23,6 @@ exec 4<&0
 { read _; kill -KILL 0; } <&4 >/dev/null 2>&1 &
 wait $child
 """
-
-
-@attrs.frozen
-class Outcome:
-    """The outcome of an episode's program."""
-
-    fault: str = ""  # why the episode has no reward; empty: the program ended well
-    printed: Mapping[str, Any] | None = None  # the last object of JSON that it printed
 
 
 class AgentProcess:
@@ -65,7 +57,9 @@ class AgentProcess:
         return self._printed > LARGEST or self._process.poll() is not None
 
     def end(self) -> Outcome:
-        """Ends the program and all processes that it has started."""
+        """Ends the program and all processes that it has started; the value of the outcome is the
+        last JSON object that it printed.
+        """
         status = self._process.poll()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -75,11 +69,11 @@ class AgentProcess:
             self._process.stdin.close()
         text = self._tail.decode("utf-8", "replace")
         if self._printed > LARGEST:
-            return Outcome(f"its program printed more than {LARGEST:,} bytes")
+            return Outcome(fault=f"its program printed more than {LARGEST:,} bytes")
         if status != 0:
             last = text.strip().rpartition("\n")[2] or "it printed nothing"
-            return Outcome(f"its program ended with status {status}: {last[:200]}")
-        return Outcome(printed=last_object(text))
+            return Outcome(fault=f"its program ended with status {status}: {last[:200]}")
+        return Outcome(last_object(text))
 
     def _read(self) -> None:
         output = self._process.stdout

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runners.agents.processes import Outcome
 from runners.errors import UserError, error_line
-from runners.user_code.process import TOGETHER
+from runners.user_code.process import TOGETHER, Outcome
 from runners.user_code.worker import Worker
 
 _HERE = "runners.agents.tasksets"
-_SHELL = "bash"  # the harness of tasksets that have none of their own: it runs what the model says
+_SHELL = "bash"  # the default harness, which runs commands that the model writes
 Store = dict[Any, Any]
 
 
@@ -38,9 +37,8 @@ class TaskRun:
         """Ends the task if it still runs."""
         if not self.has_ended:
             self._worker.cancel(self._call)
-            return Outcome("the task was cancelled")
-        found = self._call.outcome.result()
-        return Outcome(found.fault, found.value)
+            return Outcome(fault="the task was cancelled")
+        return self._call.outcome.result()
 
 
 def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dict[str, Any]]:
@@ -86,8 +84,9 @@ async def play(
             "renderer_model_name": tokenizer,
         },
     }
-    agent = vf.Agent(vf.AgentConfig.model_validate(settings))
-    trace = await agent.run(store["taskset", name][number])
+    trace = await vf.Agent(vf.AgentConfig.model_validate(settings)).run(
+        store["taskset", name][number]
+    )
     if not trace.ok:
         faults = [f"{error.type}: {error.message}" for error in trace.errors]
         raise RuntimeError([*faults, "the rollout failed"][0])

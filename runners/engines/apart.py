@@ -30,8 +30,8 @@ from runners.engines.engine import (
 from runners.ranks.messages import RankError
 from runners.ranks.ranks import Ranks
 
-_MOMENT = 0.1  # seconds of decoding between two meetings
-_MEETING = "the samples"  # in messages about ranks
+_MOMENT = 0.1  # seconds of decoding between two exchanges
+_MEETING = "the samples"  # the name of the exchange in messages
 
 
 class RankEngine:
@@ -43,8 +43,8 @@ class RankEngine:
         self.rows = 0
         self._ranks = ranks
         self._lock = threading.Lock()
-        self._end: BaseException | None = None  # why there are no more meetings
-        self._orders: list[Any] = []  # for the next meeting
+        self._end: BaseException | None = None  # why there are no more exchanges
+        self._orders: list[Any] = []  # for the next exchange
         # the rank of each request since the last `load`
         self._owners: dict[Ticket | None, int] = {}
         self._open: set[Ticket] = set()
@@ -66,8 +66,15 @@ class RankEngine:
         """See `Engine`. Requests are distributed to the ranks in turn."""
         ticket = Ticket(next(self._tickets))
         owner = self._owners.get(request.continues, 1 + ticket % (self._ranks.count - 1))
-        drawn_from = attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)}
-        self._orders.append(["submit", owner, ticket, attrs.asdict(request), drawn_from])
+        self._orders.append(
+            [
+                "submit",
+                owner,
+                ticket,
+                attrs.asdict(request),
+                attrs.asdict(sampling) | {"eos_ids": sorted(sampling.eos_ids)},
+            ]
+        )
         self._owners[ticket] = owner
         self._open.add(ticket)
         return ticket
@@ -97,12 +104,12 @@ class RankEngine:
         """Ends `serve` on the other ranks. A thread that is still waiting for completions raises
         Interrupted.
         """
-        with self._ranks.moving_arrays(), self._lock:  # no signal interrupts the meeting
+        with self._ranks.moving_arrays(), self._lock:  # no signal interrupts the exchange
             if self._end is None:
                 self._end = Interrupted()
                 self._ranks.meet(_MEETING, [["end"]])
             elif isinstance(self._end, RankError):
-                raise self._end  # it is also the reason for a signal from the launcher
+                raise self._end  # the launcher's signal has the same cause
 
     def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
         """Sends the orders, then new weights; returns the requests that have ended."""
@@ -147,7 +154,7 @@ def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
                     engine.load(None)
                     own.clear()
                     if changed:
-                        params = None  # frees the old weights before the new ones come
+                        params = None  # frees the old weights before the new ones arrive
                         params = ranks.shared(blank)
                     engine.load(Weights(policy, params, version, rows))
                 case ["submit", rank, number, request, sampling] if rank == ranks.number:

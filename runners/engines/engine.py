@@ -16,8 +16,8 @@ from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import Tree
 
 DEFAULT_ROWS = 256  # completions sampled at a time by default
-ShouldStop = Callable[[], bool]  # asked between the steps of decoding
-# takes what is counted, how many are done, and how many there are
+ShouldStop = Callable[[], bool]  # called between decoding steps
+# arguments: what is counted, how many are done, and the total
 Advance = Callable[[str, int, int], None]
 # a PRNG key: the n-th token of a completion is drawn with its n-th random bits
 Seed = tuple[int, int]
@@ -45,10 +45,10 @@ def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
 class Weights:
     """The weights that an engine samples with."""
 
-    policy: g.Policy  # the function of these parameters
+    policy: g.Policy  # the function that uses these parameters
     params: Tree
-    version: int  # the learner's update that made them
-    rows: int = 0  # the most completions to decode together with them; 0: the engine's own bound
+    version: int  # the learner's update that produced them
+    rows: int = 0  # maximum number of completions decoded together; 0: the engine's own limit
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -60,10 +60,10 @@ class Request:
     seeds: tuple[Seed, ...]
     drawn: int = 0  # tokens of the prompt that were sampled with these seeds before
     images: PromptImages | None = None  # None: the prompt has none
-    # The next three only save time: a request that continues another one computes no token twice.
+    # The next three fields only save time: no token is computed twice.
     keep: bool = False  # whether another request will continue this one
-    borrows: bool = False  # whether what was kept of any request may be used, for a copy
-    # a kept request of one completion, with whose tokens the prompt begins
+    borrows: bool = False  # whether the kept caches of any request may be copied
+    # a kept request with one completion, whose tokens start the prompt
     continues: Ticket | None = None
 
 
@@ -74,12 +74,16 @@ Finish = Literal["stop", "length", "cancelled"]
 class Row:
     """A completion."""
 
-    tokens: tuple[int, ...]  # the one that ends it included
-    logp: tuple[float, ...]  # log μ of each, nats, under the distribution that it was drawn from
+    tokens: tuple[int, ...]  # including the one that ends it
+    logp: tuple[
+        float, ...
+    ]  # log μ of each token in nats, under the distribution that was sampled from
     finish: Finish  # by a stop id or a stop string, at the length limit, or by `cancel`
-    # (version of the weights, tokens drawn with them), in order
+    # pairs (version of the weights, number of tokens sampled with them), in order
     versions: tuple[tuple[int, int], ...]
-    entropy: tuple[float, ...] | None = None  # of the sampler at each token, nats, if asked for
+    entropy: tuple[float, ...] | None = (
+        None  # the sampler's entropy at each token in nats, if requested
+    )
 
 
 @attrs.frozen
@@ -88,7 +92,7 @@ class Token:
 
     id: int
     logp: float  # as in `Row`
-    # tokens of its prompt that were computed; the others' keys and values were kept
+    # number of computed prompt tokens; the others were in kept caches
     prompt_tokens: int
 
 

@@ -26,44 +26,55 @@ from runners.engines.engine import (
 from runners.errors import is_out_of_memory, shortage
 from runners.tokenization.text import TextDecoder
 
-PAUSE = 0.2  # seconds between two reports of how far the rows have come
+PAUSE = 0.2  # seconds between two progress reports
 
 
 @attrs.define(eq=False)
 class _Job:
     """A request and its results so far."""
 
+    ticket: Ticket
     request: Request
     entry: Entry
     queued: bool = False  # whether it is in the queue
-    ended: dict[int, Row] = attrs.field(factory=dict)  # by the place of their seeds
+    ended: dict[int, Row] = attrs.field(factory=dict)  # by the numbers of the entry's rows
     computed: int = 0  # tokens of the prompt that were computed
-    collects: bool = True  # whether `collect` is to return its rows, or to raise its error
-    error: BaseException | None = None  # what has ended it
+    collects: bool = True  # whether `collect` returns its rows or raises its error
+    error: BaseException | None = None  # the error that ended it
 
     @property
     def is_done(self) -> bool:
-        return len(self.ended) == len(self.request.seeds)
+        return len(self.ended) == len(self.entry.rows)
+
+    @property
+    def computation(self) -> Any:
+        """A value that is equal for requests that can share the computation of their prompt."""
+        request = self.request
+        if request.images is not None or request.continues is not None:
+            return self.ticket
+        return request.prompt, request.drawn, request.keep, self.entry.sampling
 
 
 @attrs.define(eq=False)
 class LocalEngine:
     """An engine without weights: call `load` first."""
 
-    decoder: TextDecoder | None = None  # finds stop strings; None: no request has any
+    decoder: TextDecoder | None = None  # finds stop strings; None: requests must not have any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)
-    advance: Advance | None = None  # hears several times a second how many tokens have been drawn
-    note: Callable[[str], None] = lambda line: None  # takes a line when memory has run out
+    advance: Advance | None = (
+        None  # called several times a second with the number of sampled tokens
+    )
+    note: Callable[[str], None] = lambda line: None  # called with a message when memory runs out
 
     version: int = attrs.field(default=0, init=False)  # see `Engine`
     _weights: Weights | None = attrs.field(default=None, init=False)
     _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
-    _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the rows under way
+    _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the decoding rows
     _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
     # submitted, but not in the queue yet
-    _waiting: list[Ticket] = attrs.field(factory=list, init=False)
-    # of the queue's rows
-    _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)
+    _waiting: list[_Job] = attrs.field(factory=list, init=False)
+    # the requests of the queue's rows
+    _owners: dict[int, _Job] = attrs.field(factory=dict, init=False)
     # rows that a request may continue
     _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
     _decoding: set[int] = attrs.field(factory=set, init=False)  # rows of the last step
@@ -72,10 +83,10 @@ class LocalEngine:
     )
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
-    _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
-    _most: int = attrs.field(default=0, init=False)  # tokens that these rows may have
+    _drawn: int = attrs.field(default=0, init=False)  # tokens sampled since the engine was idle
+    _most: int = attrs.field(default=0, init=False)  # maximum number of tokens of these rows
     _reported: float = attrs.field(default=0.0, init=False)
-    # rows of one request for which memory ran out once
+    # the number of rows of a single request for which memory ran out once
     _tried: int = attrs.field(default=0, init=False)
 
     @property
@@ -112,8 +123,8 @@ class LocalEngine:
         )
         check_entry(self._weights.policy, entry)
         ticket = Ticket(next(self._tickets))
-        self._jobs[ticket] = _Job(request, entry)
-        self._waiting.append(ticket)
+        self._jobs[ticket] = _Job(ticket, request, entry)
+        self._waiting.append(self._jobs[ticket])
         return ticket
 
     def collect(
@@ -134,7 +145,7 @@ class LocalEngine:
         sent = 0
         try:
             while True:
-                ended = 0 in job.ended
+                ended = job.entry.rows[0] in job.ended
                 drawn = self.peek(ticket, sent)
                 sent += len(drawn)
                 yield from drawn
@@ -155,9 +166,10 @@ class LocalEngine:
         job = self._jobs[ticket]
         if job.error is not None:
             raise job.error
-        row = job.ended.get(0)
-        tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
-        known = self._queue.rows.get(job.entry.rows[0]) if self._queue and job.queued else None
+        number = job.entry.rows[0]
+        row = job.ended.get(number)
+        tokens, logp = (row.tokens, row.logp) if row else self._so_far(job, number)
+        known = self._queue.rows.get(number) if self._queue and job.queued else None
         computed = job.computed if known is None else known.done.prompt_computed
         return [Token(tokens[n], logp[n], computed) for n in range(start, len(tokens))]
 
@@ -172,34 +184,35 @@ class LocalEngine:
         if job.error is not None:
             del self._jobs[ticket]
             return
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
+        if job in self._waiting:
+            self._waiting.remove(job)
             if job.request.continues is not None:
                 self.cancel(job.request.continues)
-        for place, number in enumerate(job.entry.rows):
-            if place in job.ended:
+        for number in job.entry.rows:
+            if number in job.ended:
                 continue
-            tokens, logp = self._so_far(job, place)
-            job.ended[place] = self._row(job, tokens, logp, None, "cancelled")
+            tokens, logp = self._so_far(job, number)
+            job.ended[number] = self._row(job, tokens, logp, None, "cancelled")
             if self._queue is not None and job.queued:
                 self._queue.cancel([number])
-                del self._places[number]
+                del self._owners[number]
 
     def _end(self, job: _Job) -> None:
         """Ends a decoding request at its current token, and keeps its caches if it may be
         continued.
         """
-        draws = self._decoding.issuperset(job.entry.rows) or bool(self._so_far(job)[0])
+        rows = job.entry.rows
+        draws = self._decoding.issuperset(rows) or bool(self._so_far(job, rows[0])[0])
         if self._queue is None or not (job.request.keep and draws):
             return
-        self._queue.end(job.entry.rows)
+        self._queue.end(rows)
         while job.queued and not job.is_done and self._step():
             pass
 
-    def _so_far(self, job: _Job, place: int = 0) -> tuple[list[int], list[float]]:
+    def _so_far(self, job: _Job, row: int) -> tuple[list[int], list[float]]:
         if self._queue is None or not job.queued:
             return [], []
-        return self._queue.so_far(job.entry.rows[place])
+        return self._queue.so_far(row)
 
     def _done(self) -> dict[Ticket, tuple[Row, ...]]:
         """The completed requests, each returned once. Raises the error of failed requests."""
@@ -214,7 +227,7 @@ class LocalEngine:
         for ticket in done:
             del self._jobs[ticket]
         return {
-            ticket: tuple(job.ended[place] for place in sorted(job.ended))
+            ticket: tuple(job.ended[number] for number in job.entry.rows)
             for ticket, job in done.items()
         }
 
@@ -234,7 +247,7 @@ class LocalEngine:
             column = next(self._columns, None)
             self._decoding = set() if column is None else set(column.rows)
             self._report(column)
-        except BaseException as error:  # also a signal's: the rows under way are lost
+        except BaseException as error:  # including a signal's: the decoding rows are lost
             self._columns = None
             if not is_out_of_memory(error):
                 self._take(queue)
@@ -245,7 +258,7 @@ class LocalEngine:
             reason = str(error)
         self._take(queue)
         if reason is not None:
-            mx.clear_cache()  # outside the handler the failed rows' arrays are free
+            mx.clear_cache()  # outside the handler, the failed rows' arrays have been freed
             self._again(weights, queue, reason)
         elif not queue.busy:
             self._close()
@@ -263,14 +276,13 @@ class LocalEngine:
     def _take(self, queue: RowQueue) -> None:
         """Assigns finished rows to their requests."""
         for number, ended in queue.take().items():
-            ticket, place = self._places.pop(number)
-            job = self._jobs[ticket]
+            job = self._owners.pop(number)
             job.computed = ended.prompt_computed
-            job.ended[place] = self._row(
+            job.ended[number] = self._row(
                 job, ended.tokens, ended.logp, ended.entropy, "stop" if ended.finished else "length"
             )
             if job.request.keep:
-                self._kept[ticket] = number
+                self._kept[job.ticket] = number
 
     def _row(
         self,
@@ -288,33 +300,24 @@ class LocalEngine:
         """Adds submitted requests to the queue; requests with the same prompt share its
         computation.
         """
-        for _, tickets in itertools.groupby(self._waiting, self._computation):
-            jobs = {ticket: self._jobs[ticket] for ticket in tickets}
-            for ticket, job in jobs.items():
+        for _, alike in itertools.groupby(self._waiting, lambda job: job.computation):
+            jobs = list(alike)
+            for job in jobs:
                 job.queued = True
-                places = enumerate(job.entry.rows)
-                self._places |= {number: (ticket, place) for place, number in places}
-            (first, *_) = jobs.values()
-            rows = flat(job.entry.rows for job in jobs.values())
+                self._owners |= dict.fromkeys(job.entry.rows, job)
+            first = jobs[0]
+            rows = flat(job.entry.rows for job in jobs)
             self._most += len(rows) * first.entry.sampling.max_new_tokens
             continues = first.request.continues
             queue.add(
                 attrs.evolve(
                     first.entry,
                     rows=tuple(rows),
-                    keys=tuple(flat(job.entry.keys for job in jobs.values())),
+                    keys=tuple(flat(job.entry.keys for job in jobs)),
                     continues=None if continues is None else self._kept.pop(continues, None),
                 )
             )
         self._waiting = []
-
-    def _computation(self, ticket: Ticket) -> Any:
-        """A value that is equal for requests that can share the computation of their prompt."""
-        job = self._jobs[ticket]
-        request = job.request
-        if request.images is not None or request.continues is not None:
-            return ticket
-        return request.prompt, request.drawn, request.keep, job.entry.sampling
 
     def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
         if not stop:
@@ -333,8 +336,8 @@ class LocalEngine:
         fragmented.
         """
         left = self._under_way()
-        largest = max(len(self._jobs[ticket].request.seeds) for ticket in left)
-        rows = sum(len(self._jobs[ticket].request.seeds) for ticket in left)
+        largest = max(len(job.entry.rows) for job in left)
+        rows = sum(len(job.entry.rows) for job in left)
         before = min(self.decoding.max_batch or rows, rows)
         if before <= largest and self._tried == before:
             self._fail(weights, queue, MemoryError(reason))
@@ -345,30 +348,30 @@ class LocalEngine:
         self.decoding = attrs.evolve(self.decoding, max_batch=together)
         self.note(f"{shortage(reason)}; sampling again, {together:,} rows at a time")
 
-    def _under_way(self) -> list[Ticket]:
-        return [ticket for ticket, job in self._jobs.items() if job.queued and not job.is_done]
+    def _under_way(self) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.queued and not job.is_done]
 
     def _fail(self, weights: Weights, queue: RowQueue, error: BaseException) -> None:
         """Ends the requests that have started with this error; the other requests in the queue wait
         again.
         """
         left = self._under_way()
-        begun = {self._places[number][0] for number, row in queue.rows.items() if row.has_begun}
-        failed = [ticket for ticket in left if ticket in begun] or left
-        for ticket in failed:
-            self._jobs[ticket].error = error
-        self._restart(weights, [ticket for ticket in left if ticket not in failed])
+        begun = {self._owners[number] for number, row in queue.rows.items() if row.has_begun}
+        failed = [job for job in left if job in begun] or left
+        for job in failed:
+            job.error = error
+        self._restart(weights, [job for job in left if job not in failed])
 
-    def _restart(self, weights: Weights, tickets: list[Ticket]) -> None:
+    def _restart(self, weights: Weights, jobs: list[_Job]) -> None:
         """Submits these requests again, without their previous results."""
         self._queue = RowQueue(weights.policy)
         self._kept.clear()
-        self._places.clear()
+        self._owners.clear()
         for job in self._jobs.values():
             job.queued = False
-        for ticket in tickets:
-            self._jobs[ticket].ended.clear()
-        self._waiting = tickets + self._waiting
+        for job in jobs:
+            job.ended.clear()
+        self._waiting = jobs + self._waiting
 
     def _report(self, column: Column | None) -> None:
         """Reports, several times a second, the number of sampled tokens and their maximum."""

@@ -125,7 +125,6 @@ def _rollout(
         for row in rows
     ]
     versions = [min((version for version, _ in row.versions), default=0) for row in rows]
-    flags = [row.sampled for row in rows if isinstance(row, Talk)]
     return rollout_of(
         prompts,
         size,
@@ -133,7 +132,7 @@ def _rollout(
         vocabulary=1
         + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
         images=images if any(each is not None for each in images) else None,
-        sampled=flags or None,
+        sampled=[row.sampled for row in rows if isinstance(row, Talk)] or None,
         version_b=mx.array(versions, mx.int32),
     )
 

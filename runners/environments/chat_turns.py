@@ -15,7 +15,7 @@ from runners.data.rendering import apply_template, has_template, render
 from runners.errors import UserError, error_line
 from runners.tokenization.text import TextDecoder, encode
 
-LONGEST = 32  # characters of a token; on average they are hardly longer
+LONGEST = 32  # characters; tokens are hardly longer than this on average
 _ASKED = {"role": "user", "content": "a question"}
 _SAID = "the answer"
 _PROBE = "observed"  # some templates leave out what they do not support
@@ -54,7 +54,7 @@ class ChatTurns:
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was truncated."""
-        head = content[: most * LONGEST]  # encoding 10 MB would take long
+        head = content[: most * LONGEST]  # encoding 10 MB would be slow
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
             return content, False
@@ -64,7 +64,7 @@ class ChatTurns:
         self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]
     ) -> tuple[int, ...]:
         """The tokens after a turn: its end, the observations, the next header."""
-        if self.mark_ids:  # nanochat's turn goes on behind them
+        if self.mark_ids:  # in nanochat's format, the same turn continues after the output
             said = "".join(each["content"] for each in observations)
             *_, start, end = self.mark_ids
             return (start, *encode(self.tokenizer, said, add_special_tokens=False), end)
@@ -77,7 +77,7 @@ class ChatTurns:
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ends = self._ends()
-        place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
+        place = max((before.rfind(text) for text in ends), default=-1)  # the last end token
         close = before[place:] if place >= 0 else ""
         # the turn has ended, with any of the model's end tokens
         if tokens and tokens[-1] in self.end_ids:

@@ -29,8 +29,8 @@ from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker
 
-_INSTANCES = "runners.environments.instances"  # has the operations of the worker
-_numbers = itertools.count()  # of environments
+_INSTANCES = "runners.environments.instances"  # the module with the worker's operations
+_numbers = itertools.count()  # numbers of environments
 
 
 class Player(Protocol):
@@ -38,8 +38,8 @@ class Player(Protocol):
     contain the loop.
     """
 
-    reward: Reward | None  # its own
-    turn_reward: Reward | None  # the sum of its own rewards of turns
+    reward: Reward | None  # the player's own reward
+    turn_reward: Reward | None  # the sum of the rewards of turns
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
@@ -83,9 +83,9 @@ class Environments:
     nudge: str
     thoughts: tuple[str, ...]  # the tags around them
     reward: Reward | None  # the environment's own reward
-    turn_reward: Reward | None  # the sum of its own rewards of turns
+    turn_reward: Reward | None  # the sum of the rewards of turns
     _idle: list[int] = attrs.field(alias="idle")  # instances that no episode uses
-    _hung: list[int | None] = attrs.field(factory=list)  # those that are not used again
+    _hung: list[int | None] = attrs.field(factory=list)  # instances that are not used again
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
@@ -102,8 +102,9 @@ class Environments:
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """See `Player`. The environments of the previous call are reused, so rewards must be finished
-        with them."""
+        """See `Player`. The environments of the previous call are reused, so its rewards must have
+        been computed.
+        """
         rows = repeated(examples, sampling.num_generations)
         seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
         try:
@@ -114,8 +115,9 @@ class Environments:
             Request(prompt=prompt, seeds=(seed,))
             for prompt, seed in zip(session.prompts, seeds, strict=True)
         ]
-        ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
-        sampling = attrs.evolve(sampling, eos_ids=ends)
+        sampling = attrs.evolve(
+            sampling, eos_ids=sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
+        )
         try:
             rollout = converse(
                 engine,

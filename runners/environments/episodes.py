@@ -36,7 +36,7 @@ class Episode:
     messages: list[Message] = attrs.field(factory=list)  # messages after the prompt
     counts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(COUNTS, 0))
     fault: str = ""  # why it has no reward; empty: it has one
-    seconds: float = 0.0  # of its calls
+    seconds: float = 0.0  # total duration of its calls
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
@@ -45,11 +45,11 @@ class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them executed, and writes
     observations."""
 
-    episodes: Sequence[Episode]  # started ones of all rows
-    prompts: Sequence[tuple[int, ...]]  # of each row
+    episodes: Sequence[Episode]  # one episode per row, already started
+    prompts: Sequence[tuple[int, ...]]  # one prompt per row
     _home: Environments
     _should_stop: ShouldStop = never
-    # Of each row that waits for a reply: its turn, and the calls that are not made.
+    # For each row that waits for a reply: its turn, and the names of refused calls.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
@@ -92,7 +92,7 @@ class Session:
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
-                episode.messages.pop()  # there was no room for an answer to it
+                episode.messages.pop()  # there was no room for an answer
             finished.append(
                 FinishedEpisode(
                     messages=episode.messages,
@@ -107,9 +107,10 @@ class Session:
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
         lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
-        text = lead + self._home.chat.decoder.decode(tokens)
-        thoughts, said = split_thoughts(text, self._home.thoughts)
-        if not thoughts:  # what is said begins with the nudge, which is no part of a call
+        thoughts, said = split_thoughts(
+            lead + self._home.chat.decoder.decode(tokens), self._home.thoughts
+        )
+        if not thoughts:  # the text starts with the nudge, which is not part of a call
             thoughts = lead
             said = (said or "").removeprefix(lead)
         content, calls = ("", []) if said is None else self._home.reader.read(said)
@@ -130,7 +131,7 @@ class Session:
         episode = self.episodes[row]
         tokens, refused = self._turns.pop(row)
         episode.seconds += outcome.seconds
-        if outcome.ended:  # the call may go on, or its process ended
+        if outcome.ended:  # the call may still be running, or its process ended
             episode.counts["timeouts"] += outcome.timed_out
             episode.hung = True
         limits = self._home.config

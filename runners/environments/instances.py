@@ -13,11 +13,11 @@ from runners.errors import UserError, error_line, show, text_of
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, TURN_REWARDS
 
 _NOT_TOOLS = ("reset", GET_REWARD, GET_TURN_REWARDS)
-_LONGEST_ERROR = 400  # characters of an error that a model is shown
+_LONGEST_ERROR = 400  # characters of an error that the model sees
 
 Store = dict[Any, Any]
 Functions = dict[str, Callable[..., Any]]
-Result = tuple[str, str, bool]  # of a call: the tool, its text, whether it failed
+Result = tuple[str, str, bool]  # the tool, its text, whether the call failed
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:

@@ -6,19 +6,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import attrs
 
 from runners.errors import error_line
 
-START = "<tool_call>"  # of the plain form
+START = "<tool_call>"  # in the plain format
 END = "</tool_call>"
-# nanochat's form: an expression between the first two, which is what the only tool takes; its value
-# between the others.
+# nanochat's format: the argument of the only tool is between the first two marks, and the tool's
+# result between the other two.
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-MAX_CALLS = 64  # of one turn: a policy's text has no other limit
+MAX_CALLS = 64  # maximum per turn: the text of a policy has no other limit
 
 
 @attrs.frozen(eq=False)
@@ -48,9 +48,9 @@ class CallReader:
     """Finds tool calls in a turn's text."""
 
     schemas: Sequence[dict[str, Any]]
-    parser: Callable[..., Any] | None = None  # mlx-lm's; None: the plain form
+    parser: Callable[..., Any] | None = None  # mlx-lm's; None: the plain format
     start: str = START
-    end: str = END  # empty: a call goes to the end of the text
+    end: str = END  # empty: a call extends to the end of the text
 
     @classmethod
     def of(
@@ -78,15 +78,15 @@ class CallReader:
         end = rf"(?:{re.escape(self.end)}|\Z)" if self.end else r"\Z"
         pattern = re.compile(f"{re.escape(self.start)}(.*?){end}", re.DOTALL)
         parts = pattern.split(text, MAX_CALLS)  # the text around calls and the calls, in turn
-        calls = [*chain.from_iterable(map(self._parsed, parts[1::2]))]
-        return "".join(parts[::2]).strip(), calls[:MAX_CALLS]
+        calls = chain.from_iterable(map(self._parsed, parts[1::2]))
+        return "".join(parts[::2]).strip(), [*islice(calls, MAX_CALLS)]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:
             found = (
                 json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
             )
-        except Exception as error:  # a parser may raise anything on a policy's text
+        except Exception as error:  # a parser may raise any error for a policy's text
             return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
         return [_call(each) for each in (found if isinstance(found, list) else [found])]
 

@@ -45,7 +45,7 @@ class Call:
     answer: Answer
     turns: list[Turn]
     reader: ReplyReader
-    # A turn's number, with new tokens and log-probs, or with how it ended.
+    # A turn's number, with its new tokens and log-probs, or with its outcome.
     news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
 
     def put(self, number: int, *what: Any) -> None:
@@ -69,7 +69,7 @@ class HttpServer:
     def __init__(self, routes: Sequence[Route], limits: Limits, host: str, port: int) -> None:
         """Port 0 selects a free port. Raises OSError if the address is not available."""
         self.limits = limits
-        # Calls listeners in the server's thread; outside of the `with` block as they are.
+        # Calls the listeners in the server's thread, or directly outside the `with` block.
         self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
@@ -77,22 +77,23 @@ class HttpServer:
         self.is_local = name in LOCAL  # whether only this machine reaches it
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         self._router = Router(routes)
-        config = uvicorn.Config(
-            self._guarded,
-            interface="asgi3",
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=limits.connections,
-            timeout_keep_alive=int(limits.idle),
-            timeout_graceful_shutdown=1,
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._guarded,
+                interface="asgi3",
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=limits.connections,
+                timeout_keep_alive=int(limits.idle),
+                timeout_graceful_shutdown=1,
+            )
         )
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._runs = threading.Event()
 
@@ -124,13 +125,13 @@ class HttpServer:
             nonlocal started
             started = True
             async with asyncio.timeout(self.limits.idle):
-                await send(message)  # waits for a reader that is slow
+                await send(message)  # waits for a slow reader
 
         try:
             self._check(scope["headers"])
             await self._router({**scope, "app": self}, receive, bounded)
             return
-        except ClientDisconnect:  # before its body was here
+        except ClientDisconnect:  # before the body was received
             return
         except HTTPException as error:
             fault = ApiError(error.detail, status=error.status_code)
@@ -139,7 +140,7 @@ class HttpServer:
         except UserError as error:
             fault = ApiError(str(error))
         except Exception as error:
-            if started:  # by closing the connection
+            if started:  # which closes the connection
                 raise
             echo(f"{scope['path']}: {error_line(error)}", err=True)
             fault = ApiError("the server failed", status=500)
@@ -177,7 +178,7 @@ class HttpServer:
 
 
 class Server(HttpServer):
-    """Serves OpenAI's and vLLM's APIs; decoding takes place in the thread that calls `service.run`."""
+    """Serves OpenAI's and vLLM's APIs. The thread that calls `service.run` decodes."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class Server(HttpServer):
         self.service = service
         self._public = public
         service.deliver = lambda news: self.deliver(news)
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not for several
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")  # tokenizers are not thread-safe
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -221,7 +222,7 @@ class Server(HttpServer):
             raise ApiError("the API key is invalid", status=401, code="invalid_api_key")
         return session
 
-    # What is asked.
+    # Endpoints.
 
     async def _health(self, request: Request) -> Response:
         ends = self.service.draining
@@ -230,14 +231,20 @@ class Server(HttpServer):
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = self.service.model
-        card = {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "grpo_fn",
-            "max_model_len": model.length,
-        }
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [
+                    {
+                        "id": model.name,
+                        "object": "model",
+                        "created": 0,
+                        "owned_by": "grpo_fn",
+                        "max_model_len": model.length,
+                    }
+                ],
+            }
+        )
 
     async def _complete(
         self, read: Callable[[dict[str, Any]], Asked], request: Request
@@ -254,11 +261,12 @@ class Server(HttpServer):
             self.service.submit(call.turns)
         except Refused as error:
             raise ApiError(str(error), status=error.status, code=error.code) from error
-        except UserError as error:  # by the chat template, or the tokenizer
+        except UserError as error:  # raised by the chat template or the tokenizer
             raise ApiError(str(error), "messages" if asked.chat else "prompt") from error
         if asked.given.get("stream"):
-            chunks = self._chunks(call, request.receive)
-            return StreamingResponse(chunks, media_type="text/event-stream")
+            return StreamingResponse(
+                self._chunks(call, request.receive), media_type="text/event-stream"
+            )
         try:
             rows = dict([news async for news in self._news(call, request.receive)])
         except Gone:
@@ -281,7 +289,7 @@ class Server(HttpServer):
             prompts.append((ids, session.point_in(ids)))
         marks = () if asked.chat is None else model.marks(asked.chat)
         count = asked.given.get("n", 1)
-        # Without kept caches the completions of a prompt share it while they are decoded.
+        # Completions whose caches are not kept share their prompt while decoding.
         keep = count == 1 and (asked.chat is not None or asked.ids)
         turns: list[Turn] = []
         try:
@@ -289,18 +297,18 @@ class Server(HttpServer):
                 sampling = asked.sampling(model, len(ids))
                 sampling = attrs.evolve(sampling, eos_ids=sampling.eos_ids | {*marks[1:2]})
                 for _ in range(count):
-                    seed = asked.seed_of(len(turns))
-                    turns.append(session.begin(ids, point, sampling, seed, keep=keep))
+                    turns.append(
+                        session.begin(ids, point, sampling, asked.seed_of(len(turns)), keep=keep)
+                    )
         except BaseException:
             for turn in turns:
                 session.ended(turn, Refused(""))
             raise
-        first = prompts[0][1] is None
         call = Call(
             session=session,
             answer=Answer(asked=asked, model=model, prompts=[ids for ids, _ in prompts]),
             turns=turns,
-            reader=model.reader(asked.chat, turns[0].sampling.stop, first=first),
+            reader=model.reader(asked.chat, turns[0].sampling.stop, first=prompts[0][1] is None),
         )
         for number, turn in enumerate(turns):
             turn.end = partial(call.put, number)
@@ -313,8 +321,7 @@ class Server(HttpServer):
         """
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(_leave(receive, call))
-        late = partial(call.put, -1, Gone())
-        timer = loop.call_later(self.limits.seconds, late)
+        timer = loop.call_later(self.limits.seconds, call.put, -1, Gone())
         left = len(call.turns)
         try:
             while left:
@@ -322,8 +329,9 @@ class Server(HttpServer):
                 if isinstance(what, Gone):
                     raise what
                 if isinstance(what, Exception):
-                    status = 503 if isinstance(what, Refused) else 500
-                    raise ApiError(error_line(what), status=status)
+                    raise ApiError(
+                        error_line(what), status=503 if isinstance(what, Refused) else 500
+                    )
                 left -= isinstance(what, Row)
                 yield number, what
         finally:
@@ -342,8 +350,9 @@ class Server(HttpServer):
         sampled = 0
         try:
             for number in range(len(call.turns)) if asked.chat else ():
-                head = {"role": "assistant", "content": ""}
-                yield event(answer.chunk(number, head, first=number == 0))
+                yield event(
+                    answer.chunk(number, {"role": "assistant", "content": ""}, first=number == 0)
+                )
             async with aclosing(self._news(call, receive)) as news:
                 async for number, what in news:
                     if isinstance(what, Row):

@@ -50,7 +50,7 @@ class Reply:
 
     content: str = ""
     thoughts: str = ""
-    calls: tuple[dict[str, Any], ...] = ()  # as the template takes them: arguments are objects
+    calls: tuple[dict[str, Any], ...] = ()  # in the template's form: arguments are objects
 
     @property
     def message(self) -> Message:
@@ -68,20 +68,23 @@ class ServedModel:
     tokenizer: Any
     decoder: TextDecoder
     eos_ids: frozenset[int]
-    vocabulary: int | None  # token ids are below it; None: not known
-    length: int  # the most tokens of a prompt and its completion
-    sampling: g.Sampling  # of a call that does not say how to sample
+    vocabulary: int | None  # token ids must be smaller; None: unknown
+    length: int  # maximum number of tokens in a prompt and its completion
+    sampling: g.Sampling  # the default for calls
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    system: str = ""  # of chats without a system message
+    system: str = ""  # the system message of chats without one
     nudge: str = ""  # first words of the first reply
 
     def prompt(self, chat: Chat) -> tuple[int, ...]:
         """The tokens of a chat, up to the reply. Raises UserError if the template fails."""
         messages = conversation(chat.messages, self.system)
         kwargs = self._kwargs(chat)
-        shown = () if self.marks(chat) else chat.tools
         _, tokens = render(
-            self.tokenizer, messages, self.nudge, tools=shown, template_kwargs=kwargs
+            self.tokenizer,
+            messages,
+            self.nudge,
+            tools=() if self.marks(chat) else chat.tools,
+            template_kwargs=kwargs,
         )
         return tokens
 
@@ -123,14 +126,13 @@ class ServedModel:
         if chat is None:
             return ReplyReader(stops=tuple(stops))
         thinks = getattr(tokenizer, "has_thinking", False)
-        nudge = self.nudge if first else ""
         return ReplyReader(
             stops=tuple(stops),
             calls=CallReader.of(tokenizer, chat.tools, marked=bool(self.marks(chat)))
             if chat.tools
             else None,
             tags=(tokenizer.think_start, tokenizer.think_end) if thinks else (),
-            opening=opening(tokenizer, self._kwargs(chat)) + nudge,
+            opening=opening(tokenizer, self._kwargs(chat)) + (self.nudge if first else ""),
         )
 
     def _kwargs(self, chat: Chat) -> dict[str, Any]:
@@ -141,9 +143,9 @@ class ServedModel:
 class ReplyReader:
     """Reads completions as replies, both while they are generated and at their end."""
 
-    stops: tuple[str, ...] = ()  # a reply ends before the first of them
+    stops: tuple[str, ...] = ()  # a reply ends before the first stop string
     calls: CallReader | None = None  # None: there are no tools
-    tags: tuple[str, ...] = ()  # around thoughts; empty: the model writes none
+    tags: tuple[str, ...] = ()  # the tags around thoughts; empty: the model does not write thoughts
     opening: str = ""  # the reply's first words, which are in its prompt
 
     def read(self, text: str, *, whole: bool) -> Reply:
@@ -166,7 +168,7 @@ class ReplyReader:
         if not whole:
             return Reply(content=self._before_calls(content), thoughts=thoughts)
         around, calls = self.calls.read(content)
-        if any(call.fault for call in calls):  # not what the client asked for, but what there is
+        if any(call.fault for call in calls):  # an unreadable call is returned as text
             return Reply(content=content, thoughts=thoughts)
         made = [{"id": f"call_{secrets.token_hex(12)}", **call.message()} for call in calls]
         return Reply(content=around if made else content, thoughts=thoughts, calls=tuple(made))

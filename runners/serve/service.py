@@ -17,19 +17,19 @@ from runners.engines.engine import Engine, Row, Seed, Ticket, Weights
 from runners.serve.chat import ServedModel
 from runners.serve.sessions import Refused, Session, Turn
 
-WAIT = 0.05  # seconds between two questions whether to stop, while nothing decodes
+WAIT = 0.05  # seconds between two checks of `until` while nothing decodes
 
 
 @attrs.frozen(kw_only=True)
 class Limits:
     """Limits on what clients may use."""
 
-    turns: int = 256  # completions that wait or decode
+    turns: int = 256  # completions that are waiting or decoding
     connections: int = 1024
-    body: int = 8_000_000  # bytes of a request
-    seconds: float = 3600.0  # of a call
-    idle: float = 30.0  # seconds in which a client sends nothing, or reads nothing
-    rows: int = 64  # that later calls may continue, of a session without `sampling`
+    body: int = 8_000_000  # maximum size of a request in bytes
+    seconds: float = 3600.0  # maximum duration of a call
+    idle: float = 30.0  # seconds for which a client may neither send nor read
+    rows: int = 64  # rows that a session keeps for later calls, unless it records all
 
 
 News = list[Callable[[], None]]
@@ -44,17 +44,17 @@ class Service:
         self.model = model
         self.limits = limits or Limits()
         self.draining = False  # whether new turns are refused
-        # How news of turns reach their listeners: as they are, or through another thread.
+        # Delivers updates to the turns' listeners, directly or through another thread.
         self.deliver: Callable[[News], object] = hand_out
         self._sessions: dict[str, Session] = {}
         self._numbers: Iterator[int] = itertools.count()
         self._room = threading.BoundedSemaphore(self.limits.turns)
         self._inbox: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._waiting: list[Turn] = []
-        self._turns: dict[Ticket, Turn] = {}  # those that the engine has
+        self._turns: dict[Ticket, Turn] = {}  # turns that were submitted to the engine
         self._news: News = []  # not delivered yet
 
-    # From any thread.
+    # The next methods may be called from any thread.
 
     def session(self, key: str) -> Session | None:
         """The open session with this key."""
@@ -93,7 +93,7 @@ class Service:
         """Makes `run` check `until` immediately."""
         self._inbox.put(None)
 
-    # From the thread that owns the engine.
+    # The next methods belong to the thread that owns the engine.
 
     def open(
         self,
@@ -211,7 +211,7 @@ class Service:
         try:
             for ticket, (row,) in self.engine.collect(0).items():
                 self._ended(self._turns.pop(ticket), row)
-        except Exception as error:  # each turn that it ended raises it again
+        except Exception as error:  # `peek` raises it again for each turn that it ended
             fault = error
         left = list(self._turns.items())
         for ticket, turn in left:
@@ -239,7 +239,7 @@ class Service:
             self._end(turn, whole)
         elif turn.cancelled or turn.session.closed:
             self._end(turn, Refused("the call was cancelled"))
-        else:  # by `load`
+        else:  # cancelled by `load`
             turn.begun = whole
             turn.sent = 0
             turn.ticket = None

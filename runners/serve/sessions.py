@@ -36,9 +36,9 @@ class Refused(Exception):
 class SessionRow:
     """A row of a session."""
 
-    talk: Talk  # its prompt and its tokens, sampled and given ones, up to the last turn that ended
-    kept: Ticket | None = None  # its last turn: the engine may have kept the caches
-    turn: Turn | None = None  # the one under way
+    talk: Talk  # the prompt and all tokens up to the end of the last finished turn
+    kept: Ticket | None = None  # the last turn, whose caches the engine may have kept
+    turn: Turn | None = None  # the turn in progress
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class Point:
     """The end of a call, at which a later call may continue its row or branch off."""
 
     row: SessionRow
-    length: int  # of the row's ids
+    length: int  # number of the row's ids
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -65,19 +65,19 @@ class Turn:
 
     session: Session
     row: SessionRow
-    given: tuple[int, ...]  # tokens behind the row's last turn that were not sampled
+    given: tuple[int, ...]  # tokens after the row's last turn that were not sampled
     request: Request
     sampling: g.Sampling
-    # Hears new tokens and their log-probs, if not None.
+    # Receives new tokens and their log-probs; None: the client waits for the whole completion.
     hear: Callable[[Sequence[int], Sequence[float]], None] | None = None
-    # Hears the whole completion, or a fault. A turn with a fault leaves no trace in its row.
+    # Receives the whole completion or an error. A turn with an error does not change its row.
     end: Callable[[Row | Exception], None] = lambda outcome: None
     sent: int = 0  # tokens of the engine's request that `hear` has received
-    begun: Row | None = None  # what earlier weights have drawn of it
-    ticket: Ticket | None = None  # None: the engine does not have it
+    begun: Row | None = None  # the part that was sampled with earlier weights
+    ticket: Ticket | None = None  # None: not submitted to the engine
     cancelled: bool = False
     over: bool = False
-    point: Point | None = None  # its end in the row
+    point: Point | None = None  # the end of the turn in the row
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -86,18 +86,23 @@ class Session:
 
     key: str
     number: int = 0  # in the order in which sessions were opened
-    sampling: g.Sampling | None = None  # draws its rows, whatever a call asks for; None: the call's
-    seed: Seed | None = None  # its first row's; later ones derive from it. None: random
-    most_calls: int = 0  # 0: any number
-    most_tokens: int = 0  # sampled in all calls; 0: any number
-    most_rows: int = 0  # the oldest ones are forgotten; 0: all are recorded, as for training
+    sampling: g.Sampling | None = (
+        None  # overrides the distribution of every call; None: each call's own
+    )
+    seed: Seed | None = (
+        None  # the seed of the first row, from which the others derive; None: random
+    )
+    most_calls: int = 0  # 0: no limit
+    most_tokens: int = 0  # limit on sampled tokens; 0: no limit
+    most_rows: int = 0  # older rows are forgotten; 0: all rows are kept, for training
     rows: list[SessionRow] = attrs.field(factory=list, init=False)
     calls: int = attrs.field(default=0, init=False)
     tokens: int = attrs.field(default=0, init=False)
     closed: bool = attrs.field(default=False, init=False)
-    # of the last chat, its reply included
+    # the messages of the last chat, including its reply
     messages: tuple[Message, ...] = attrs.field(default=(), init=False)
-    _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)  # by their conversation
+    # by the digest of a conversation
+    _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)
     _row_numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
 
@@ -237,8 +242,9 @@ class Session:
         gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
         if gone:
             self.rows = [row for row in self.rows if row not in gone]
-            points = self._points.items()
-            self._points = {key: point for key, point in points if point.row not in gone}
+            self._points = {
+                key: point for key, point in self._points.items() if point.row not in gone
+            }
         return [row.kept for row in gone if row.kept is not None]
 
 

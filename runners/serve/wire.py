@@ -20,7 +20,7 @@ from runners.errors import did_you_mean, printable, show
 from runners.serve.chat import Chat, Reply, ServedModel
 from runners.serve.sessions import derived_seed
 
-SHORT = 16  # tokens of a completion that names no limit, as with OpenAI and vLLM
+SHORT = 16  # default token limit of a completion, as in OpenAI and vLLM
 _LONG = rules.INT_MAX
 _IDS = f"each: 0 <= x <= {_LONG}"
 # The type and range of each parameter that is used; Any: it is checked later.
@@ -58,7 +58,7 @@ GENERATE: dict[str, tuple[Any, str]] = {
     "token_ids": (tuple[int, ...], _IDS),
     "sampling_params": (dict, ""),
 }
-# Parameters that may only have these values: others would change a reply, and cannot.
+# Parameters that must have one of these values, because other values are not implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "presence_penalty": (0,),
@@ -120,7 +120,7 @@ class Asked:
     given: dict[str, Any]  # its parameters
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    ids: bool = False  # ids in, ids out
+    ids: bool = False  # both the prompt and the reply are token ids
     logprobs: bool = False
 
     def seed_of(self, number: int) -> Seed | None:
@@ -160,8 +160,12 @@ class Asked:
 def check_name(model: ServedModel, name: str | None) -> None:
     """Raises ApiError if a request names another model."""
     if name not in (None, model.name):
-        message = f"there is no model {show(name)}; expected {show(model.name)}"
-        raise ApiError(message, "model", status=404, code="model_not_found")
+        raise ApiError(
+            f"there is no model {show(name)}; expected {show(model.name)}",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -205,8 +209,9 @@ def read_generate(body: Mapping[str, Any]) -> Asked:
     given = read_fields(body, GENERATE)
     more = read_fields(given.get("sampling_params", {}), {**USED, "logprobs": (Any, "")})
     whole = {**more, **given, "return_token_ids": True}
-    prompt = _prompt([*given.get("token_ids", ())])
-    return Asked(given=whole, prompts=(prompt,), ids=True, logprobs=True)
+    return Asked(
+        given=whole, prompts=(_prompt([*given.get("token_ids", ())]),), ids=True, logprobs=True
+    )
 
 
 def read_fields(
@@ -230,8 +235,7 @@ def read_fields(
             raise ApiError(f"Unrecognized request argument supplied: {name}{near}", name)
         elif value not in fixed[name]:
             wanted = " or ".join(map(show, fixed[name])) or "nothing"
-            found = show(value)
-            raise ApiError(f"{name} is not supported: expected {wanted}, found {found}", name)
+            raise ApiError(f"{name} is not supported: expected {wanted}, found {show(value)}", name)
     return given
 
 
@@ -310,7 +314,7 @@ class Answer:
 
     asked: Asked
     model: ServedModel
-    prompts: Sequence[tuple[int, ...]]  # ids, of each of the prompts
+    prompts: Sequence[tuple[int, ...]]  # the token ids of each prompt
     head: dict[str, Any] = attrs.field(
         factory=lambda: {"id": secrets.token_hex(16), "created": int(time.time())}
     )
@@ -327,8 +331,9 @@ class Answer:
             elif not self.asked.ids:
                 choice["text"] = reply.content
             choices.append(choice)
-        sampled = sum(len(row.tokens) for row in rows)
-        return self._around(choices, "", first=True) | self.usage(sampled)
+        return self._around(choices, "", first=True) | self.usage(
+            sum(len(row.tokens) for row in rows)
+        )
 
     def chunk(
         self,
@@ -393,8 +398,7 @@ def wire_message(reply: Reply) -> dict[str, Any]:
     message = {"reasoning": reply.thoughts or None, **reply.message}
     calls = []
     for index, call in enumerate(reply.calls):
-        arguments = json.dumps(call["function"]["arguments"])
-        function = {**call["function"], "arguments": arguments}
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
         calls.append({**call, "index": index, "function": function})
     return message | {"content": reply.content or (None if calls else ""), "tool_calls": calls}
 

@@ -1,12 +1,9 @@
 """Programs for runs that train from programs: small ones, without a client's package."""
 
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
-import pytest
 
 from runners.config.loading import load_config
 from runners.data.stream import drawn
@@ -100,13 +97,3 @@ def collected(folder, body, **tables):
 def batched(run, experience):
     """What the learner gets."""
     return batch_of(SimpleNamespace(config=run.config), experience)
-
-
-def python_with(client: str) -> Path:
-    """An interpreter below the folder GRPO_FN_CLIENTS that has this client; skips the test if none has."""
-    folder = os.environ.get("GRPO_FN_CLIENTS", "")
-    code = "import sys; from importlib import metadata; metadata.version(sys.argv[1])"
-    for python in sorted(Path(folder).glob("*/bin/python")) if folder else ():
-        if subprocess.run([python, "-c", code, client], capture_output=True).returncode == 0:
-            return python
-    pytest.skip(f"GRPO_FN_CLIENTS has no environment with {client}")

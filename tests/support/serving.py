@@ -2,12 +2,18 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
+import pytest
+from packaging.requirements import Requirement
 
 import grpo_fn as g
 from runners.engines.engine import Row, Ticket, Token
@@ -117,6 +123,18 @@ def serving(engine, model, *, limits=None, key="", public=True, **options):
         client = Client(server, key or "none")
         client.session = session
         yield client
+
+
+def python_with(client):
+    """An interpreter that has this client, here or below GRPO_FN_CLIENTS; skips the test if none has it."""
+    wanted = Requirement(client)
+    code = "import sys; from importlib import metadata; print(metadata.version(sys.argv[1]))"
+    folder = os.environ.get("GRPO_FN_CLIENTS", "")
+    for python in (sys.executable, *sorted(Path(folder).glob("*/bin/python") if folder else ())):
+        found = subprocess.run([python, "-c", code, wanted.name], capture_output=True, text=True)
+        if found.returncode == 0 and wanted.specifier.contains(found.stdout.strip()):
+            return python
+    pytest.skip(f"neither this environment nor one of GRPO_FN_CLIENTS has {client}")
 
 
 def soon(holds, seconds=60.0):

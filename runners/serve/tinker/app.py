@@ -22,10 +22,10 @@ from runners.serve.tinker.losses import check_data, loss_of
 from runners.serve.tinker.trainer import PARTS, SAMPLING, TRAINING, Model, Trainer
 from runners.serve.wire import ApiError, check_name
 
-TOGETHER = 512  # samples that a client waits for, each by a connection
-ROW = 4096  # bytes that a completion counts, while it waits or decodes
-AGAIN = 60.0  # seconds in which an answer may be fetched once more
-MODEL = ":train:"  # in ids, as the client makes them
+TOGETHER = 512  # samples that a client may wait for, one connection each
+ROW = 4096  # bytes that a waiting or decoding completion counts as
+AGAIN = 60.0  # seconds for which an answer may be fetched again
+MODEL = ":train:"  # part of ids, which the client constructs the same way
 SAMPLER = ":sample:"
 
 
@@ -33,12 +33,12 @@ SAMPLER = ":sample:"
 class TrainingLimits(Limits):
     """Limits on what clients may use; `turns` are sessions."""
 
-    hold: float = 20.0  # seconds after which a future that is not done is answered "not yet"
+    hold: float = 20.0  # seconds after which a request for an unfinished future is answered
     vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
-    gap: float = 60.0  # seconds in which a request with a smaller number must come
-    slots: int = 32  # models in training, and as many samplers: the latest ones
-    futures: int = 16_384  # answers that are to come, or were not fetched
-    room: int = 268_435_456  # bytes of data and completions that wait
+    gap: float = 60.0  # seconds to wait for a request with a smaller number
+    slots: int = 32  # models in training, and the same number of samplers (the latest ones)
+    futures: int = 16_384  # answers that are pending or were not fetched
+    room: int = 268_435_456  # bytes of waiting data and completions
 
 
 @attrs.define(eq=False)
@@ -74,7 +74,7 @@ class Slot:
     id: str
     session: TrainingSession
     path: str | None = None  # of saved weights
-    found: Any = None  # None: it is not made yet, or could not be
+    found: Any = None  # None: not created yet, or the creation failed
     next: int = 1
     held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
     timer: asyncio.TimerHandle | None = None
@@ -174,7 +174,7 @@ class TrainingServer(HttpServer):
             return Response(answer, media_type="application/x-protobuf")
         return JSONResponse(answer or {}, 408 if answer and "queue_state" in answer else 200)
 
-    # What there is.
+    # Sessions, models and samplers.
 
     def _session(self, name: str) -> TrainingSession:
         """The session with this id, or the session of the object with this id."""
@@ -191,7 +191,7 @@ class TrainingServer(HttpServer):
                 f"there is no {show(name)}; only the latest {self._limits.slots} samplers are kept",
                 status=404,
             )
-        self._slots[name] = self._slots.pop(name)  # it is the latest one
+        self._slots[name] = self._slots.pop(name)  # moves it to the end: the latest one
         return self._slots[name]
 
     def _new(self, asked: dict[str, Any], kind: str, number: int) -> Slot:
@@ -233,7 +233,7 @@ class TrainingServer(HttpServer):
     # Futures.
 
     def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
-        """A new future, for which this many bytes wait. Raises ApiError if there is no room for it."""
+        """A new future that counts as `cost` waiting bytes. Raises ApiError if there is no room."""
         if self._trainer.draining:
             raise ApiError("the server is shutting down", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:

@@ -17,7 +17,7 @@ from runners.errors import UserError, did_you_mean, listed, show
 
 TARGETS = "target_tokens"
 RATIO_MASK = "sequence_ratio_mask"
-UNBOUNDED = 1e30  # a cap that no ratio reaches
+UNBOUNDED = 1e30  # a cap above every ratio
 _SAMPLED = (TARGETS, "logprobs", "advantages")
 _BAND = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
@@ -36,8 +36,10 @@ class Loss:
 
     needs: tuple[str, ...]  # arrays of each row
     defaults: Mapping[str, float]  # parameters
-    fields: Callable[..., dict[str, Any]]  # of the LossSpec, from the parameters in this order
-    by_old: bool = True  # whether the sampler is π_old of the ratio; else the μ of a correction
+    fields: Callable[
+        ..., dict[str, Any]
+    ]  # the LossSpec's fields, from the parameters in this order
+    by_old: bool = True  # the sampler is π_old of the ratio; if False, the μ of a correction
 
 
 def _weighted(surrogate: str, low: float = 0.0, high: float = UNBOUNDED) -> dict[str, Any]:

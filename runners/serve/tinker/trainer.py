@@ -30,10 +30,10 @@ from runners.serve.service import WAIT, News, hand_out
 from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
 from runners.serve.tinker.wire import sample_output
 
-ALPHA = 32.0  # of Tinker's adapters: their scale is ALPHA / rank
-LINGER = 0.01  # seconds in which another sample may follow the first ones
-MICRO_TOKENS = 2048  # of a micro-batch, unless a single row is longer
-TRAINING = "weights"  # what is saved to be trained on
+ALPHA = 32.0  # Tinker's adapters have the scale ALPHA / rank
+LINGER = 0.01  # seconds to wait for more samples before decoding starts
+MICRO_TOKENS = 2048  # maximum size of a micro-batch, unless a single row is longer
+TRAINING = "weights"  # weights that are saved for further training
 SAMPLING = "sampler_weights"
 OPTIMIZER = "optimizer.safetensors"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,120}"
@@ -55,11 +55,12 @@ class Model:
     """Adapters in training."""
 
     about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
-    # Of the first weights. Its policy has its own module: rows may decode while the learner computes.
+    # With the first weights. Its policy has a separate module, because rows may decode while the
+    # learner computes.
     sampler: Sampler
-    step: Callable[[g.LossSpec], g.GradStep]  # of a loss, compiled once
+    step: Callable[[g.LossSpec], g.GradStep]  # the gradient step of a loss, compiled once
     state: g.TrainState
-    fault: str = ""  # of a gradient that is missing in the sum; empty: none is
+    fault: str = ""  # why a gradient is missing from the sum; empty: none is missing
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +71,7 @@ class Sample:
     sampler: Sampler
     request: Request
     sampling: g.Sampling
-    prompt_logp: np.ndarray | None  # None: not wanted
+    prompt_logp: np.ndarray | None  # None: not requested
 
 
 class Trainer:
@@ -86,7 +87,7 @@ class Trainer:
         self._folder = folder
         self._digest = adapters.base_digest(named_leaves(base.module.parameters()))
         self._engine = engine
-        self._optimizer = g.adamw(1e-4)  # each update has its own rates
+        self._optimizer = g.adamw(1e-4)  # each update sets its own rates
         self._update = g.make_update_step(self._optimizer)
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waiting: list[Sample] = []
@@ -110,7 +111,7 @@ class Trainer:
         while not until():
             try:
                 self._jobs.get(not self._decoding, LINGER if self._waiting else WAIT)()
-            except queue.Empty:  # samples that came together begin together
+            except queue.Empty:  # samples that arrived together start together
                 self._begin()
                 self._collect()
 
@@ -124,7 +125,7 @@ class Trainer:
         if outcome is not None:
             self.deliver([partial(listener.set, outcome)])
 
-    # Samples.
+    # Sampling.
 
     def sample(
         self,
@@ -171,7 +172,7 @@ class Trainer:
                 self._engine.cancel(ticket)
         try:
             done = self._engine.collect(0)
-        except Exception as error:  # of all that decode
+        except Exception as error:  # it ends everything that is decoding
             self.deliver([partial(each.listener.set, error) for each in self._decoding.values()])
             for ticket in self._decoding:
                 self._engine.cancel(ticket)
@@ -208,7 +209,7 @@ class Trainer:
         try:
             about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
             moments = load_arrays(folder / OPTIMIZER)[0] if optimizer else {}
-        except UserError as error:  # without the name of the folder
+        except UserError as error:  # must not name the folder
             raise UserError(str(error).replace(str(folder), path)) from error
         model = self._model(module, about)
         if optimizer:
@@ -284,7 +285,7 @@ class Trainer:
         return {"path": path}
 
     def place(self, path: str) -> Path:
-        """The folder of a path, inside this trainer's folder. Raises UserError for any other path."""
+        """The folder of a path, inside the trainer's folder. Raises UserError for other paths."""
         found = _PATH.fullmatch(path)
         if found is None:
             raise UserError(

@@ -20,7 +20,7 @@ from runners.serve.chat import ServedModel
 from runners.serve.tinker.losses import Datum
 from runners.serve.wire import ApiError, checked, read_fields, read_json
 
-NEEDED = object()  # as a default: the field must be there
+NEEDED = object()  # as a default: the field is required
 _IDS = "each: 0 <= x <= 2147483647"
 _COUNT = "0 <= x <= 9223372036854775807"
 _NUMBER = (int, _COUNT, NEEDED)
@@ -28,7 +28,7 @@ _TEXT = (str, "", NEEDED)
 _OBJECT = (dict, "", NEEDED)
 _NEW_MODEL = {"session_id": _TEXT, "model_seq_id": _NUMBER, "base_model": (str, "", None)}
 _MODEL = {"model_id": _TEXT, "seq_id": (int, "1 <= x <= 1000000000", NEEDED)}
-# Of each call, and of objects in it: the fields, with type (Any: checked later), range, default.
+# The fields of each call and of the objects in it: type (Any: checked later), range, default.
 FIELDS: dict[str, dict[str, Any]] = {
     "create_session": {},
     "session_heartbeat": {"session_id": _TEXT},
@@ -85,7 +85,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "retrieve_future": {"request_id": _TEXT},
 }
-# Fields that may only have these values: others would change an answer, and cannot.
+# Fields that must have one of these values, because other values are not implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "optimizer_config": ({"type": "adamw"},),
     "kind": ("snapshot", "inflight"),
@@ -95,7 +95,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "prompt_alt_tokens_k": (0,),
     "record_stability_info": (False,),
 }
-# Fields that change no answer here.
+# Fields that do not affect an answer here.
 IGNORED = {
     *("sdk_version", "tags", "user_metadata", "project_id", "display_name", "ttl_seconds"),
     *("type", "allow_metadata_only", "weights_access_token"),

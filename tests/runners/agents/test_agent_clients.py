@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.support.agents import CLIENTS, TALKS, batched, collected, python_with
+from tests.support.agents import CLIENTS, TALKS, batched, collected
+from tests.support.serving import python_with
 
 pytest.importorskip("uvicorn")
 
@@ -42,7 +43,7 @@ def test_an_agent_trains_unchanged(tmp_path, script, client, turns, earlier):
 
 
 def test_openenv_accepts_each_captured_episode(tmp_path):
-    """Each row is a turn: prompt, completion, its log-probs, and a mask over both."""
+    """Each row is a turn: prompt, completion, log-probs, and a mask over both."""
     python = python_with("openenv")
     run, experience = collected(tmp_path, TALKS)
     batch = batched(run, experience)

@@ -14,12 +14,13 @@ import pytest
 
 from grpo_fn.learner import take_rows
 from runners.agents.agents import Episode
-from runners.agents.processes import AgentProcess, Outcome, last_object
+from runners.agents.processes import AgentProcess, last_object
 from runners.errors import ConfigError, UserError
 from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.telemetry.report import Quiet
 from runners.training.gathering import _packed, _unpacked
 from runners.training.train import run_training
+from runners.user_code.process import Outcome
 from tests.support.agents import CALCULATOR, DATA, HEAD, ONE_CALL, TALKS, WIDE, agent_run, batched, collected
 from tests.support.resuming import config_in, killed, outcome
 from tests.support.tiny_runs import BY_LETTERS, ran, small
@@ -29,7 +30,7 @@ pytest.importorskip("starlette")
 
 
 def final_weights(run) -> bytes:
-    """Those that a run has saved last."""
+    """The weights that a run saved last."""
     return (run.result.folder / "final/model.safetensors").read_bytes()
 
 
@@ -64,8 +65,8 @@ def test_calculator_as_a_program_is_the_one_as_a_tool(tmp_path):
 
 
 def test_every_row_of_an_episode_is_learned_from(tmp_path):
-    """A continued call is one row; a compaction and a branch begin rows of their own, with the episode's
-    advantage, and the learner computes the log-probs that the engine drew with."""
+    """A continued call is one row; a compaction and a branch start new rows with the episode's advantage,
+    and the learner's log-probs equal the engine's."""
     run, experience = collected(tmp_path, TALKS)
     batch = batched(run, experience)
     played = experience.played
@@ -156,8 +157,8 @@ FINE = ("fork", "calls", "after", "bytes", "late", "later", "good")
 
 
 def test_a_bad_episode_costs_itself_only(tmp_path):
-    """What hangs, dies, forks, floods, calls too often or speaks nonsense: the others have their rewards, and
-    nothing that a program has started is left."""
+    """Programs that hang, die, fork, flood, call too often or send nonsense: the other episodes have
+    rewards, and no process remains."""
     kinds = [*FAULTS, *FINE, "words"]
     for split in ("train", "valid"):
         rows = [json.dumps({"question": f"{kind} 1 + 1"}) for kind in kinds]
@@ -201,7 +202,7 @@ def leftovers(name: str) -> list[str]:
 
 
 def test_the_end_of_the_run_ends_its_programs(tmp_path):
-    """Also SIGKILL: the guard's pipe closes."""
+    """Even after SIGKILL, because the guard's pipe closes."""
     (tmp_path / "agent.py").write_text("import time; time.sleep(100)")
     code = (
         "import os, sys, time; from runners.agents.processes import AgentProcess; "
@@ -218,19 +219,19 @@ def test_the_end_of_the_run_ends_its_programs(tmp_path):
 
 
 def test_last_object_is_read_whatever_surrounds_it():
-    """The last line that is an object; other lines, JSON or not, are no result."""
+    """The last line that is an object counts; other lines, JSON or not, are ignored."""
     assert last_object('{"reward": 1}\n{"reward": 2}\n[3]\nbye\n') == {"reward": 2}
     assert last_object("bye") is None and last_object("") is None
 
 
 def test_row_comes_on_standard_input(tmp_path):
-    """However large: the environment could not hold it."""
+    """A large row works, which would not fit into the environment."""
     row = {"question": "x" * 500_000}
     code = "import json, sys; print(json.dumps({'length': len(json.load(sys.stdin)['question'])}))"
     process = AgentProcess([sys.executable, "-c", code], row, dict(os.environ))
     while not process.has_ended:
         time.sleep(0.01)
-    assert process.end().printed == {"length": 500_000}
+    assert process.end().value == {"length": 500_000}
 
 
 def test_own_rewards_take_transcripts_and_what_was_printed(tmp_path):
@@ -252,7 +253,7 @@ def test_own_rewards_take_transcripts_and_what_was_printed(tmp_path):
 
 
 def test_a_program_that_the_system_cannot_start_costs_its_episode(tmp_path, monkeypatch):
-    """Such as one too many, or a row that fits into no file."""
+    """For example, if there are too many processes."""
     started = AgentProcess.__init__
     seen = []
 
@@ -270,7 +271,7 @@ def test_a_program_that_the_system_cannot_start_costs_its_episode(tmp_path, monk
 
 
 def test_time_in_which_the_model_samples_is_not_the_programs():
-    """An episode is only late if it makes no call for env.timeout since its last one ended."""
+    """An episode times out only if it makes no call for env.timeout after its last one has ended."""
     row = SimpleNamespace(turn=object())
     session = SimpleNamespace(rows=[row], calls=1)
     program = SimpleNamespace(has_ended=False, end=lambda: Outcome())
@@ -281,12 +282,12 @@ def test_time_in_which_the_model_samples_is_not_the_programs():
     assert not episode.is_over(109.0, 10.0)
     session.calls = 2
     assert not episode.is_over(112.0, 10.0)  # a short one came and went
-    assert episode.is_over(123.0, 10.0) and episode.timed_out
+    assert episode.is_over(123.0, 10.0) and episode.outcome.timed_out
     assert "timed out after 10 s" in episode.outcome.fault
 
 
 def test_a_killed_run_resumes_exactly(tmp_path):
-    """The same weights, logs and completions, with rows that begin anew in each episode."""
+    """Weights, logs and completions are the same, with several rows in each episode."""
     (tmp_path / "agent.py").write_text(HEAD + TALKS)
     settings = [
         'env.program=["python", "agent.py"]', "env.timeout=300", "rollout.max_new_tokens=30",
@@ -308,14 +309,14 @@ def test_a_killed_run_resumes_exactly(tmp_path):
     ],
 )
 def test_wrong_keys_are_named(tmp_path, env, line):
-    """Before anything is sampled."""
+    """The error comes before anything is sampled."""
     with pytest.raises((ConfigError, UserError)) as found:
         collected(tmp_path, ONE_CALL, env=env)
     assert line.replace("'", '"') in str(found.value).replace("'", '"')
 
 
 def test_groups_survive_rows_that_begin_otherwise(tmp_path):
-    """A program that sends ids of its own, and one that makes no call."""
+    """One program sends its own ids, and another makes no call."""
     body = HEAD_OF_IDS + "print(json.dumps({'reward': float(number % 7)}))\n"
     run, experience = collected(tmp_path, body)
     batch = batched(run, experience)

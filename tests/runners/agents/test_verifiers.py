@@ -37,13 +37,8 @@ def problems(tmp_path, monkeypatch):
 def test_taskset_trains_as_completions_do(tmp_path, problems):
     """The rows, masks, rewards and gradients of a taskset are those of the run without it, bit for bit."""
     kept = {"answer": {"form": "none"}, "rollout": ROLLOUT}
-    data = {
-        "source": str(problems),
-        "split": "train",
-        "eval_split": "train",
-        "nudge": "",
-        "system_prompt": "",
-    }
+    splits = {"split": "train", "eval_split": "train"}
+    data = {"source": str(problems), **splits, "nudge": "", "system_prompt": ""}
     plain = small(data=data, reward={"functions": ["own.py:right"]}, **kept)
     without = ran(tmp_path, text=plain)
     env = {"taskset": "verifiers:verifiers_tasks", "program": [], "timeout": 300.0}

@@ -30,20 +30,20 @@ def engine_of(policy, **options):
 
 
 def requests(prompts=RAGGED, sampling=SAMPLING):
-    """One request a row, in groups of G."""
+    """One request per row, in groups of G."""
     seeds = [seed for group in seeds_of(KEY, range(len(prompts)), sampling) for seed in group]
     rows = [tuple(prompt) for prompt in prompts for _ in range(sampling.num_generations)]
     return [Request(prompt=prompt, seeds=(seed,)) for prompt, seed in zip(rows, seeds, strict=True)]
 
 
 def assert_free(engine):
-    """The engine holds nothing of any request, neither rows nor caches."""
-    held = (engine._jobs, engine._kept, engine._waiting, engine._places, engine._queue.rows)
+    """The engine holds no rows and no caches."""
+    held = (engine._jobs, engine._kept, engine._waiting, engine._owners, engine._queue.rows)
     assert not any(held) and not engine._queue._kept and not engine._queue._ended
 
 
 class Answers(Respond):
-    """Three replies to each row, of 0 to 4 tokens; those of `slow` rows come when nothing else is to come."""
+    """Three replies to each row, of 0 to 4 tokens; those of `slow` rows come last."""
 
     def __init__(self, turns=3, slow=()):
         self.turns, self.slow, self.told, self.events, self.asked = turns, slow, {}, [], []
@@ -80,7 +80,7 @@ def usual():
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("options", [{}, {"pipelined": True}, {"max_batch": 3}], ids=str)
 def test_conversations_are_those_of_the_core(together, options):
-    """Tokens, ends and log-probs; which were sampled, and by which weights; then nothing is held."""
+    """Tokens, ends, log-probs, masks and versions are equal; afterwards, the engine is free."""
     policy, wanted = usual()
     engine = engine_of(policy, **options)
     found = converse(engine, requests(), SAMPLING, Answers(), together=together)
@@ -91,7 +91,8 @@ def test_conversations_are_those_of_the_core(together, options):
 
 
 def test_a_slow_reply_delays_no_other_row():
-    """As replies come: all other rows end before it is waited for. Together: each turn waits for all."""
+    """If replies are used as they arrive, all other rows end first; with `together`, each turn waits for
+    all replies."""
     policy, wanted = usual()
     slow = max(range(6), key=lambda row: wanted.sampled()[row].count(False))
     for together in (False, True):
@@ -105,7 +106,7 @@ def test_a_slow_reply_delays_no_other_row():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_reply_without_room_ends_the_conversation_before_it(together):
-    """It is not part of the row, which ends by its length; one token less than the limit has room."""
+    """The reply is not part of the row, which ends by its length; one token below the limit fits."""
     policy, _ = usual()
     for room in (0, 1):
         lengths = {}
@@ -128,7 +129,7 @@ def test_a_reply_without_room_ends_the_conversation_before_it(together):
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("after", [0, 1, 7, 15, 40])
 def test_a_conversation_that_is_stopped_hands_out_what_there_is(together, after):
-    """At any moment: its rows are beginnings of those that it would have had, and nothing is held."""
+    """At any moment, each row is the beginning of the complete row, and the engine is free."""
     policy, wanted = usual()
     engine, asked = engine_of(policy), iter(range(1000))
     with pytest.raises(Cancelled) as stopped:
@@ -156,7 +157,7 @@ def assert_beginnings(found, wanted):
 @pytest.mark.parametrize("error", [Interrupted, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["begin", "collect", "should_stop"])
 def test_whatever_ends_a_conversation_leaves_the_engine_free(together, error, place):
-    """A reply that fails, or a stop: what comes next on this engine gets its own rows, and no others."""
+    """After a failed reply or a stop, the next conversation on this engine is correct."""
     policy, wanted = usual()
     engine, replies, calls = engine_of(policy), Answers(), iter(range(1000))
 
@@ -181,7 +182,7 @@ def test_whatever_ends_a_conversation_leaves_the_engine_free(together, error, pl
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_whatever_ends_a_rollout_leaves_the_engine_free(error):
-    """The next rollout gets its own rows, and no others."""
+    """The next rollout is correct."""
     policy = tiny_policy()
     engine, calls = engine_of(policy), iter(range(1000))
 
@@ -199,7 +200,7 @@ def test_whatever_ends_a_rollout_leaves_the_engine_free(error):
 
 
 def test_a_group_has_the_prompt_that_its_rows_share():
-    """The rest of a row's prompt stands before its completion, as given tokens."""
+    """The rest of a row's prompt precedes its completion as given tokens."""
     policy, _ = usual()
     rests = [(8, 9), (), (4,), (8, 7, 6)]
     shared = [(5, 9, 11), (5, 9, 11), (7,), (7,)]
@@ -226,7 +227,7 @@ def test_a_group_has_the_prompt_that_its_rows_share():
     ("replied", "line"), [({0: [1], 9: [1]}, r"rows \[0, 9\]"), ({}, r"rows \[\]: expected at least")]
 )
 def test_a_reply_of_a_wrong_row_or_too_few_are_refused(replied, line):
-    """The line names the rows that came and those that wait; the engine is free."""
+    """The error names the rows with replies and the waiting rows; the engine is free."""
     policy, _ = usual()
     engine, replies = engine_of(policy), Answers()
     replies.collect = lambda least: replied

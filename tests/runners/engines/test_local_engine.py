@@ -34,12 +34,13 @@ def requests(prompts=RAGGED, sampling=SAMPLING):
 
 
 def versions(rollout):
-    """Which weights drew each row."""
+    """The version of the weights that sampled each row."""
     return np.array(rollout.version_b).tolist()
 
 
 def test_the_engine_samples_like_generate_and_records_the_version():
-    """The rollout of `generate` to the bit, with the version of the weights; no request gives no row."""
+    """The rollout is bit-identical to `generate` and has the weights' version; without requests, it has
+    no rows."""
     policy = tiny_policy()
     engine = engine_of(policy, version=7)
     found = generate(engine, requests(), SAMPLING)
@@ -56,7 +57,7 @@ def test_the_engine_samples_like_generate_and_records_the_version():
 
 
 def test_requests_of_one_prompt_are_computed_together():
-    """A group asked for row by row has the rows, to the bit, that one request has."""
+    """Requests for single rows of a group give bit-identical rows to one request for the group."""
     policy = tiny_policy()
     whole = generate(engine_of(policy), requests(), SAMPLING)
     one = attrs.evolve(SAMPLING, num_generations=1)
@@ -67,7 +68,7 @@ def test_requests_of_one_prompt_are_computed_together():
 
 
 def test_a_request_that_comes_late_gets_what_it_gets_alone():
-    """It joins rows that decode; a request for one more token than the engine may wait for is collected."""
+    """It joins decoding rows and has the same completion as alone."""
     policy = tiny_policy()
     alone = [roll(policy, [prompt], eos_ids=EOS).completions() for prompt in RAGGED]
     engine = engine_of(policy, check_every=1)
@@ -97,7 +98,8 @@ TOO_MANY = "[metal::malloc] Resource limit (499000) exceeded."
     ],
 )
 def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tries, text, said, monkeypatch):
-    """With half as many rows, down to one request's, tried twice: the same completions, or it ends."""
+    """Half as many rows decode together, down to one request's, which is tried twice: the same
+    completions, or an error."""
     policy = tiny_policy()
     engine = engine_of(policy)
     engine.note = (notes := []).append
@@ -139,7 +141,7 @@ class Slow:
 
 @pytest.mark.parametrize("prompts", [RAGGED, [list(range(3, 60))] * 2], ids=["ragged", "long"])
 def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
-    """A signal comes during the third call of the model: that one is the last. The policy is usable after."""
+    """The signal comes during the model's third call, which is the last one. The policy stays usable."""
     policy = tiny_policy()
     slow = Slow(policy, 0.02)
     sampling = g.Sampling(num_generations=2, max_new_tokens=400)
@@ -153,7 +155,7 @@ def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
 
 
 def test_a_rollout_reports_how_far_it_has_come(monkeypatch):
-    """The tokens that were drawn of those that may be, over all parts of a rollout."""
+    """The reports count sampled tokens and their maximum over all parts of a rollout."""
     policy, reports = tiny_policy("llama"), []
     monkeypatch.setattr(local, "PAUSE", 0.0)
     engine = LocalEngine(decoding=g.Decoding(), advance=lambda *report: reports.append(report))
@@ -175,7 +177,7 @@ def stream(engine, prompt, continues=None):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_stream_continues_over_what_it_kept(name, pipelined):
-    """A longer prompt, one that differs in its midst, and the same again: never other tokens than without."""
+    """Longer, branching and repeated prompts give the same tokens as without kept caches."""
     policy = tiny_policy(name)
     engine = engine_of(policy, pipelined=pipelined)
     first = [5, 9, 11, 3, 7]
@@ -193,7 +195,7 @@ def test_a_stream_continues_over_what_it_kept(name, pipelined):
 
 
 def test_a_closed_or_failed_stream_leaves_the_engine_as_it_was():
-    """The next one has the same tokens, whatever ended this one in the midst of a token."""
+    """The next stream has the same tokens."""
     policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
     engine = engine_of(policy, check_every=1)
     whole = stream(engine, prompt)[:2]
@@ -216,7 +218,7 @@ def test_a_closed_or_failed_stream_leaves_the_engine_as_it_was():
 
 
 def test_a_cancelled_request_is_collected_with_what_it_has():
-    """Its rows are "cancelled"; the others go on as if it had not been there."""
+    """Its rows are "cancelled"; other requests are not affected."""
     policy = tiny_policy()
     engine = engine_of(policy, check_every=1)
     endless = attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=50)
@@ -236,7 +238,7 @@ def test_a_cancelled_request_is_collected_with_what_it_has():
 
 @pytest.mark.parametrize("place", ["submitted", "queued", "refused"])
 def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
-    """Cancelled before it began, or refused and the other one cancelled: no caches stay until new weights."""
+    """If it is cancelled before its start, or refused and the other request cancelled, no caches remain."""
     engine = engine_of(tiny_policy(), rows=1, check_every=1)
     ticket = stream(engine, [5, 9, 11])[2]
     queue: Any = engine._queue
@@ -253,7 +255,8 @@ def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
         last = engine.submit(late, SAMPLING)
         if place == "queued":
             engine.collect(0)
-    assert len(queue._kept) == 1 and (last in engine._waiting) == (place == "submitted")
+    waiting = [job.ticket for job in engine._waiting]
+    assert len(queue._kept) == 1 and (last in waiting) == (place == "submitted")
     engine.cancel(last)
     assert not queue._kept and not engine._kept
     engine.cancel(busy)
@@ -262,7 +265,7 @@ def test_a_request_that_does_not_come_to_continue_another_one_frees_it(place):
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_an_interrupted_stream_is_continued_from_its_last_token(name, pipelined):
-    """What was computed for it is kept, and what follows has the tokens that it has without."""
+    """Its caches are kept, and the continuation has the same tokens as without them."""
     policy, prompt = tiny_policy(name), [5, 9, 11, 3, 7]
     engine = engine_of(policy, pipelined=pipelined)
     sampling = attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=40)
@@ -280,7 +283,7 @@ def test_an_interrupted_stream_is_continued_from_its_last_token(name, pipelined)
 
 
 def test_a_request_that_cannot_be_sampled_ends_alone():
-    """It is refused where it is submitted, in a line that says why; those that decode go on."""
+    """`submit` refuses it with a reason; decoding requests continue."""
     policy = tiny_policy()
     engine = engine_of(policy, check_every=1)
     ticket = engine.submit(requests()[0], SAMPLING)
@@ -297,7 +300,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone():
 
 
 def test_an_error_ends_the_requests_that_decode_and_no_others(monkeypatch):
-    """Each of their readers gets it once; a request that waits, and all later ones, have their rows."""
+    """Each of their readers receives the error once; waiting and later requests complete."""
     policy = tiny_policy()
     engine = engine_of(policy, rows=6, check_every=1)
     calls, real = [], mx.eval
@@ -331,7 +334,7 @@ def test_an_error_ends_the_requests_that_decode_and_no_others(monkeypatch):
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
-    """The line names them."""
+    """The error says that the engine has no tokenizer."""
     engine = engine_of(tiny_policy())
     with pytest.raises(ValueError, match="no tokenizer"):
         generate(engine, requests(), attrs.evolve(SAMPLING, stop=("x",)))

@@ -19,7 +19,8 @@ SAMPLING = g.Sampling(num_generations=2, max_new_tokens=9)
 
 
 def test_a_process_over_a_pipe_takes_part_in_training_with_environments(tmp_path, monkeypatch):
-    """Conversations, updates, evaluations: the same run, to the bit on a CPU, and nothing is left there."""
+    """Conversations, updates and evaluations give the same run, bit for bit on a CPU; the process is idle
+    afterwards."""
     settings = ["eval.samples=2", "eval.every=1"]
     folders = [tmp_path / name for name in ("here", "there")]
     for folder in folders:
@@ -54,7 +55,7 @@ def _engines(tmp_path):
 
 
 def test_what_crosses_the_pipe_is_plain(engines):
-    """Groups, streams, a request that continues another one, cancelled ones, faults: as the engine here."""
+    """Groups, streams, continued and cancelled requests, and errors are the same as in this process."""
     (seeds,) = seeds_of(mx.random.key(1), [0], SAMPLING)
     request = Request(prompt=(5, 9, 11), seeds=seeds)
     seen = []

@@ -25,5 +25,5 @@ from runners.environments.calculator import calculate
     ],
 )
 def test_calculate_gives_values_and_runs_nothing(expression, value):
-    """As Python writes it; no value, no exception, for anything else."""
+    """Values are written as in Python; anything else gives an empty text and no exception."""
     assert calculate(expression) == value

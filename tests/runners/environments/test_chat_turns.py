@@ -16,18 +16,13 @@ TEMPLATE = (
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool", "user")])
 def test_messages_behind_a_turn_whose_last_form_differs(ended, roles):
-    """What the template writes behind the turn's end, and that end if the turn was cut off."""
+    """The tokens follow the template after the turn's end; if the turn was cut off, its end comes first."""
     loaded = embedded()
     tokenizer = loaded.tokenizer
     (end,) = loaded.eos_ids
     name = tokenizer.convert_ids_to_tokens(end)
-    turns = ChatTurns(
-        tokenizer,
-        (),
-        {"chat_template": TEMPLATE.replace("END", name)},
-        frozenset(loaded.eos_ids),
-        loaded.decoder,
-    )
+    template = {"chat_template": TEMPLATE.replace("END", name)}
+    turns = ChatTurns(tokenizer, (), template, frozenset(loaded.eos_ids), loaded.decoder)
     messages = [{"role": role, "content": f"{n}+{n}"} for n, role in enumerate(roles)]
     found = turns.follow((9, end) if ended else (9, 9), messages)
     behind = "".join(f"{role}: {n}+{n}{name} " for n, role in enumerate(roles))

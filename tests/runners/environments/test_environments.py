@@ -269,7 +269,7 @@ def play(environments, *turns, rows=1, **columns):
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, PLAIN, None], ids=["qwen", "llama", "plain", "none"])
 def test_a_conversation_with_calls(built, template):
-    """Two turns: the result is between them as given tokens, and rewards see TRL's messages."""
+    """Two turns with the call's result between them as given tokens; rewards receive TRL's messages."""
     environments = built(template)
     asks = "Let me see. " + call("price", item="apple", count=2)
     rollout, played, script = play(environments, asks, "It is 6.")
@@ -284,21 +284,19 @@ def test_a_conversation_with_calls(built, template):
     prompt = environments.chat.tokenizer.decode(list(script.prompts[0]))
     assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
     tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
-    given = environments.chat.tokenizer.decode(
-        [t for t, mine in zip(tokens, sampled, strict=True) if not mine]
-    )
+    given = [token for token, mine in zip(tokens, sampled, strict=True) if not mine]
+    given = environments.chat.tokenizer.decode(given)
     assert "6" in given and "It is" not in given and "Let me" not in given
     assert given.rstrip().endswith(("assistant", "Assistant:"))
 
 
 def test_the_given_tokens_are_those_of_the_whole_template():
-    """Turn by turn the tokens spell what the template makes of the whole conversation at once."""
+    """Turn by turn, the tokens equal the template's rendering of the whole conversation."""
     tokenizer = tokenizer_with(QWEN)
     chat = ChatTurns(tokenizer, [], {}, frozenset({END}))
     question = {"role": "user", "content": "q"}
     observations = [
-        {"role": "tool", "name": "f", "content": "one\nline"},
-        {"role": "tool", "name": "g", "content": "2"},
+        {"role": "tool", "name": name, "content": text} for name, text in (("f", "one\nline"), ("g", "2"))
     ]
     start = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
     unthinking = ChatTurns(tokenizer, [], {"enable_thinking": False}, frozenset({END}))
@@ -307,12 +305,8 @@ def test_the_given_tokens_are_those_of_the_whole_template():
         turn = [*tokenizer.encode("I ask"), *end]
         given = chat.follow(turn, observations)
         got = [*tokenizer.encode(start), *turn, *given]
-        want = tokenizer.apply_chat_template(
-            [question, {"role": "assistant", "content": "I ask"}, *observations],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        whole = [question, {"role": "assistant", "content": "I ask"}, *observations]
+        want = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
         assert got == want
 
 
@@ -333,7 +327,7 @@ def test_the_given_tokens_are_those_of_the_whole_template():
     ],
 )
 def test_whatever_a_call_does_is_a_text_for_the_model(built, turn, told, failed):
-    """An error, with which the model goes on, or an odd result; ten megabytes are cut off."""
+    """The model sees an error or an odd result as text; ten megabytes are truncated."""
     rollout, played, _ = play(built(max_observation_tokens=200), turn, "I see.")
     (episode,) = played
     content = episode.messages[1]["content"]
@@ -355,7 +349,7 @@ def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(
 
 
 def test_a_failure_may_cost_the_reward(built):
-    """With on_error = "no_reward" the conversation ends there."""
+    """With on_error = "no_reward", the conversation ends at the failure."""
     environments = built(on_error="no_reward")
     _, played, _ = play(environments, call("price", item="plum"), "never said")
     assert played[0].fault.startswith("price: ") and len(played[0].messages) == 1
@@ -366,7 +360,8 @@ def test_a_failure_may_cost_the_reward(built):
     ("nudge", "thought"), [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")]
 )
 def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
-    """Nor one in thoughts that the nudge began, or that were cut off; the message has the thoughts."""
+    """Nor is a call in thoughts that the nudge started or that were cut off; the message contains the
+    thoughts."""
     said = thought.format(call("price", item="apple"))
     _, played, _ = play(built(nudge=nudge), said, "never said")
     assert played[0].messages == [{"role": "assistant", "content": nudge + said}]
@@ -375,10 +370,9 @@ def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
 
 @pytest.mark.parametrize(("nudge", "thought"), [("", "[T]a[/T]"), ("Well.", ""), ("[T]", "a[/T]")])
 def test_a_call_behind_thoughts_is_made(built, nudge, thought):
-    """The nudge is in the message, and no part of the call."""
-    _, played, _ = play(
-        built(nudge=nudge), thought + json.dumps({"name": "price", "arguments": {"item": "pear"}}), "So."
-    )
+    """The message contains the nudge, and the call does not."""
+    asked = json.dumps({"name": "price", "arguments": {"item": "pear"}})
+    _, played, _ = play(built(nudge=nudge), thought + asked, "So.")
     assert [message["content"] for message in played[0].messages] == [nudge + thought, "4", "So."]
 
 
@@ -394,7 +388,7 @@ def test_bounds_on_turns_and_calls(built):
 
 
 def test_coroutines_are_awaited_together(built):
-    """Of all rows, beside plain calls."""
+    """Coroutines of all rows run together, along with plain calls."""
     environments = built(workers=1)
     _, played, _ = play(environments, call("later", item="a"), "So.", rows=24)
     assert {each.messages[1]["content"] for each in played} == {"a!"}
@@ -403,7 +397,8 @@ def test_coroutines_are_awaited_together(built):
 
 
 def test_texts_of_reset_extend_the_prompts(built):
-    """What it returns ends the last message; different texts are given tokens behind a shared prompt."""
+    """The text that `reset` returns ends the last message; different texts become given tokens after the
+    shared prompt."""
     environments = built()
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
     assert " Welcome!<|im_end|>" in environments.chat.tokenizer.decode(list(script.prompts[0]))
@@ -421,7 +416,7 @@ def test_texts_of_reset_extend_the_prompts(built):
 
 @pytest.mark.parametrize("schedule", ["together", "arrival"])
 def test_turns_go_on_together_or_as_replies_arrive(built, schedule):
-    """The row whose call takes long is among the others, or the last one."""
+    """The row with the slow call continues with the others, or last."""
     environments = built(factory="shop.py:Late", schedule=schedule, workers=4)
     script = Scripted(environments.chat.tokenizer, call("wait", item="it"), "Hello.")
     _, played = played_by(environments, script, examples(environments, 4))
@@ -432,7 +427,7 @@ def test_turns_go_on_together_or_as_replies_arrive(built, schedule):
 
 
 def test_a_reset_that_fails_costs_the_reward(built):
-    """Nothing else ends."""
+    """Other episodes are not affected."""
     environments = built()
     script = Scripted(environments.chat.tokenizer, "Hello.")
     rows = examples(environments, 2)
@@ -442,7 +437,7 @@ def test_a_reset_that_fails_costs_the_reward(built):
 
 
 def test_rewards_get_messages_and_environments(built, tmp_path):
-    """TRL's signature; and the environment's own reward."""
+    """Rewards have TRL's signature; the environment may have its own reward."""
     environments = built()
     _, played, _ = play(environments, call("price", item="apple"), "3", rows=2)
 
@@ -478,7 +473,7 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(built, env, said):
-    """Before anything is sampled, in one line."""
+    """The error is one line and comes before anything is sampled."""
     with pytest.raises(UserError) as refused:
         built(**env)
     assert said in str(refused.value) and "\n" not in str(refused.value)

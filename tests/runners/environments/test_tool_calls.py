@@ -33,14 +33,14 @@ AS_TEXT = json.dumps(json.dumps(ADD[1]))
     ],
 )
 def test_a_call_in_each_form(parser, text):
-    """The name and the arguments, and what stands around the call as content."""
+    """The call has its name and arguments; the text around it is the content."""
     content, calls = reader(parser).read(text)
     assert [(call.name, call.arguments, call.fault) for call in calls] == [(*ADD, "")]
     assert content == ("Well." if text.startswith("Well") else "")
 
 
 def test_several_calls_come_in_order():
-    """Of one turn, with text between them."""
+    """They belong to one turn, with text between them."""
     text = "".join(f'{n}<tool_call>{{"name": "f{n}"}}</tool_call>' for n in range(3)) + "end"
     content, calls = reader().read(text)
     assert [call.name for call in calls] == ["f0", "f1", "f2"] and content == "012end"
@@ -49,41 +49,32 @@ def test_several_calls_come_in_order():
 @pytest.mark.parametrize(
     "body",
     [
-        "",
-        "{",
-        "nonsense",
-        "[1]",
-        "null",
-        '{"arguments": {}}',
-        '{"name": 3}',
-        '{"name": ""}',
-        '{"name": "f", "arguments": 3}',
-        '{"name": "f", "arguments": "x"}',
-        "[" * 5000,
+        *("", "{", "nonsense", "[1]", "null", '{"arguments": {}}', '{"name": 3}', '{"name": ""}'),
+        *('{"name": "f", "arguments": 3}', '{"name": "f", "arguments": "x"}', "[" * 5000),
         json.dumps({"name": "f", "arguments": "[" * 100_000}),
     ],
 )
 @pytest.mark.parametrize("parser", [None, json_tools], ids=["plain", "json_tools"])
 def test_a_call_that_cannot_be_read_says_so(parser, body):
-    """It is one call with a fault, which the model is told."""
+    """It is one call with an error for the model."""
     _, (call,) = reader(parser).read(f"<tool_call>{body}</tool_call>")
     assert call.fault
 
 
 @pytest.mark.parametrize("text", ["", "The answer is 3.", '{"a": 1}', "{broken", "[1, 2]"])
 def test_a_text_without_a_call_has_none(text):
-    """Also one that looks like JSON."""
+    """Some of the texts look like JSON."""
     assert reader().read(text) == (text, [])
 
 
 def test_no_more_calls_than_a_bound():
-    """A policy can write one after the other to its length limit."""
+    """A policy could write calls up to its length limit."""
     text = '<tool_call>{"name": "f"}</tool_call>' * (MAX_CALLS + 5)
     assert len(reader().read(text)[1]) == MAX_CALLS
 
 
 @pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j"])
 def test_what_json_cannot_hold_is_no_argument(value):
-    """Literals of Python that a parser reads, and that no log could take."""
+    """A parser reads these Python literals, but a log cannot store them."""
     _, (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>")
     assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are not a JSON object")

@@ -25,7 +25,7 @@ def client(loaded):
 
 @pytest.fixture
 def keyed(loaded):
-    """A client with the key of a server that wants one."""
+    """A client with the key of a server that requires one."""
     with serving(ScriptedEngine(loaded.tokenizer, ["yes"] * 50), served(loaded), key="the-key") as client:
         yield client
 
@@ -42,7 +42,7 @@ def request(body=b"", *, length=None, path=CHAT, headers=()):
 
 
 def is_free(client):
-    """Whether the engine and the service soon hold nothing any more."""
+    """Whether the engine and the service are idle again soon."""
     return soon(lambda: client.service.idle and not client.service.engine.jobs)
 
 
@@ -55,14 +55,14 @@ HOSTS = [
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing"])
 def test_a_name_that_was_made_to_point_here_gets_nothing(client, host, path):
-    """DNS rebinding: another Host is refused everywhere."""
+    """DNS rebinding: requests with another Host are refused on every path."""
     answer = client.http.get(path, headers={"Host": host})
     assert answer.status_code in (400, 403) and "tiny" not in answer.text
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:4", "[::1]"])
 def test_this_machine_s_names_are_answered(client, host):
-    """With any port, since a tunnel has another."""
+    """Any port is accepted, because a tunnel may have another one."""
     assert client.http.get("/health", headers={"Host": host}).status_code == 200
 
 
@@ -70,7 +70,7 @@ def test_this_machine_s_names_are_answered(client, host):
     "origin", ["http://evil.example", "null", "https://127.0.0.1", "file://", "http://localhost.evil"]
 )
 def test_pages_of_other_sites_are_refused(client, origin):
-    """A browser sends Origin with what a page asks; nothing allows such a page anything."""
+    """A request from a page of another site (Origin) is refused, and no header allows it."""
     answer = client.http.post(CHAT, json={"messages": MESSAGES}, headers={"Origin": origin})
     assert answer.status_code == 403
     assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -81,7 +81,7 @@ def test_pages_of_other_sites_are_refused(client, origin):
     "header", ["", "Bearer", "Bearer wrong", "Bearer the-ke", "Bearer the-key2", "the-key", "Basic the-key"]
 )
 def test_without_the_key_nothing_is_answered(keyed, header):
-    """401 for every way but the right one."""
+    """Every wrong key gets 401."""
     for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
         answer = keyed.http.request(method, path, headers={"Authorization": header})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -89,7 +89,7 @@ def test_without_the_key_nothing_is_answered(keyed, header):
 
 
 def test_with_the_key_everything_is(keyed):
-    """And sessions have keys of their own, which end with them."""
+    """The server's key works, and each session has a key that ends with it."""
     assert keyed.http.get("/v1/models").status_code == 200
     session = keyed.service.open()
     guest = Client(keyed.server, session.key)
@@ -99,7 +99,7 @@ def test_with_the_key_everything_is(keyed):
 
 
 def test_a_body_that_is_too_large_is_not_read(client):
-    """413, whether it says its length or comes in chunks."""
+    """A large body gets 413, with or without a Content-Length."""
     large = json.dumps({"messages": [{"role": "user", "content": "x" * 30_000}]})
     assert client.http.post(CHAT, content=large).status_code == 413
     pieces = (b"x" * 1000 for _ in range(100_000))
@@ -110,7 +110,7 @@ def test_a_body_that_is_too_large_is_not_read(client):
 
 
 def test_a_request_that_does_not_come_is_not_waited_for(client):
-    """Half a header, half a body, and nothing at all: the connection ends after the idle time."""
+    """After the idle time, the server closes connections with half a header, half a body, or nothing."""
     for begun in (b"", b"POST /v1/chat", request(b"{", length=500)):
         with connect(client) as connection:
             began = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(client):
 
 
 def test_a_reader_that_does_not_read_frees_its_row(client):
-    """Its stream fills its buffers, and its row is cancelled; others are answered meanwhile."""
+    """A stream whose buffers are full is cancelled; other clients are answered meanwhile."""
     body = json.dumps({"messages": MESSAGES, "stream": True, "n": 40, "logprobs": True}).encode()
     with connect(client) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -132,7 +132,7 @@ def test_a_reader_that_does_not_read_frees_its_row(client):
 
 
 def test_a_call_has_an_end(client):
-    """After its time its row is freed, whatever the client does."""
+    """After the time limit, the call gets 408 and its row is freed."""
     engine = client.service.engine
     engine.collect = lambda least=1, **options: time.sleep(0.01) or {}
     answer = client.http.post(CHAT, json={"messages": MESSAGES})
@@ -142,7 +142,7 @@ def test_a_call_has_an_end(client):
 
 
 def test_more_connections_than_there_may_be(client):
-    """503; and when they are gone, others are answered."""
+    """Connections beyond the limit get 503; after the others close, the server answers again."""
     opened = [connect(client) for _ in range(60)]
     with pytest.raises(AssertionError):
         for _ in range(5):
@@ -166,7 +166,7 @@ def test_more_connections_than_there_may_be(client):
     ],
 )
 def test_bytes_that_are_no_request(client, sent):
-    """An error or an end, and the server answers others."""
+    """The server answers with an error or closes the connection, and still answers other clients."""
     with connect(client) as connection:
         try:
             connection.sendall(sent)
@@ -178,7 +178,7 @@ def test_bytes_that_are_no_request(client, sent):
 
 
 def test_clients_do_not_see_one_another(loaded):
-    """Each gets the answer to what it asked, though its neighbours' rows decode beside it."""
+    """Each client gets its own answer, although the rows of all clients decode together."""
     with serving(loaded.engine, served(loaded)) as client, ThreadPoolExecutor(12) as pool:
         texts = [f"{n}+{n}=" for n in range(24)]
         body = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -195,7 +195,7 @@ def test_clients_do_not_see_one_another(loaded):
 
 
 def test_errors_tell_nothing_of_the_machine(client):
-    """No path, no trace, no key."""
+    """Errors contain no path, no traceback and no server name."""
     bad = [client.http.post(CHAT, content=b"{"), client.http.post(CHAT, json={"tools": 1})]
     for answer in (*bad, client.http.get("/x")):
         assert "/work" not in answer.text and "Traceback" not in answer.text

@@ -18,7 +18,7 @@ from tests.support.tiny_states import load
 
 
 def turn_of(session, prompt=(5, 6, 7), most=20, *, seed=None, hears=True, **distribution):
-    """A turn, and the list of what it hears."""
+    """A turn, and the list of what its listener receives."""
     sampling = g.Sampling(max_new_tokens=most, **distribution)
     turn = session.begin(prompt, None, sampling, seed)
     heard = []
@@ -42,7 +42,8 @@ def of_version(policy, version):
 
 @pytest.mark.parametrize("interrupt", [True, False])
 def test_weights_that_are_loaded_while_rows_decode(loaded, policy, interrupt):
-    """`interrupt`: rows go on with the new ones and say which drew what; else they end with the old ones."""
+    """With `interrupt`, rows continue with the new weights and record both versions; otherwise, they
+    finish with the old ones."""
     engine = LocalEngine(decoding=g.Decoding(check_every=1))
     weights = [of_version(policy, version) for version in (0, 1)]
     engine.load(weights[0])
@@ -68,7 +69,7 @@ def test_weights_that_are_loaded_while_rows_decode(loaded, policy, interrupt):
 
 
 def test_turns_begun_together_do_not_depend_on_when_they_come(loaded, policy):
-    """Bit for bit the same rows, in whatever order the clients call."""
+    """The rows are bit-identical in any order of the clients' calls."""
 
     def rows(order):
         engine = LocalEngine()
@@ -91,7 +92,7 @@ def test_turns_begun_together_do_not_depend_on_when_they_come(loaded, policy):
 
 
 def test_a_call_beyond_the_room_is_refused_as_a_whole(loaded):
-    """429 with Retry-After; nothing of it is under way, and there is room again later."""
+    """The call gets 429 with Retry-After, none of its turns starts, and later calls are accepted."""
     engine = ScriptedEngine(loaded.tokenizer, ["1+" * 40] * 3)
     with serving(engine, served(loaded), limits=Limits(turns=2)) as client:
         answer = client.http.post(CHAT, json={"messages": MESSAGES, "n": 3})
@@ -102,7 +103,7 @@ def test_a_call_beyond_the_room_is_refused_as_a_whole(loaded):
 
 
 def test_a_service_that_ends_refuses_new_turns_and_finishes_the_others(loaded):
-    """503 with Retry-After, for /health too; what was under way gets its answer."""
+    """New calls and /health get 503; the running call gets its answer."""
     engine = ScriptedEngine(loaded.tokenizer, ["1+" * 100])
     with serving(engine, served(loaded)) as client:
         found = []
@@ -118,7 +119,7 @@ def test_a_service_that_ends_refuses_new_turns_and_finishes_the_others(loaded):
 
 
 def test_an_error_of_the_engine_ends_its_turns_and_no_others(loaded):
-    """500 for what was decoding; the next call is answered."""
+    """The decoding call gets 500; the next call is answered."""
 
     class Faulty(ScriptedEngine):
         """Fails once."""
@@ -151,7 +152,8 @@ def test_an_error_of_the_engine_ends_its_turns_and_no_others(loaded):
 
 
 def test_a_session_that_is_closed_ends_its_turns(loaded):
-    """The agent's process is gone: its calls end, and its rows are those of the turns that ended before."""
+    """After the agent's process has ended, its running calls end, and only finished turns remain in its
+    rows."""
     service = Service(ScriptedEngine(loaded.tokenizer, ["yes", "1+" * 100]), served(loaded))
     session, other = service.open(), service.open()
     first, heard = turn_of(session)
@@ -174,7 +176,7 @@ def test_a_session_that_is_closed_ends_its_turns(loaded):
 
 
 def test_the_room_of_turns_that_end_is_free_again(loaded):
-    """Whatever ends them: 300 turns through a room of 2."""
+    """300 turns, finished or cancelled, pass a service with room for 2."""
     service = Service(ScriptedEngine(loaded.tokenizer, ["1"] * 400), served(loaded), Limits(turns=2))
     session = service.open(records=False)
     for number in range(300):

@@ -54,7 +54,7 @@ def everything(answer):
 
 
 def test_a_chat_that_goes_on_continues_its_row(client):
-    """The next prompt begins with the exact ids of the last one and its reply; one row has both turns."""
+    """The next prompt starts with the exact ids of the last prompt and reply; one row contains both turns."""
     first = client.chat(QUESTION, max_tokens=40, **IDS)
     second = client.chat(QUESTION, said(first), "And then?", max_tokens=30, **IDS)
     prompt = tuple(second["prompt_token_ids"])
@@ -81,7 +81,7 @@ def test_a_continued_row_computes_only_what_is_new(loaded):
 
 
 def test_a_system_prompt_of_several_chats_is_computed_once(loaded):
-    """Another conversation copies what the engine has kept of it; its completion is the same."""
+    """A second conversation copies the kept caches of the system prompt; its completion is the same."""
     system = {"role": "system", "content": "Anna has 3 pens and Ben has 4 pens. " * 8}
     asked = {"max_tokens": 12, "temperature": 0, **IDS}
     engine = Recorded(loaded.engine)
@@ -100,7 +100,7 @@ def test_a_system_prompt_of_several_chats_is_computed_once(loaded):
 
 
 def test_ids_that_go_on_continue_their_row(client):
-    """As renderers sends them: the earlier prompt and reply, with more behind."""
+    """As `renderers` sends them: the earlier prompt and reply, followed by more ids."""
     prompt = list(client.chat(QUESTION, max_tokens=3, **IDS)["prompt_token_ids"])
     first = client.post(GENERATE, {"token_ids": prompt, "sampling_params": {"max_tokens": 9}})[1]
     longer = [*prompt, *first["choices"][0]["token_ids"], 5, 6, 7]
@@ -112,7 +112,7 @@ def test_ids_that_go_on_continue_their_row(client):
 
 
 def test_compaction_a_branch_and_an_edited_reply_begin_rows(client):
-    """A row each; a branch still begins with the exact ids of what it branches from."""
+    """Each starts a row; a branch still starts with the exact ids of the earlier chat."""
     first = client.chat(QUESTION, max_tokens=40, **IDS)
     client.chat(QUESTION, said(first), "And then?", max_tokens=5, **IDS)
     branch = client.chat(QUESTION, said(first), "Or else?", max_tokens=5, **IDS)
@@ -124,7 +124,7 @@ def test_compaction_a_branch_and_an_edited_reply_begin_rows(client):
 
 
 def test_completions_of_one_call_are_rows_of_their_own(client):
-    """n = 3; a chat may continue any of them."""
+    """With n = 3, a chat may continue any of the three rows."""
     answer = client.chat(QUESTION, max_tokens=20, n=3, seed=8, **IDS)
     assert len(client.session.rows) == 3
     third = answer["choices"][2]
@@ -134,7 +134,7 @@ def test_completions_of_one_call_are_rows_of_their_own(client):
 
 
 def test_tool_calls_are_read_and_their_results_continue_the_row(scripted):
-    """finish_reason tool_calls, arguments as text; the result comes behind the exact ids of the call."""
+    """The call's arguments are a text; the result follows the exact ids of the call."""
     client = scripted(f"I add.{CALL}", "7")
     first = client.chat(QUESTION, tools=[SCHEMA], **IDS)
     (choice,) = first["choices"]
@@ -149,7 +149,7 @@ def test_tool_calls_are_read_and_their_results_continue_the_row(scripted):
 
 
 def test_a_reply_that_is_a_call_alone_is_continued(scripted):
-    """Its content is null, and the client sends it back as null, as nothing, or as an empty text."""
+    """Its content is null; the client may send it back as null, an empty text, or not at all."""
     client = scripted(CALL, "7", CALL, "7", CALL, "7")
     for content in ({"content": None}, {}, {"content": ""}):
         first = client.chat(QUESTION, tools=[SCHEMA], **IDS)
@@ -161,7 +161,7 @@ def test_a_reply_that_is_a_call_alone_is_continued(scripted):
 
 
 def test_a_streamed_tool_call_comes_whole_and_not_as_text(scripted):
-    """No piece of it is content; its delta has an index."""
+    """No delta contains a part of the call as content; the call's delta has an index."""
     client = scripted(f"I add.{CALL}")
     events = client.stream(CHAT, {"messages": [{"role": "user", "content": "?"}], "tools": [SCHEMA]})
     deltas = [event["choices"][0]["delta"] for event in events]
@@ -171,21 +171,22 @@ def test_a_streamed_tool_call_comes_whole_and_not_as_text(scripted):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_without_tools_a_call_is_text(scripted):
-    """And with tool_choice none."""
-    client = scripted(CALL, CALL)
-    assert said(client.chat("?")) == CALL
-    assert said(client.chat("?", tools=[SCHEMA], tool_choice="none")) == CALL
-
-
-def test_a_call_that_cannot_be_read_is_text(scripted):
-    """The client sees what the model wrote."""
-    broken = '<tool_call>{"name": "add", "argu</tool_call>'
-    assert said(scripted(broken).chat("?", tools=[SCHEMA])) == broken
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (CALL, {}),
+        (CALL, {"tools": [SCHEMA], "tool_choice": "none"}),
+        ('<tool_call>{"name": "add", "argu</tool_call>', {"tools": [SCHEMA]}),
+    ],
+    ids=["no tools", "tool_choice none", "unreadable"],
+)
+def test_a_call_that_is_not_one_is_text(scripted, text, options):
+    """The client sees the model's text."""
+    assert said(scripted(text).chat("?", **options)) == text
 
 
 def test_limits_of_a_session(loaded):
-    """Calls and tokens; then 403 with a code, which clients do not try again."""
+    """Beyond the limit of calls or tokens, a session gets 403 with a code that clients do not retry."""
     with serving(loaded.engine, served(loaded)) as client:
         for limits in ({"most_calls": 2}, {"most_tokens": 6}):
             session = client.service.open(**limits)
@@ -197,7 +198,7 @@ def test_limits_of_a_session(loaded):
 
 
 def test_a_session_s_own_distribution_holds_whatever_is_asked(loaded):
-    """For training: temperature 0 by the client changes nothing; its limit is that of the whole row."""
+    """In training, a client's temperature is ignored, and the token limit applies to the whole row."""
     own = g.Sampling(max_new_tokens=30, temperature=1.5, eos_ids=loaded.eos_ids)
     with serving(loaded.engine, served(loaded)) as client:
         session = client.service.open(sampling=own, seed=(1, 2))
@@ -210,7 +211,7 @@ def test_a_session_s_own_distribution_holds_whatever_is_asked(loaded):
 
 
 def test_seeds_of_rows():
-    """The first row has the session's; each later one its own, which does not depend on the others."""
+    """The first row has the session's seed; the seeds of later rows derive from it independently."""
     seeds = {derived_seed((3, 4), number) for number in range(100)}
     assert len(seeds) == 100 and derived_seed((3, 4), 0) == (3, 4)
     session = Session(key="k", seed=(3, 4))
@@ -219,7 +220,7 @@ def test_seeds_of_rows():
 
 
 def test_a_cancelled_turn_leaves_no_trace():
-    """Its row is as before it, so that the client's next attempt continues it; a new row is gone."""
+    """The row is unchanged, so the client's next attempt continues it; a new row is removed."""
     session = Session(key="k", seed=(0, 0))
     turn = session.begin((1, 2), None, g.Sampling(), None)
     session.ended(turn, Refused("gone"))
@@ -230,7 +231,7 @@ def test_a_cancelled_turn_leaves_no_trace():
 
 
 def test_only_the_last_rows_are_remembered(loaded):
-    """A session that does not record forgets its oldest rows, and frees what was kept for them."""
+    """A session that does not record forgets its oldest rows and frees their kept caches."""
     with serving(ScriptedEngine(loaded.tokenizer, ["yes"] * 80), served(loaded)) as client:
         for number in range(70):
             client.chat(f"{number}")
@@ -240,7 +241,7 @@ def test_only_the_last_rows_are_remembered(loaded):
 
 
 def test_a_client_that_leaves_frees_its_row(scripted):
-    """Before its answer and in the midst of a stream: the engine is told, and the row is gone."""
+    """Its row is cancelled and removed, whether it leaves before the answer or during a stream."""
     client = scripted("1+" * 150, "1+" * 150)
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
     with pytest.raises(httpx2.ReadTimeout):

@@ -25,7 +25,8 @@ def _caller(tmp_path_factory):
 
 
 def draw(random, loss, caller=None):
-    """A random batch of a loss: rows of random lengths, with any targets; their sampler is near."""
+    """A random batch for a loss: rows of random lengths with random targets; the sampler is close to the
+    model."""
     data = []
     for _ in range(random.integers(1, 5)):
         size = int(random.integers(1, 24))
@@ -106,7 +107,8 @@ def policy_of(model):
 
 
 def test_gradients_are_those_of_the_definitions(caller):
-    """50 random batches, each loss and its parameters, on adapters that are not at their start."""
+    """50 random batches, with each loss and its parameters, on adapters that are not at their initial
+    values."""
     random = np.random.default_rng(0)
     caller.train()
     caller.forward(draw(random, "cross_entropy"))
@@ -133,8 +135,8 @@ def test_gradients_are_those_of_the_definitions(caller):
 
 
 def test_weights_are_those_of_a_loop_of_ours(caller):
-    """10 steps with rates of their own, decay and clipping, against rows one by one. ε is large: else Adam
-    turns the rounding of gradients that are nearly 0 into whole steps."""
+    """10 steps with different rates, decay and clipping equal single rows in a loop. ε is large:
+    otherwise, Adam turns the rounding of nearly zero gradients into whole steps."""
     random = np.random.default_rng(1)
     caller.train(rank=2)
     model = model_of(caller)
@@ -163,7 +165,8 @@ def test_weights_are_those_of_a_loop_of_ours(caller):
 
 
 def test_sampled_log_probs_are_the_learner_s(caller):
-    """1e-4, also of the prompt; a seed gives the same samples, and num_samples different ones."""
+    """They agree to 1e-4, also on the prompt; a seed repeats its samples, and num_samples gives different
+    ones."""
     random = np.random.default_rng(2)
     caller.train(train_mlp=False)
     caller.forward(draw(random, "cross_entropy"))

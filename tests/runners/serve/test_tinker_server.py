@@ -64,7 +64,7 @@ ROWS = {
 
 @pytest.mark.parametrize("what", ROWS)
 def test_rows_that_are_wrong_change_nothing(caller, what):
-    """An error of the category user. The next step is refused as well, and the one after it is not."""
+    """The error has the category user. The next step is refused too, and the one after it is accepted."""
     said, data, *loss = ROWS[what]
     data = [(TOKENS, data)] if isinstance(data, dict) else data
     before = weights(caller)
@@ -86,7 +86,7 @@ def test_rows_that_are_wrong_change_nothing(caller, what):
     ],
 )
 def test_rates_that_are_wrong(caller, rates, said):
-    """They keep their turn, and say which is wrong."""
+    """The error names the rate; the request counts as executed."""
     fault = caller.step(**rates)
     assert fault["category"] == "user" and said in fault["error"]
     assert "metrics" in caller.step(learning_rate=0.0)
@@ -107,14 +107,14 @@ CALLS = [
 
 @pytest.mark.parametrize(("call", "fields", "status"), CALLS)
 def test_calls_that_are_wrong(caller, call, fields, status):
-    """An answer with a message, in the form that the client shows."""
+    """The answer has a message in the form that the client shows."""
     answer = caller.post(call, **fields)
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff" * 100, b'{"session_id": NaN}', b"[" * 100_000])
 def test_bodies_that_are_no_json(caller, body):
-    """400."""
+    """They get 400."""
     assert caller.post("session_heartbeat", body).status_code == 400
 
 
@@ -122,7 +122,7 @@ def test_bodies_that_are_no_json(caller, body):
     "body", [b"", b"{}", b"\xff" * 100, b"\x0a\x05ab", request({"model_id": "", "seq_id": 0}, [])]
 )
 def test_bodies_that_are_no_request(caller, body):
-    """400, and no number is used up."""
+    """They get 400, and their number can be used again."""
     assert caller.post("forward_backward", body).status_code == 400
     assert "metrics" in caller.step(learning_rate=0.0)
 
@@ -167,7 +167,7 @@ def way_of(caller, number=0):
     ],
 )
 def test_samples_that_are_wrong(caller, fields, said):
-    """400 with the field's name; nothing is decoded."""
+    """They get 400 with the field's name; nothing is decoded."""
     answer = caller.post("asample", **sample(way_of(caller), **fields))
     assert answer.status_code == 400 and said in answer.text
     assert caller.server._trainer.idle
@@ -184,7 +184,7 @@ def test_samples_that_are_wrong(caller, fields, said):
     ],
 )
 def test_paths_lead_nowhere_else(caller, path):
-    """A name is a word; a path has three."""
+    """Names and paths cannot leave the trainer's folder."""
     session = caller.model.partition(":")[0]
     fields = {"session_id": session, "sampling_session_seq_id": 7}
     assert caller.post("create_sampling_session", **fields, model_path=path).status_code == 400
@@ -197,7 +197,7 @@ def test_paths_lead_nowhere_else(caller, path):
 
 
 def test_requests_run_in_the_order_of_their_numbers(caller):
-    """However they come; a repeated one is the same, and an old one is refused."""
+    """In any order of arrival; a repeated request has the same result, and an old number is refused."""
     order = [caller.order() for _ in range(4)]
     promises = {}
     for number in (2, 1, 3):
@@ -216,7 +216,7 @@ def test_requests_run_in_the_order_of_their_numbers(caller):
 
 
 def test_a_client_may_take_its_time(tmp_path):
-    """A pause between two requests is no gap in their numbers: the gradient waits for its step."""
+    """A pause between two requests is not a gap in their numbers: the gradient is kept until the step."""
     with training(tmp_path, limits=TrainingLimits(gap=0.2)) as caller:
         caller.train()
         caller.forward([ROW])
@@ -225,7 +225,7 @@ def test_a_client_may_take_its_time(tmp_path):
 
 
 def test_two_clients_do_not_touch_each_other(caller, tmp_path):
-    """Each has adapters of its own, over the same arrays of the base model."""
+    """Each client has its own adapters over the same base model."""
     mine = weights(caller)
     other = type(caller)(caller.server).train(seed=2)
     other.forward([ROW])
@@ -236,7 +236,8 @@ def test_two_clients_do_not_touch_each_other(caller, tmp_path):
 
 
 def test_a_session_that_vanishes_is_freed(tmp_path):
-    """Without a heartbeat: model, samplers, results and rows. Its waiting calls fail; others continue."""
+    """Without a heartbeat, its model, samplers, results and rows are freed. Its waiting calls fail; other
+    sessions continue."""
     limits = TrainingLimits(vanish=1.0, hold=0.2)
     with training(tmp_path, limits=limits) as caller:
         caller.train()
@@ -254,7 +255,7 @@ def test_a_session_that_vanishes_is_freed(tmp_path):
 
 
 def test_a_heartbeat_keeps_a_session(tmp_path):
-    """And a finished one is gone at once."""
+    """A finished session is removed at once."""
     with training(tmp_path, limits=TrainingLimits(vanish=1.0)) as caller:
         session = caller.session()
         for _ in range(6):
@@ -266,7 +267,7 @@ def test_a_heartbeat_keeps_a_session(tmp_path):
 
 
 def test_floods_meet_a_bound(tmp_path):
-    """429 for sessions, futures and bytes; what was accepted is done."""
+    """Sessions, futures and bytes beyond the limits get 429; accepted requests are executed."""
     limits = TrainingLimits(turns=3, slots=2, futures=20, room=200_000, body=100_000, gap=1.5)
     with training(tmp_path, limits=limits) as caller:
         caller.train()
@@ -302,7 +303,7 @@ def test_floods_meet_a_bound(tmp_path):
 
 
 def test_without_the_key_nothing_is_answered(tmp_path):
-    """401 for every way but the right one; other sites' pages and names get 403."""
+    """Every wrong key gets 401; pages and names of other sites get 403."""
     with training(tmp_path, key="tml-key") as caller:
         assert caller.post("create_session").status_code == 200
         for key in ("", "tml-ke", "tml-key2"):
@@ -315,7 +316,7 @@ def test_without_the_key_nothing_is_answered(tmp_path):
 
 
 def test_a_future_that_is_not_done_says_so(tmp_path):
-    """After a while, with the words that the client knows."""
+    """After the hold time, it is answered in the client's form."""
     with training(tmp_path, limits=TrainingLimits(hold=0.1)) as caller:
         caller.train()
         order = [caller.order(), caller.order()]
@@ -326,7 +327,7 @@ def test_a_future_that_is_not_done_says_so(tmp_path):
 
 
 def test_results_are_kept_for_a_while(tmp_path, monkeypatch):
-    """A client whose connection broke may ask again; later the answer is freed."""
+    """A client whose connection broke can fetch the answer again; later, it is freed."""
     monkeypatch.setattr(app, "AGAIN", 0.5)
     with training(tmp_path) as caller:
         caller.train()
@@ -348,7 +349,7 @@ def test_only_local_clients_see_where_the_tokenizer_is(tmp_path, host):
 
 
 def test_errors_tell_nothing_of_the_machine(caller):
-    """No path, no trace."""
+    """Errors contain no path and no traceback."""
     texts = [json.dumps(caller.forward([], "x")), caller.post("create_model", session_id=5).text]
     assert caller.step()["category"] == "user"
     for text in texts:

@@ -35,14 +35,15 @@ def prompt(loaded):
 
 
 def recomputed(loaded, prompt, tokens, temperature=1.0):
-    """The log-probs of tokens behind a prompt, by one forward pass."""
+    """The log-probs of tokens after a prompt, by one forward pass."""
     logits_td = loaded.module(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1] / temperature
     logp_td = logits_td - mx.logsumexp(logits_td, axis=-1, keepdims=True)
     return np.array(logp_td)[np.arange(len(tokens)), list(tokens)]
 
 
 def test_chat_has_the_ids_and_logprobs_that_the_engine_drew(client, loaded, prompt):
-    """Top-level prompt ids, an entry token_id:N a token, log-probs of the drawn distribution to 1e-4."""
+    """Top-level prompt ids, a token_id:N entry for each token, and log-probs of the sampled distribution
+    to 1e-4."""
     answer = client.chat(QUESTION, temperature=0.8, max_tokens=30, seed=5, **IDS)
     (choice,) = answer["choices"]
     tokens = choice["token_ids"]
@@ -72,7 +73,7 @@ def test_completions_of_ids_as_trl_asks_for_them(client, loaded, prompt):
 
 
 def test_generate_takes_ids_and_gives_ids(client, loaded, prompt):
-    """As renderers reads it: request_id, token_ids, an entry token_id:N a token, at the server's root."""
+    """As `renderers` reads it: request_id, token_ids, and a token_id:N entry for each token."""
     sampling = {
         "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "seed": 3, "logprobs": 1,
         "stop_token_ids": list(loaded.eos_ids), "skip_special_tokens": False,
@@ -89,7 +90,7 @@ def test_generate_takes_ids_and_gives_ids(client, loaded, prompt):
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_stream_is_the_whole_answer_in_pieces(client, path):
-    """Text, ids and log-probs of its events, put together, are those of the answer at once."""
+    """The text, ids and log-probs of its events add up to those of the whole answer."""
     asked = {"messages": MESSAGES} if path == CHAT else {"prompt": QUESTION}
     body = {**asked, "max_tokens": 25, "seed": 11, "n": 2, "return_token_ids": True}
     body["logprobs"] = True if path == CHAT else 0
@@ -110,7 +111,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client, path):
 
 
 def test_completions_of_a_call_differ_and_those_of_a_seed_do_not(client):
-    """n = 3 gives three; the same seed the same three."""
+    """n = 3 gives three different texts; the same seed repeats them."""
     body = {"messages": MESSAGES, "n": 3, "seed": 1, "max_tokens": 30, "temperature": 1.2}
     first, again = (client.post(CHAT, body)[1]["choices"] for _ in range(2))
     texts = [choice["message"]["content"] for choice in first]
@@ -119,14 +120,14 @@ def test_completions_of_a_call_differ_and_those_of_a_seed_do_not(client):
 
 
 def test_several_prompts_in_one_call(client):
-    """A list of prompts: their completions one behind another."""
+    """The completions of a list of prompts are in order."""
     status, answer = client.post(TEXT, {"prompt": ["1+1=", "2+2="], "n": 2, "max_tokens": 4, "seed": 0})
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
 
 
 def test_a_reply_ends_before_a_stop_string(client):
-    """Its text does not have it, streamed or not; its ids do."""
+    """The stop string is in the reply's ids but not in its text, streamed or not."""
     body = {"messages": MESSAGES, "max_tokens": 60, "seed": 2, "temperature": 0}
     whole = client.post(CHAT, body)[1]["choices"][0]["message"]["content"]
     stop = whole[4:6]
@@ -139,7 +140,7 @@ def test_a_reply_ends_before_a_stop_string(client):
 
 
 def test_an_end_token_is_an_end_only_if_it_is_wanted(client, loaded):
-    """stop_token_ids end a completion; ignore_eos goes on behind the model's own."""
+    """stop_token_ids end a completion; ignore_eos continues after the model's end token."""
     body = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0, **IDS}
     tokens = client.post(CHAT, body)[1]["choices"][0]["token_ids"]
     cut = client.post(CHAT, {**body, "stop_token_ids": [tokens[3]]})[1]["choices"][0]
@@ -150,7 +151,7 @@ def test_an_end_token_is_an_end_only_if_it_is_wanted(client, loaded):
 
 
 def test_models_and_health(client):
-    """What renderers looks up, and what a supervisor asks."""
+    """`renderers` reads the model card, and a supervisor reads /health."""
     (card,) = client.http.get("/v1/models").json()["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", 512)
     assert client.http.get("/health").status_code == 200
@@ -204,7 +205,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("path", "body", "param", "says"), REFUSED)
 def test_what_is_not_real_is_refused_by_its_name(client, path, body, param, says):
-    """400, with the parameter's name and what is expected, in OpenAI's form."""
+    """The error has status 400, the parameter's name and the expected value, in OpenAI's form."""
     status, answer = client.post(path, {"messages": MESSAGES} | body if path == CHAT else body)
     error = answer["error"]
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
@@ -219,12 +220,12 @@ NEUTRAL = {
 
 
 def test_what_changes_nothing_is_taken(client):
-    """Parameters that clients send by habit."""
+    """Clients send these parameters by default."""
     assert client.post(CHAT, {"messages": MESSAGES, "max_tokens": 2, **NEUTRAL})[0] == 200
 
 
 def test_a_context_that_overflows_says_so_in_openai_s_words(client):
-    """Clients look for context_length_exceeded, and for the words."""
+    """Clients look for the code context_length_exceeded and for OpenAI's words."""
     for body in ({"max_tokens": 10_000}, {"messages": [{"role": "user", "content": "7+" * 600}]}):
         status, answer = client.post(CHAT, {"messages": MESSAGES, **body})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -232,7 +233,7 @@ def test_a_context_that_overflows_says_so_in_openai_s_words(client):
 
 
 def test_another_model_and_another_path_are_not_there(client):
-    """404, in OpenAI's form."""
+    """They get 404 in OpenAI's form."""
     status, answer = client.post(CHAT, {"model": "gpt-5", "messages": MESSAGES})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert client.post("/v1/embeddings", {})[0] == 404
@@ -244,7 +245,7 @@ def test_another_model_and_another_path_are_not_there(client):
     "body", [b"", b"{", b"[]", b"5", b'{"a":NaN}', b"\xff", b"[" * 200_000, b'{"n":' + b"9" * 9000 + b"}"]
 )
 def test_a_body_that_is_no_object_is_refused(client, body):
-    """400: not JSON, no object, too deep, a number that is none."""
+    """It gets 400: not JSON, not an object, nested too deeply, or with an invalid number."""
     answer = client.http.post(CHAT, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -274,7 +275,7 @@ TOOL = st.fixed_dictionaries({"function": JSON | st.fixed_dictionaries({"name": 
 
 @given(st.dictionaries(NAMES, JSON, max_size=4), st.lists(MESSAGE, max_size=3), st.lists(TOOL, max_size=2))
 def test_any_object_is_read_or_refused(loaded, values, messages, tools):
-    """Never another exception, up to the tokens of the prompt."""
+    """No other exception is raised, up to the tokens of the prompt."""
     model = served(loaded)
     bodies = [values, {"messages": messages, "tools": tools, **values}, {"messages": messages}]
     for read in (wire.read_chat, wire.read_completion, wire.read_generate):
