@@ -245,7 +245,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def comparable(checkpoint: Path) -> dict:
-    """What a checkpoint holds, but for how many of them stay: in that alone the runs differ."""
+    """The content of a checkpoint, except how many are kept, in which the runs differ."""
     found = saved(checkpoint)
     state = found["trainer_state"]
     return {**found, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
@@ -259,7 +259,7 @@ def without(tree: Any, start: str) -> Any:
 
 
 def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: int = 12) -> Tally:
-    """Kills so many processes, the kinds in turn; each run is killed up to `most` times."""
+    """Kills this many processes, one kind after another; each run is killed up to `most` times."""
     chance, tally, rounds = random.Random(seed), Tally(), 0
     harnesses = [Harness(kind, folder / kind.replace(" ", "-"), chance) for kind in kinds]
     while tally.kills < kills:

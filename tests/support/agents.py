@@ -1,4 +1,4 @@
-"""Programs for runs that train from programs: small ones, without a client's package."""
+"""Small programs for runs that train from programs, without a client's package."""
 
 import os
 import subprocess
@@ -98,7 +98,7 @@ def collected(folder, body, **tables):
 
 
 def batched(run, experience):
-    """What the learner gets."""
+    """The learner's batch."""
     return batch_of(SimpleNamespace(config=run.config), experience)
 
 

@@ -1,4 +1,4 @@
-"""Texts that a stranger writes into files of a model, a data set or a run, and what commands make of them."""
+"""Texts that a stranger writes into files of a model, a data set or a run, and what commands do with them."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""States in the middle of a run, over the models of tiny_models, and what it takes to compare them."""
+"""States in the middle of a run over tiny models, and their comparison."""
 
 import attrs
 import mlx.core as mx
