@@ -34,14 +34,6 @@ def free_ports(number: int) -> int:
             continue
     raise RuntimeError("no free ports")
 
-
-def launcher(ranks: int, command: Sequence[str]) -> list[str]:
-    """The words of `mlx.launch -n RANKS COMMAND` over ring."""
-    # fmt: off
-    return [
-        str(BIN / "mlx.launch"), "-n", str(ranks), "--backend", "ring",
-        "--starting-port", str(free_ports(ranks)), "--", *command,
-    ]
     # fmt: on
 
 
@@ -110,10 +102,11 @@ def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **envir
     for file in (*folder.glob("*.pid"), *folder.glob("*.digests")):
         file.unlink()
     output = folder / "output.txt"
-    rank = ["-m", "tests.support.ranks.rank_process", str(folder), *hooks, "--", *options]
+    launch = [BIN / "mlx.launch", "-n", ranks, "--backend", "ring", "--starting-port", free_ports(ranks)]
+    rank = [sys.executable, "-m", "tests.support.ranks.rank_process", folder, *hooks, "--", *options]
     with output.open("w") as stream:
         process = subprocess.Popen(
-            launcher(ranks, [sys.executable, *rank]),
+            [*map(str, [*launch, "--", *rank])],
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
