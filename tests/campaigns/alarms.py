@@ -1,9 +1,8 @@
-"""Alarms of healthy runs, and of runs that must become worse: how many of each are told.
+"""Counts the alarms of healthy runs, and of runs that must become worse.
 
-`python -m tests.campaigns.alarms --out FOLDER` trains the runs of all cases there, one after the other, and
-counts what their watch says: no healthy run may be called worse, each provoked one has to be. Runs that are
-finished are only counted again, with the watch of today, so it can be ended at any time and continued. The
-cases `sums` and `json` need a pretrained model in GRPO_REAL_MODEL.
+`python -m tests.campaigns.alarms --out FOLDER` trains the runs of all cases there and counts their alarms. No
+healthy run may be called worse; each provoked one must be. Finished runs are only counted again, so you can
+interrupt the command and continue it. The cases `sums` and `json` need a pretrained model in GRPO_REAL_MODEL.
 """
 
 from __future__ import annotations

@@ -131,11 +131,7 @@ class Harness:
         return {**found, "log": self.fixed(found["log"])}
 
     def fixed(self, found: Any) -> Any:
-        """A log or a checkpoint's state without what may differ between two undisturbed runs.
-
-        Batches formed by arrival depend on time, and so do the last bits of the sampler's log-probs, and the
-        metrics that compare these with the learner's.
-        """
+        """A log or state that two undisturbed runs share: arrival changes the sampler's log-probs."""
         return without(found, "sampling/") if ARRIVAL in self.settings else found
 
     def run(self, name: str, kills: int, tally: Tally) -> None:
