@@ -1,9 +1,8 @@
-"""Alarms of healthy runs, and of runs that must become worse: how many of each are told.
+"""Counts the alarms of healthy runs, and of runs that must become worse.
 
-`python -m tests.campaigns.alarms --out FOLDER` trains the runs of all cases there, one after the other, and
-counts what their watch says: no healthy run may be called worse, each provoked one has to be. Runs that are
-finished are only counted again, with the watch of today, so it can be ended at any time and continued. The
-cases `sums` and `json` need a pretrained model in GRPO_REAL_MODEL.
+`python -m tests.campaigns.alarms --out FOLDER` trains the runs of all cases there and counts their alarms. No
+healthy run may be called worse; each provoked one must be. Finished runs are only counted again, so you can
+interrupt the command and continue it. The cases `sums` and `json` need a pretrained model in GRPO_REAL_MODEL.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ CASES = {
 
 
 def alarms(folder: Path, settings: Sequence[str], config: str) -> Iterator[tuple[int, str]]:
-    """What the watch of today says of a run's log: updates and lines."""
+    """The updates and messages of today's alarms on a run's log."""
     watch = Watch(load_config(config, list(settings)).check(), [])
     seen = Seen()
     for line in read_lines(folder / METRICS):
@@ -82,7 +81,7 @@ def alarms(folder: Path, settings: Sequence[str], config: str) -> Iterator[tuple
 
 
 def write_inputs(out: Path) -> None:
-    """The reward that short texts earn, and sums of two numbers."""
+    """The reward for short texts, and sums of two numbers."""
     (out / "brevity.py").write_text(REWARD)
     chance = random.Random(0)
     pairs = [(chance.randrange(1, 100), chance.randrange(1, 100)) for _ in range(4000)]
@@ -96,7 +95,7 @@ def write_inputs(out: Path) -> None:
 @click.option("--seeds", type=int, default=0, help="Seeds of each case [0: as many as it has].")
 @click.option("--minutes", type=float, default=0.0, help="Begin no run after these [0: begin all].")
 def main(out: Path, cases: Sequence[str], seeds: int, minutes: float) -> None:
-    """Trains what is missing, and prints a line a run and a line a kind."""
+    """Train the missing runs, and print a line for each run and kind."""
     out.mkdir(parents=True, exist_ok=True)
     write_inputs(out)
     model = os.environ.get(REAL_MODEL)

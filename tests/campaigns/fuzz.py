@@ -43,8 +43,7 @@ _BOUNDED = ("first_use:first_use", "json_keys:first_patterns")
 
 
 class Watchdog:
-    """Notes every file that is written, made or removed outside of a folder, and all that is run but our
-    processes with limits."""
+    """Records files that are changed outside of a folder, and commands other than our limited processes."""
 
     def __init__(self, folder: Path) -> None:
         self.allowed = (str(folder.resolve()), "/dev/", str(ROOT / ".hypothesis"))
@@ -127,7 +126,7 @@ def run_target(name: str, inputs: int, number: int, folder: Path) -> None:
 
 
 def fuzz(names: list[str], inputs: int, number: int) -> str:
-    """What a process says that feeds so many inputs to each of these targets; AssertionError if one fails."""
+    """The output of a process that feeds this many inputs to each target; AssertionError if one fails."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         words = ["--inside", folder, "--inputs", str(inputs), "--seed", str(number)]
         words += [word for name in names for word in ("--target", name)]

@@ -131,11 +131,7 @@ class Harness:
         return {**found, "log": self.fixed(found["log"])}
 
     def fixed(self, found: Any) -> Any:
-        """A log or a checkpoint's state without what may differ between two undisturbed runs.
-
-        Batches formed by arrival depend on time, and so do the last bits of the sampler's log-probs, and the
-        metrics that compare these with the learner's.
-        """
+        """A log or state that two undisturbed runs share: arrival changes the sampler's log-probs."""
         return without(found, "sampling/") if ARRIVAL in self.settings else found
 
     def run(self, name: str, kills: int, tally: Tally) -> None:
@@ -245,7 +241,7 @@ def whole_lines(file: Path) -> list[bytes]:
 
 
 def comparable(checkpoint: Path) -> dict:
-    """What a checkpoint holds, but for how many of them stay: in that alone the runs differ."""
+    """The content of a checkpoint, except how many are kept, in which the runs differ."""
     found = saved(checkpoint)
     state = found["trainer_state"]
     return {**found, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
@@ -259,7 +255,7 @@ def without(tree: Any, start: str) -> Any:
 
 
 def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: int = 12) -> Tally:
-    """Kills so many processes, the kinds in turn; each run is killed up to `most` times."""
+    """Kills this many processes, one kind after another; each run is killed up to `most` times."""
     chance, tally, rounds = random.Random(seed), Tally(), 0
     harnesses = [Harness(kind, folder / kind.replace(" ", "-"), chance) for kind in kinds]
     while tally.kills < kills:

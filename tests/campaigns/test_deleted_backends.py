@@ -1,4 +1,4 @@
-"""A backend is speed only: without its folder the core computes the same."""
+"""Backends only add speed: without its folder, the core computes the same."""
 
 import json
 import shutil

@@ -78,7 +78,7 @@ def test_something_moves_all_the_time(tmp_path, columns):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_it_at_any_moment(tmp_path, moment):
-    """And says how to go on."""
+    """The command says how to continue."""
     seen = walk(100, str(readme_config(tmp_path)), stop=moment)
     assert seen.ended is not None
     print(f"\nCtrl-C after {moment} s: ended {seen.ended:.2f} s later with {seen.code}")

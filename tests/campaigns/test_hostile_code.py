@@ -1,4 +1,4 @@
-"""Tools and rewards that fork, block, exit and flood: no run waits for them longer than their time limits."""
+"""Tools and rewards that fork, block, exit and flood: a run never waits beyond their time limits."""
 
 import json
 import time
@@ -90,7 +90,7 @@ def sound(completions, **_):
 
 
 def left_of(folder: Path) -> list[str]:
-    """The commands of processes that have inherited this run's environment."""
+    """The commands of processes that inherited this run's environment."""
     found, mark = [], f"HOSTILE={folder}".encode()
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -105,10 +105,7 @@ def left_of(folder: Path) -> list[str]:
     ("acts", "schedule", "ranks"), [(ACTS[::2], "together", 2), (ACTS[1::2], "arrival", 1)]
 )
 def test_a_run_ends_with_all_its_updates(tmp_path, acts, schedule, ranks):
-    """Half of the kinds each: it ends well, with every line of its log, and without a process that is left.
-
-    A batch step has two turns of calls and a reward, each with a second, two more to be ended, and a restart.
-    """
+    """Half of the kinds each: every line is logged, and no process is left."""
     folder, updates = tmp_path, len(acts)
     (folder / "hostile.py").write_text(CODE.replace("@ACTS@", " ".join(acts)))
     config = folder / "train.toml"

@@ -9,10 +9,7 @@ from tests.campaigns.kills import hunt
     "kinds", [("quantized", "experts"), ("ahead 1", "ahead 2"), ("2 ranks",), ("samplers 1",)]
 )
 def test_killed_runs_go_on_and_end_as_if_they_had_not_been(tmp_path, kinds):
-    """Four kills, mostly while it saves: nothing lost, nothing different.
-
-    A process that ends before its moment comes is not killed: then it takes a second run.
-    """
+    """Four kills, mostly during saves: nothing is lost, nothing differs."""
     tally = hunt(tmp_path, 4, kinds=kinds, most=3, seed=1)
     assert tally.problems == []
     assert tally.kills == 4 and tally.runs >= 2

@@ -1,4 +1,4 @@
-"""A run of some minutes learns: what no single step can show."""
+"""A run of some minutes learns, which no single step can show."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support.tiny_runs import small
 
 
 def test_reward_rises(tmp_path: Path) -> None:
-    """From end to end: the mean reward of the last updates is above that of the first."""
+    """The mean reward of the last updates is above that of the first."""
     path = tmp_path / "train.toml"
     text = small(
         run={"output_dir": str(tmp_path)},

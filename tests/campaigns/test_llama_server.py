@@ -24,7 +24,7 @@ COUNT, LENGTH = 48, 16
 
 
 def reply(port, question, patience=120):
-    """The server's, which may still be loading. Its own default penalizes repetition."""
+    """The server's reply; it may still be loading. By default it penalizes repetition."""
     asked = {"messages": [{"role": "user", "content": question}], "max_tokens": LENGTH}
     asked |= {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0}
     url, kind = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
@@ -39,7 +39,7 @@ def reply(port, question, patience=120):
 
 
 def served(file, questions, folder):
-    """The server's replies to questions, of a GGUF file."""
+    """The server's replies to questions, for a GGUF file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The kernel's killer takes a child of each command, in a memory cgroup: the command ends, with a line."""
+"""In a memory cgroup, the kernel kills a child of each command: the command ends with a message."""
 
 import contextlib
 import json
@@ -104,7 +104,7 @@ def said_within(megabytes: int, folder: Path, *words: object) -> tuple[int, str]
 
 @pytest.mark.parametrize("command", ["run", "check", "difficulty"])
 def test_the_process_of_rewards(tmp_path, command):
-    """It is started again, or nothing is left to do; a line says so."""
+    """It is restarted, or nothing is left to do; a message says so."""
     (tmp_path / "greedy.py").write_text(GREEDY)
     place = {"name": "r", "output_dir": str(tmp_path)}
     (tmp_path / "train.toml").write_text(small(run=place, reward={"functions": ["greedy.py:greedy"]}))
@@ -131,7 +131,7 @@ def test_the_process_that_tries_a_template(tmp_path, words):
 
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_a_command_itself(tmp_path, command):
-    """Nothing lies at its target, and it can be given again."""
+    """Its target does not exist, and the command can be repeated."""
     make_model_folder(tmp_path / "model", hidden_size=1024, intermediate_size=4096, layers=10)
     words = ["-m", "runners.cli", command, "model", "--out", "new"]
     code, _ = said_within(250, tmp_path, *words)
@@ -142,6 +142,6 @@ def test_a_command_itself(tmp_path, command):
 
 
 def test_a_program_in_the_sandbox(tmp_path):
-    """It counts as one that a limit ended; the next one runs."""
+    """It counts as ended by a limit; the next program runs."""
     code, text = said_within(300, tmp_path, "-c", SANDBOX)
     assert code == 0 and text.splitlines() == ["Verdict(passed=[False], ended=True)", "[True]"], text

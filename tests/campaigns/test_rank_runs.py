@@ -1,4 +1,4 @@
-"""Ranks as processes, with all that they decide together."""
+"""Ranks as processes, and all that they decide together."""
 
 from runners.config.loading import load_config
 from runners.quickstart import MODEL_DIR
@@ -10,10 +10,7 @@ from tests.support.ranks.launching import begin, config_writer
 
 
 def test_three_ranks_are_equal_at_every_update_and_train_as_one(tmp_path):
-    """Five prompts on three ranks, adapters, two passes of two minibatches, dynamic sampling, and memory that
-    runs out on rank 1: the same weights on all ranks after every update, and those of one rank in the end,
-    also where one rank goes on with a checkpoint of three.
-    """
+    """With adapters, minibatches, dynamic sampling, and memory that runs out on rank 1."""
     write = config_writer(tmp_path)
     tables = {
         "model": {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}},

@@ -1,4 +1,4 @@
-"""Samplers apart, as processes: what one device does, and one end for all."""
+"""Separate samplers as processes: they compute what one device does, and end together."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_a_rank_that_samples_changes_nothing_but_the_time(write, tmp_path, table
 
 @CPU
 def test_a_hung_sampler_is_named(write, tmp_path):
-    """After the time limit the run ends in one line, and one device finishes it, to the bit."""
+    """After the time limit, the run ends with one message, and one device finishes it to the bit."""
     config = write("run")
     want = straight_outcome(config, tmp_path / "straight")
     options = [str(config), *APART, "--set", "system.collective_timeout=15"]

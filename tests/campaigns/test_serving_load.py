@@ -22,7 +22,7 @@ CLIENTS = int(os.environ.get("GRPO_FN_LOAD_CLIENTS", "200"))
 
 
 def good(client, chance, counts):
-    """A request as people make them; it has to be answered, at the latest when there is room again."""
+    """A normal request; it must be answered, at the latest when there is room again."""
     body = {"max_tokens": chance.randint(1, 24), "seed": chance.randrange(2**40)}
     streams = chance.random() < 0.5
     path = chance.choice([CHAT, TEXT])
@@ -45,7 +45,7 @@ def good(client, chance, counts):
 
 
 def bad(client, chance, counts):
-    """A request that is wrong, or whose client leaves or does not read."""
+    """A wrong request, or one whose client leaves or does not read."""
     body = json.dumps({"messages": [{"role": "user", "content": "7+5"}], "max_tokens": 200, "stream": True})
     kinds = ["junk", "wrong", "leave", "half", "stall"]
     kind = chance.choice(kinds)

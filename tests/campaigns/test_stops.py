@@ -1,4 +1,4 @@
-"""Runs that a signal stops at each of their stages: soon, saved once, and a line says how to go on."""
+"""A signal stops a run at each of its stages: soon, saved once, with a message on how to continue."""
 
 import os
 import shlex
@@ -47,7 +47,7 @@ CASES = [(name, SIGNALS[number % 3]) for number, name in enumerate(STAGES)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a config of three batch steps, two to an update, and the run that nothing disturbs."""
+    """A folder with a config of three batch steps, two per update, and its undisturbed run."""
     folder = tmp_path_factory.mktemp("stops")
     (folder / "letters.py").write_text(LETTERS)
     (folder / "straight-stage").mkdir()
@@ -67,16 +67,13 @@ def command(folder, name, *hook):
 
 
 def environment(folder, name):
-    """A cache of its own: the tokenizer is checked again."""
+    """A separate cache, so that the tokenizer is checked again."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "GRPO_FN_CACHE": str(folder / f"{name}-cache")}
 
 
 @pytest.mark.parametrize(("stage", "number"), CASES, ids=[f"{n}-{s.name}" for n, s in CASES])
 def test_a_signal_in(place, stage, number, request):
-    """The process ends with 128 + the signal, has saved its last finished step once, and says how to go on.
-
-    The run that goes on gives what an undisturbed one gives.
-    """
+    """The exit code is 128 + the signal, the last step is saved once, and the resumed run is equal."""
     target, call, seconds, steps = STAGES[stage]
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
     stage_folder = place / f"{name}-stage"

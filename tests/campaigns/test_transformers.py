@@ -24,7 +24,7 @@ LORA = {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}}
 
 @pytest.fixture(scope="module", params=["full", "lora"])
 def run(request, tmp_path_factory):
-    """A finished run's config and the folder of its whole model, adapters fused."""
+    """A finished run's config, and the folder of its complete model with fused adapters."""
     folder = tmp_path_factory.mktemp(request.param)
     path = REAL or str(make_model_folder(folder / "base"))
     (folder / "letters.py").write_text(LETTERS)

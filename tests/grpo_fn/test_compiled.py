@@ -1,4 +1,4 @@
-"""The one wrapper around mx.compile: right for every nesting, and traced no more often than it must be."""
+"""The wrapper around mx.compile: right for every nesting, with no unnecessary trace."""
 
 import importlib
 import io
@@ -37,7 +37,7 @@ class State:
 
 
 def one(value):
-    """A float32 array of one element, whatever the value: only the nesting tells arguments apart."""
+    """A float32 array of one element; only the nesting distinguishes arguments."""
     return mx.array([float(value)])
 
 
@@ -85,7 +85,7 @@ def assert_same(got, want):
     ],
 )
 def test_the_structures_that_mlx_confuses(first, second):
-    """Calls that share an entry of mlx's cache each get a program of their own."""
+    """Calls that share an entry in mlx's cache get separate programs."""
     f = g.compiled(described)
     for args in (first, second, first, second):
         assert_same(f(*args), described(*args))
@@ -111,7 +111,7 @@ shared = g.compiled(described)
 @settings(max_examples=examples(75))
 @given(args=st.lists(trees, min_size=1, max_size=3))
 def test_any_two_trees_are_kept_apart(args):
-    """One compiled function, met by tree after tree of equal leaves, gives what the plain function gives."""
+    """One compiled function gives the plain function's result for every tree of equal leaves."""
     if any(True for _ in arrays_of(args)):
         assert_same(shared(*args), described(*args))
 
@@ -134,7 +134,7 @@ def test_values_go_in_and_come_out():
 
 
 def test_a_trace_a_shape_and_a_dtype():
-    """The same shapes never trace again; a new shape, dtype or plain number is exactly one trace more."""
+    """A known shape is never traced again; a new shape, dtype or number is one trace."""
     f = g.compiled(lambda x, n: x * n)
     for turn in range(3):
         f(mx.full((4,), float(turn)), mx.array(2.0))
@@ -150,7 +150,7 @@ def test_a_trace_a_shape_and_a_dtype():
 
 
 def test_arguments_are_not_kept_alive():
-    """After the call nothing of the wrapper holds the arrays that went through it."""
+    """After the call, the wrapper holds none of the arrays passed through it."""
     f = g.compiled(lambda tree: {"sum": tree["x"].sum()})
     mx.eval(f({"x": mx.zeros((1 << 18,))}))
     before = memory_in_use()
@@ -161,7 +161,7 @@ def test_arguments_are_not_kept_alive():
 
 
 def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
-    """The one that was used longest ago, with what it held."""
+    """The least recently used program is dropped with its arrays."""
     # By its name: the package's `compiled` is the function.
     monkeypatch.setattr(importlib.import_module("grpo_fn.compile"), "PROGRAMS", 3)
     f = g.compiled(lambda x: x + 1)

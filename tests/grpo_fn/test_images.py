@@ -1,4 +1,4 @@
-"""Prompts with images from end to end in the core: rollout and gradient against one row written out."""
+"""Prompts with images in the core: rollout and gradient compared with single rows written out."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ KEPT = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")  # have adapters
 
 
 def make_language_part(*, multimodal: bool = True):
-    """mlx-lm's module with adapters, two layers."""
+    """mlx-lm's module with two layers and adapters."""
     from mlx_lm.models import qwen2_vl
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -49,12 +49,12 @@ def make_language_part(*, multimodal: bool = True):
 
 
 def drawn_adapters(policy: g.Policy) -> Tree:
-    """Adapters that change something: new ones do not."""
+    """Adapters that change the output; new ones do not."""
     return tree_map(lambda x: x + 0.1 * mx.random.normal(x.shape, key=mx.random.key(x.size)), policy.params)
 
 
 def prompt_with(grids: Sequence[tuple[int, int, int]], *, before: int, behind: int, seed: int):
-    """A prompt's tokens and images: text, an image and text in turn. (tokens, None) without grids."""
+    """A prompt's tokens and images: text, then images with text after each; None without grids."""
     draws = iter(mx.random.randint(1, IMAGE_TOKEN, (200,), key=mx.random.key(seed)).tolist())  # type: ignore
     tokens = [next(draws) for _ in range(before)]
     for grid in grids:
@@ -69,7 +69,7 @@ def prompt_with(grids: Sequence[tuple[int, int, int]], *, before: int, behind: i
 def naive_logprobs(
     params: Tree, prompt: Sequence[int], completion: Sequence[int], images: PromptImages | None
 ) -> mx.array:
-    """log π [T] of a completion's tokens: one row written out, with a module's linear layers and norms."""
+    """log π [T] of a completion's tokens from one row written out."""
     module = make_language_part(multimodal=False)
     module.update(params)
     model, tokens = module.language_model.model, [*prompt, *completion]
@@ -126,7 +126,7 @@ def params(policy):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Ragged: one image, two images of other sizes, none."""
+    """Of different lengths: one image, two images of other sizes, none."""
     return [
         prompt_with([(1, 2, 3)], before=4, behind=3, seed=0),
         prompt_with([(1, 4, 2), (1, 1, 5)], before=2, behind=5, seed=2),
@@ -167,7 +167,7 @@ def test_image_tokens_have_to_be_those_of_the_grids(tokens, grids, message):
 
 
 def test_rollout_has_the_log_probs_of_each_row_alone(policy, params, prompts, rollout):
-    """Ragged prompts, images of different sizes, rows that end early: each as if it were alone."""
+    """With different prompts, image sizes and lengths."""
     lengths = [len(tokens) for tokens in rollout.completions()]
     assert len(set(lengths)) > 2
     for row, completion in enumerate(rollout.completions()):
@@ -186,7 +186,7 @@ def checkpointed():
 
 @pytest.mark.parametrize("how", ["whole rows", "shared prompts", "checkpointed"])
 def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, checkpointed, how):
-    """A ragged batch in micro-batches, some cut in halves, against Σ_rows ∂ of rows written out."""
+    """Micro-batches, some halved, compared with the sum over rows written out."""
     advantages = mx.random.normal((3, 3), key=mx.random.key(9))
     spec = g.LossSpec(aggregation="token_mean")
     batch, share = g.make_batch(rollout, advantages), how == "shared prompts"
@@ -212,7 +212,7 @@ def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, c
 
 
 def test_the_learner_s_log_probs_are_the_sampler_s(policy, params, rollout):
-    """By the log-prob step, of a selection of rows."""
+    """Also for selected rows."""
     batch = g.make_batch(rollout, mx.ones((3, 3)))
     step = g.make_logprob_step(policy, compile=False)
     for part in (batch, *g.split_batch(g.minibatches(batch, 3)[1], max_tokens=10_000)):
@@ -221,7 +221,7 @@ def test_the_learner_s_log_probs_are_the_sampler_s(policy, params, rollout):
 
 
 def test_selected_and_joined_rollouts_keep_their_images(rollout):
-    """As dynamic sampling selects groups and joins rounds."""
+    """Dynamic sampling selects groups and joins rounds."""
     back = g.take_groups(rollout, [2, 0])
     assert back.images == (None, rollout.images[0])
     assert g.make_batch(back, mx.ones((2, 3))).images is not None
@@ -234,7 +234,7 @@ def test_selected_and_joined_rollouts_keep_their_images(rollout):
 
 
 def test_text_is_bit_for_bit_what_it_was(prompts):
-    """A multimodal model over prompts of text gives what the same model without rows and columns gives."""
+    """On text, a multimodal model gives the same bits as without rows and columns."""
     tokens = [tokens for tokens, _ in prompts]
     drawn = []
     for multimodal in (False, True):

@@ -1,4 +1,4 @@
-"""A model that decodes something else than it learns takes a slower path, or is refused."""
+"""A model that decodes something other than it learns takes a slower path or is refused."""
 
 import attrs
 import mlx.core as mx
@@ -16,14 +16,14 @@ PROMPTS = [list(range(3, 33)), [7, 8, 9], [9, 8, 2, 5, 1]]
 
 
 def checked(of, *, share_prompts=None):
-    """As a run checks it."""
+    """Checked as a run does."""
     share = can_share(of.module) if share_prompts is None else share_prompts
     return g.check_policy(of, of.params, PROMPTS, share_prompts=share)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek", "mamba"])
 def test_what_is_right_stays_as_it_is(name):
-    """Nothing is given up, and there is no line."""
+    """Nothing is given up, and there is no notice."""
     of = tiny_policy(name)
     found = checked(of)
     assert (found.given_up, found.notices) == ((), ())
@@ -31,7 +31,7 @@ def test_what_is_right_stays_as_it_is(name):
 
 
 def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
-    """gemma3n's last layers attend to what others have cached: without caches to keys of their own."""
+    """gemma3n's last layers attend to keys that other layers have cached."""
     monkeypatch.setattr(head, "needs_caches", lambda module: False)
     of = tiny_policy("gemma3n")
     assert not of.split.over_caches
@@ -41,7 +41,7 @@ def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
 
 
 def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatch):
-    """afm7 takes a position from the number of keys, whatever the row's length."""
+    """afm7 takes positions from the number of keys, not from the row's length."""
     monkeypatch.setattr(policy, "takes_ragged", lambda module: True)
     of = tiny_policy("afm7")
     assert of.takes_ragged
@@ -51,7 +51,7 @@ def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatc
 
 
 def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
-    """afm7 reads keys where a shared prompt's layer has none."""
+    """afm7 reads keys that a shared prompt's layer does not have."""
     of = tiny_policy("afm7")
     found = checked(of, share_prompts=True)
     assert found.given_up == ("share_prompts",)
@@ -59,7 +59,7 @@ def test_a_learner_that_cannot_share_prompts_computes_each_row_s():
 
 
 class Broken(nn.Module):
-    """A model that computes something else over caches, whatever they are: nothing plainer is right."""
+    """A model that computes something else with any cache, so that no slower path is right."""
 
     def __init__(self, inner):
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_model_whose_decoding_is_never_right_is_refused():
 
 
 def test_gradients_that_are_not_finite_are_refused_before_the_first_update():
-    """The square root's slope at zero: finite log-probs, a gradient of NaN."""
+    """The square root at zero: finite log-probs, a NaN gradient."""
 
     class Rooted(Broken):
         def __call__(self, tokens, cache=None):
@@ -99,7 +99,7 @@ def test_gradients_that_are_not_finite_are_refused_before_the_first_update():
 
 
 def test_blocks_that_cannot_be_checkpointed_are_refused():
-    """What a block leaves behind for a later one is a constant there: a part of the gradient is lost."""
+    """Values passed between blocks on the side are constants there and lose gradient."""
 
     class Keeping(nn.Module):
         def __init__(self, inner, kept, is_last):
@@ -127,7 +127,7 @@ def test_blocks_that_cannot_be_checkpointed_are_refused():
 
 
 def test_a_certain_model_whose_gradient_is_0_can_be_trained():
-    """No block differs where there is nothing to differ."""
+    """Zero gradients do not differ."""
     module = tiny_policy("llama").module
     checkpoint_layers(module)
     scaled = module.lm_head.weight if "lm_head" in module else module.model.embed_tokens.weight
@@ -148,7 +148,7 @@ def test_a_lack_of_memory_says_nothing_about_a_model(text):
 
 
 def test_steps_that_cannot_be_traced_are_not_compiled():
-    """A model that looks at its own numbers (dbrx's experts) trains uncompiled."""
+    """A model that looks at its own values (dbrx's experts) trains uncompiled."""
 
     class Looking(Broken):
         def __call__(self, tokens, cache=None):
@@ -161,7 +161,7 @@ def test_steps_that_cannot_be_traced_are_not_compiled():
 
 
 def test_few_tokens_of_the_run_s_own_prompts():
-    """The longest and the shortest prompt, cut, and of different lengths."""
+    """The longest and the shortest prompt, cut, with different lengths."""
     long, short = few_prompts(PROMPTS)
     assert long == PROMPTS[0][:24] and short == PROMPTS[1]
     assert [len(row) for row in few_prompts([[5, 6, 7], [8, 9, 4]])] == [3, 2]

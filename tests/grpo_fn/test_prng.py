@@ -1,4 +1,4 @@
-"""Random streams: no two names share a key, also for neighbouring seeds, and equal names share all of it."""
+"""Random streams: different names never share a key, and equal names always do."""
 
 import itertools
 
@@ -26,13 +26,13 @@ def folded(keys_n2, numbers):
 
 
 def test_purposes_differ_and_leave_steps_alone():
-    """Each has a number of its own, above every step that a loop of one's own may fold into the same key."""
+    """Each purpose has its own number above every step that a custom loop may use."""
     assert len(set(PURPOSES)) == len(PURPOSES) >= 6
     assert min(PURPOSES) > np.iinfo(np.int32).max and max(PURPOSES) < 2**32
 
 
 def test_no_two_names_share_a_key():
-    """Seeds × purposes × steps × prompts × completions, 200,000 names of small numbers and large."""
+    """200,000 combinations of seeds, purposes, steps, prompts and completions."""
     keys = mx.stack([mx.random.key(seed) for seed in SEEDS])
     levels = [PURPOSES, [0, 1, 2, 3, 4, 7, 8, 999, 2**31 - 1], [0, 1, 2, 3, 8, 511], [0, 1, 2, 3, 4, 5, 6, 7]]
     seen, total = tuples(keys), len(SEEDS)
@@ -44,7 +44,7 @@ def test_no_two_names_share_a_key():
 
 
 def test_all_levels_are_told_apart():
-    """The order of a name's numbers counts, and so does how many there are."""
+    """The order of a name's numbers matters, and so does their count."""
     key = mx.random.key(7)
     names = [name for length in range(1, 5) for name in itertools.product((0, 1, 2), repeat=length)]
     assert len(tuples(mx.stack([fold_in(key, *name) for name in names]))) == len(names)
@@ -52,7 +52,7 @@ def test_all_levels_are_told_apart():
 
 
 def test_keys_of_neighbouring_names_have_nothing_in_common():
-    """Half of all keys have any one bit, and half of the bits differ between names that differ in a bit."""
+    """Each bit is set in half of the keys and differs between half of all neighbours."""
     keys = folded(mx.stack([mx.random.key(seed) for seed in range(64)]), range(64))
     bits = np.unpackbits(np.array(keys).view(np.uint8), axis=-1).reshape(64, 64, 64)
     near = np.arange(64) ^ 1
@@ -63,7 +63,7 @@ def test_keys_of_neighbouring_names_have_nothing_in_common():
 
 
 def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():
-    """Not on the rows beside it, nor on where the count begins; they are that number's keys."""
+    """Other rows and the first number do not matter."""
     keys = mx.random.split(mx.random.key(3), 5)
     words = random_bits(keys, 0, 6, 3)
     assert words.shape == (6, 5, 3) and words.dtype == mx.uint32
@@ -72,7 +72,7 @@ def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():
 
 
 def test_keys_are_the_same_compiled():
-    """With a number that is an array, inside a compiled step, as an update's rounding has it."""
+    """Also with an array as number, as in an update's rounding."""
     key = mx.random.key(3)
     step = g.compiled(lambda key, number: fold_in(key, prng.UPDATE_ROUNDING, number))
     for number in (0, 5):

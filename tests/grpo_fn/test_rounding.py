@@ -1,4 +1,4 @@
-"""Stochastic rounding, number by number and bit by bit, against NumPy's view of the two formats."""
+"""Stochastic rounding, number by number and bit by bit, compared with NumPy's view of the formats."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_any_bits_round_to_a_neighbour():
 
 
 def test_any_shape():
-    """Numbers of bits that are no multiple of four, scalars and empty arrays; other dtypes are refused."""
+    """Also scalars, empty arrays and odd sizes; other dtypes are refused."""
     for shape in [(), (0, 3), (1,), (7,), (3, 5, 2)]:
         found = stochastic_round(mx.full(shape, 1.001), KEY)
         assert found.shape == shape and found.dtype == mx.bfloat16
@@ -94,7 +94,7 @@ def test_any_shape():
 
 
 def test_a_key_decides_and_neighbouring_draws_are_independent():
-    """Equal keys, equal bits, compiled or not; another key, others; no correlation between places or keys."""
+    """Equal keys give equal bits; places and keys are uncorrelated."""
     size = 1 << 16
     x = mx.full((size,), 1 + 2.0**-8)  # midway
 
@@ -109,7 +109,7 @@ def test_a_key_decides_and_neighbouring_draws_are_independent():
 
 
 def test_a_leaf_is_stored_in_its_own_dtype_and_with_its_own_draws():
-    """float32 into 16 bits is rounded at random, anything else as ever; equal leaves draw differently."""
+    """Only float32 into 16 bits is random; equal leaves round differently."""
     value, fine = mx.full((1000,), 1 + 2.0**-8), mx.full((1000,), 1 + 2.0**-11)
     half = value.astype(mx.bfloat16)
     store = storing([half] * 5, KEY)
@@ -132,7 +132,7 @@ DTYPES = [(mx.bfloat16, mx.float32), (mx.bfloat16, mx.bfloat16)]
 
 
 def to_nearest(optimizer):
-    """The optimizer with rounding to nearest: new values come to `keep` in the old ones' dtype."""
+    """The optimizer with rounding to nearest: `keep` gets new values in the old ones' dtype."""
 
     def apply(grads, opt_state, params, numbers, keep, factor):
         def rounded(new, old):
@@ -159,13 +159,13 @@ def trained(params, grads, updates, optimizer, *, clip=None, seed=0, compile=Tru
 
 
 def mean_step(state, start):
-    """How far the leaf "w" has gone on average, float64."""
+    """The mean distance that leaf "w" moved, float64."""
     return np.array(state.params["w"].astype(mx.float32), np.float64).mean() - start
 
 
 @pytest.mark.parametrize("start", [1.0, -1.0])
 def test_at_1e_6_plain_bfloat16_stands_still_and_rounded_follows_float32(start):
-    """Sixty updates of weights of size 1: not one bit, against float32's distance to a few per cent."""
+    """Sixty updates of weights of size 1: plain bfloat16 does not move."""
     size, updates = 1 << 17, 60
     grads = {"w": mx.full((size,), -0.3)}
     float32 = trained({"w": mx.full((size,), start)}, grads, updates, g.adamw(RATE))
@@ -185,7 +185,7 @@ def test_at_1e_6_plain_bfloat16_stands_still_and_rounded_follows_float32(start):
 
 
 def test_bfloat16_moments_do_not_stall():
-    """The second moment creeps by a thousandth an update, which rounding to nearest loses half-way."""
+    """The second moment moves by a thousandth per update, which rounding to nearest loses."""
     size, updates = 2048, 400
     grads, params = {"w": mx.ones((size,))}, {"w": mx.ones((size,))}
     exact = 1 - 0.999**updates
@@ -201,7 +201,7 @@ def test_bfloat16_moments_do_not_stall():
 
 @pytest.mark.parametrize(("bad", "compile"), [(math.nan, True), (math.inf, False)])
 def test_a_skipped_update_leaves_every_bit(bad, compile):
-    """Masters and moments in bfloat16, after an update and before one that cannot be taken."""
+    """Masters and moments in bfloat16, after an update and before one that is skipped."""
     optimizer = g.adamw(0.01, moment_dtype=mx.bfloat16, weight_decay=0.1)
     params = {"w": mx.full((50,), 1.0, mx.bfloat16), "l": [{"w": mx.full((3, 2), -0.3, mx.bfloat16)}]}
     grads = map_arrays(lambda a: mx.random.normal(a.shape, key=mx.random.key(1)), params)
@@ -214,7 +214,7 @@ def test_a_skipped_update_leaves_every_bit(bad, compile):
 
 
 def test_the_key_the_update_and_the_leaf_decide_the_draws():
-    """The same state twice gives the same bits; another key, another update or another leaf gives others."""
+    """Equal states give equal bits; another key, update or leaf gives others."""
     size = 2000
     params = {name: mx.full((size,), 1.0, mx.bfloat16) for name in "ab"}
     grads = {name: mx.ones((size,)) for name in "ab"}
@@ -254,7 +254,7 @@ def test_an_update_holds_a_few_leaves_beyond_the_state():
 
 
 def test_a_reference_that_follows_slowly_does_not_stand_still():
-    """Mixing a thousandth of the policy into a bfloat16 reference moves it by that much on average."""
+    """Mixing in a thousandth moves a bfloat16 reference by that much on average."""
     size = 1 << 16
     state = state_of({"w": mx.full((size,), 1.5, mx.bfloat16)}, g.adamw(RATE))
     state = attrs.evolve(state, ref_params={"w": mx.ones((size,), mx.bfloat16)})

@@ -1,4 +1,4 @@
-"""Trees of dicts, lists, tuples, NamedTuples and attrs values: what mlx's own functions pass over."""
+"""Trees of dicts, lists, tuples, NamedTuples and attrs values."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ def numbered(count):
 
 
 def make_tree(a):
-    """One tree of every kind, arrays in the order a[0] … a[5]."""
+    """A tree of every kind, with arrays in the order a[0] … a[5]."""
     return {
         "d": {"x": a[0]},
         "l": [a[1], (a[2], 3)],
@@ -70,13 +70,13 @@ PAIRS = [
 
 @pytest.mark.parametrize("one, other", PAIRS)
 def test_two_structures_are_told_apart(one, other):
-    """Trees with the same arrays and another shape, type, key or value have different descriptions."""
+    """Trees that differ in shape, type, key or value have different descriptions."""
     assert structure_of(one, []) != structure_of(other, [])
     hash(structure_of(one, []))
 
 
 def test_materialize_computes_what_attrs_values_hold():
-    """The memory of a lazy array inside an attrs value is there afterwards (`mx.eval` would not see it)."""
+    """`mx.eval` does not see a lazy array inside an attrs value; `materialize` does."""
     size = 1 << 18
     mx.eval(mx.array(1.0) + 1)
     lazy = Box(content={"x": mx.arange(size) + 1})
@@ -88,7 +88,7 @@ def test_materialize_computes_what_attrs_values_hold():
 
 
 def test_nbytes_counts_a_shared_array_once():
-    """Three roles that share one set of weights cost one."""
+    """Three roles that share one set of weights count once."""
     weights = {"w": mx.zeros((10, 10)), "b": mx.zeros(10)}
     other = {"w": mx.zeros((10, 10), mx.bfloat16)}
     assert nbytes(weights, Box(content=weights)) == 440

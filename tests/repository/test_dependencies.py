@@ -79,7 +79,7 @@ def test_what_is_imported_is_declared(folders, extras, at_top):
 
 
 def test_what_is_declared_is_imported():
-    """No dependency is left over from code that has gone."""
+    """No declared dependency is unused."""
     used = {*imported("grpo_fn", "runners")} | NEEDED_BY_OTHERS
     assert {*declared(), *declared(*FOR_USERS)} - used == set()
     assert {*declared("dev")} - {*imported("tests", "benchmarks", "runners")} - TOOLS == set()
@@ -105,7 +105,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 
 def test_what_make_asks_python_at_set_up_is_answered():
-    """With exit code 0 or 1: a fault would be taken for a missing BLAS, and another one be installed."""
+    """With exit code 0 or 1; an error would look like a missing BLAS."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     programs = re.findall(r"\$\(BIN\)/python -c '(.*?)'", text)
     assert len(programs) == 2 and any("BLAS" in program for program in programs)

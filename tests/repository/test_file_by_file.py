@@ -1,4 +1,4 @@
-"""Test files in processes of their own: what passes, fails, ends early or takes too long."""
+"""Test files in separate processes: some pass, fail, end early or take too long."""
 
 from click.testing import CliRunner
 

@@ -39,7 +39,7 @@ QUICK.append("rollout.max_new_tokens=16")
 
 
 def watched(folder, *arguments, **environ):
-    """A command in a process of its own, with every socket refused and written down."""
+    """A command in a new process in which every socket is refused and recorded."""
     done = python("-c", WATCHED, *arguments, cwd=folder, code=None, HF_TOKEN=PLANTED, **environ)
     return done, done.stderr.rpartition("SENT ")[2].strip()
 
@@ -71,7 +71,7 @@ def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
 
 
 def test_a_name_on_the_hub_does_open_a_socket(tmp_path):
-    """So that the test above can fail; the line that tells of it has no secret either."""
+    """So the test above can fail; the error has no secret either."""
     done, sent = watched(
         tmp_path, "generate", "nobody/nothing", "hello", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"
     )
@@ -80,7 +80,7 @@ def test_a_name_on_the_hub_does_open_a_socket(tmp_path):
 
 
 def test_secrets_are_known_by_their_names():
-    """Tokens, keys, passwords and proxies; short values, which might be any word, stay."""
+    """Tokens, keys, passwords and proxies; short values, which may be words, stay."""
     environ = {"HF_TOKEN": "abcdefgh1", "https_proxy": "http://me:pw@proxy", "KEY": "short"}
     environ["HOME"] = "/home/anyone"
     text = one_line("abcdefgh1 via http://me:pw@proxy in /home/anyone\nshort", environ)
@@ -150,7 +150,7 @@ def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch,
     "name", ["notes.txt", "additional_chat_templates", "additional_chat_templates/a.jinja"]
 )
 def test_no_link_of_a_model_takes_a_file_of_the_user_along(folder, tmp_path, name):
-    """Export copies what lies beside the weights, and may upload it."""
+    """Export copies files beside the weights, and may upload them."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text(PLANTED)
     link = folder / name
@@ -161,7 +161,7 @@ def test_no_link_of_a_model_takes_a_file_of_the_user_along(folder, tmp_path, nam
 
 
 def test_links_of_the_hubs_cache_lead_to_its_blobs(folder, tmp_path):
-    """And a link inside of the folder to another file of it; the folder itself may be reached by one."""
+    """Links within the folder are followed too, and the folder may be a link."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

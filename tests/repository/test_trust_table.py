@@ -1,6 +1,5 @@
 """SECURITY.md's table of what each command trusts: every cell is tried, and none is missing."""
 
-import itertools
 import json
 import re
 import shutil
@@ -15,11 +14,11 @@ from click.testing import CliRunner
 from safetensors.numpy import save
 
 from runners.cli import COMMANDS, main
+from tests.support.pages import ROOT, codes, tables
 from tests.support.runs.report_runs import make_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
-ROOT = Path(__file__).resolve().parents[2]
 EVIL = """
 open({canary!r}, "w").close()
 def tool(*arguments, **named):
@@ -73,13 +72,11 @@ HUB = {
 
 def table():
     """The rows: a command -> the words of each further cell."""
-    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8").partition("## What each command trusts")[2]
-    lines = text[text.index("\n|") + 1 :].splitlines()
+    (found,) = [each for each in tables(ROOT / "SECURITY.md") if each.header[1:2] == ("runs code from",)]
     rows = {}
-    for line in list(itertools.takewhile(lambda line: line.startswith("|"), lines))[2:]:
-        first, *cells = line.strip("|").split("|")
+    for first, *row in found.rows:
         for command in re.findall(r"`grpo (\w+)`", first):
-            rows[command] = [re.findall(r"`([^`]+)`", cell) for cell in cells]
+            rows[command] = [codes(cell) for cell in row]
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Programs for runs that train from programs: small ones, without a client's package."""
+"""Small programs for runs that train from programs, without a client's package."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,5 +95,5 @@ def collected(folder, body, **tables):
 
 
 def batched(run, experience):
-    """What the learner gets."""
+    """The learner's batch."""
     return batch_of(SimpleNamespace(config=run.config), experience)

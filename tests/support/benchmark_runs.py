@@ -1,4 +1,4 @@
-"""A benchmark's command with --quick, as a process."""
+"""A benchmark's command with --quick in a new process."""
 
 from pathlib import Path
 

@@ -1,9 +1,8 @@
-"""How close two computations of the same training have to be: one rule in place of a tolerance in each test.
+"""How close two computations of the same training must be.
 
-They add the same float32 numbers in another order: on other ranks, in other micro-batches, with other BLAS
-threads or kernels. The difference is compared with how far it all moved, leaf by leaf: with the gradient, or
-with the weights' distance from the start. Means, not maxima: Adam divides by the gradient's size, so that
-where a gradient is all but 0, its rounding becomes a step of any size, of one weight in a hundred thousand.
+They add the same float32 numbers in another order: on other ranks, in other micro-batches, or with other BLAS
+threads or kernels. Each leaf's mean difference is compared with the mean gradient, or with the weights' mean
+distance from the start. Maxima would not do: Adam turns the rounding of a gradient near 0 into any step.
 """
 
 from collections.abc import Iterable, Mapping

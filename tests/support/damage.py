@@ -1,4 +1,4 @@
-"""What makes a sound model folder a faulty one: functions of the folder."""
+"""Functions that make a sound model folder faulty."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rollouts of tiny policies, and the model run on each completion by itself to compare them with."""
+"""Rollouts of tiny policies, and the model on each completion alone for comparison."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GGUF files byte by byte, for what no honest writer writes; and texts for their tokenizers."""
+"""GGUF files byte by byte, as no honest writer writes them; and texts for their tokenizers."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(
 
 
 def cut_words(backend: Tokenizer, name: str) -> Tokenizer:
-    """A byte-level BPE that cuts a text into words as llama.cpp's name for it says."""
+    """A byte-level BPE that splits text into words as llama.cpp does under this name."""
     header = GGUF(Path(), {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": []}, {})
     made = tokenizers._bytewise(header, [], [], {})
     stated = json.loads(backend.to_str())

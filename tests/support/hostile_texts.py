@@ -1,4 +1,4 @@
-"""Texts that a stranger writes into files of a model, a data set or a run, and what commands make of them."""
+"""Texts that a stranger writes into files of a model, a data set or a run, and what commands do with them."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ def places(value: Any, path: tuple = (), most: int = 40) -> Iterator[tuple]:
 
 
 def replaced(value: Any, path: tuple, text: Any, as_key: bool) -> Any:
-    """The value with a text at this place, or, in a table, as the name of what is there."""
+    """The value with a text at this place, or as the name of a table's entry."""
     key, *rest = path
     if rest:
         inner = replaced(value[key], tuple(rest), text, as_key)
@@ -75,7 +75,7 @@ def replaced(value: Any, path: tuple, text: Any, as_key: bool) -> Any:
 
 
 def make_files(folder: Path) -> None:
-    """A model with code of its own, rows, and a run with a final model, in `folder`."""
+    """Creates a model with its own code, rows, and a run with a final model in `folder`."""
     model = make_model_folder(folder / "model", layers=1)
     evil = f"open({str(folder / 'PWNED')!r}, 'w')\n"
     (model / "evil.py").write_text(evil)
@@ -90,7 +90,7 @@ def make_files(folder: Path) -> None:
 
 @st.composite
 def changes(draw: Any, folder: Path) -> tuple[str, Any]:
-    """A file below `folder` with its new content; or, with a slash, one of `apply`'s with its new name."""
+    """A file below `folder` and its new content; or, with a slash, a name for `apply` to change."""
     kind = draw(st.sampled_from(("model", "model", "rows", "run", "log", "name")))
     if kind == "name":
         return draw(st.sampled_from(("model/", "rows.jsonl/", "runs/one/"))), draw(st.sampled_from(NAMES))
@@ -116,7 +116,7 @@ def changes(draw: Any, folder: Path) -> tuple[str, Any]:
 
 
 def apply(folder: Path, change: tuple[str, Any]) -> dict[str, Path]:
-    """Makes a change; where the model, the rows and the run then are."""
+    """Makes a change, and returns the paths of the model, the rows and the run."""
     at = {name: folder / name for name in ("model", "rows.jsonl", "runs/one")}
     name, new = change
     if name.endswith("/"):
@@ -155,7 +155,7 @@ def try_commands(folder: Path, change: tuple[str, Any]) -> None:
 
 
 def _quiet(*words: object) -> bool:
-    """Whether the command succeeds; what it says is harmless either way."""
+    """Whether the command succeeds; its output is harmless in any case."""
     done = grpo(*words, code=None)
     said = done.stdout + done.stderr
     assert done.exit_code in (0, 2), said
@@ -166,7 +166,7 @@ def _quiet(*words: object) -> bool:
 
 
 def check_card(text: str) -> None:
-    """A model card has no HTML, no link and no picture, and its head has the keys that are meant."""
+    """A model card has no HTML, link or picture, and only the expected keys in its head."""
     _, head, body = text.split("---\n", 2)
     keys = {line.partition(":")[0] for line in head.splitlines() if line[:1].isalpha()}
     assert keys <= {"library_name", "pipeline_tag", "tags", "base_model", "datasets", "license"}, head

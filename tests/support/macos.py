@@ -1,4 +1,4 @@
-"""Stand-ins for macOS's commands, in the form in which they answer on Apple silicon."""
+"""Substitutes for macOS's commands, with the answers of Apple silicon."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ Note: No thermal warning level has been recorded
 def as_mac(
     monkeypatch, folder: Path, settings=SETTINGS, therm="", level=0, *, caffeinate="exec sleep 60"
 ) -> None:
-    """The system is macOS, with these answers of pmset and notifyutil; `caffeinate` is a shell script."""
+    """The system is macOS with these answers of pmset and notifyutil; `caffeinate` is a shell script."""
     folder = folder / "bin"
     folder.mkdir(exist_ok=True)
     (folder / "settings").write_text(settings)

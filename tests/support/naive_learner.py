@@ -1,4 +1,4 @@
-"""The learner's gradient written plainly: a row at a time, nothing padded, gathered or chunked."""
+"""The learner's gradient written plainly: row by row, without padding, gathering or chunks."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SPECS = {
 
 
 def make_state(policy, *, ref=False, optimizer=None) -> Any:
-    """The first state of a policy; its reference, where wanted, has weights of its own."""
+    """A policy's first state; with `ref`, its reference has other weights."""
     reference = map_arrays(lambda a: a * 0.95, policy.params) if ref else None
     return g.init_state(policy.params, optimizer or g.adamw(1e-2), key=mx.random.key(0), ref_params=reference)
 
@@ -40,7 +40,7 @@ def make_batch(
 
 
 def mean_gradient(state) -> Any:
-    """What the update divides out: Σ of gradients over Σ of denominators."""
+    """Σ of gradients over Σ of denominators, as the update uses it."""
     return map_arrays(lambda a: a / (state.accum_weight.item() or 1.0), state.accum_grads)
 
 
@@ -63,7 +63,7 @@ def row_logprobs(module, batch, row) -> Any:
 
 
 def naive_loss(module, ref_module, batch, spec):
-    """The whole loss written plainly, a row at a time."""
+    """The complete loss written plainly, row by row."""
     rows, total, tokens = batch.mask_bt.shape[0], mx.array(0.0), 0
     for row in range(rows):
         logp, entropy = row_logprobs(module, batch, row)
@@ -89,12 +89,12 @@ def naive_loss(module, ref_module, batch, spec):
 
 
 def policy_of(name) -> Any:
-    """Of a tiny module; "lora" is a llama with adapters."""
+    """A tiny policy; "lora" is a llama with adapters."""
     return lora_policy() if name == "lora" else tiny_policy(name)
 
 
 def gradient_of(loss, name, params):
-    """(loss, gradient) of a loss of a module of this name, by plain differentiation of its update."""
+    """(loss, gradient) of a loss of a module with this name, by plain differentiation."""
     module = lora_policy().module if name == "lora" else tiny_module(name)
 
     def loss_of(params):

@@ -17,7 +17,7 @@ _CELL = re.compile(r"(?<!\\)\|")
 
 @attrs.frozen
 class Snippet:
-    """A fenced block: where it stands, its language, its text, and the comments directly above it."""
+    """A fenced block: its place, language and text, and the comments directly above it."""
 
     page: Path
     line: int
@@ -97,5 +97,5 @@ def anchors(page: Path) -> set[str]:
 
 
 def codes(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", cell)

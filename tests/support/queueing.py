@@ -1,4 +1,4 @@
-"""Queues of rows that arrive while others decode, and each row by itself to compare it with."""
+"""Queues of rows that arrive while others decode, and each row alone for comparison."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def entry(number, prompt, *, group=1, first=None, sampling=None, **options) -> A
 
 
 def drive(policy, queue, arrivals=(), **options):
-    """Decode the queue; `arrivals` are (columns seen before, what happens then). The columns of each step."""
+    """Decodes the queue and returns each step's columns; `arrivals` are (columns seen before, action)."""
     waiting = list(arrivals)
     columns = []
     for column in decode_queue(policy, policy.params, queue, g.Decoding(**options)):

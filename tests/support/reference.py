@@ -213,7 +213,7 @@ def ratio_logs(spec, x_t, places):
 
 
 def ratio_edges(spec, log_ratio, r):
-    """Relative distances of a ratio from every place where the loss or a clip statistic has a kink."""
+    """Relative distances of a ratio from every kink of the loss or of a clip statistic."""
     bounds = [1.0 - spec.epsilon_low, 1.0 + epsilon_high(spec), spec.delta, spec.dual_clip]
     return [abs(abs(log_ratio) / LOG_RATIO_LIMIT - 1.0)] + [abs(r / b - 1.0) for b in bounds if b]
 
@@ -273,10 +273,7 @@ def statistics(spec, seen, mask, loss):
 
 
 def kept_tokens(z, top_p, top_k, min_p):
-    """The tokens that sampling keeps, by their definitions, and how close any was to the other side.
-
-    top-k, then top-p of what that left, then min-p of what those left, each normalised again before.
-    """
+    """The tokens that top-k, then top-p, then min-p keep, and how close any was to the other side."""
     kept, margin = np.ones(len(z), bool), np.inf
 
     def left():

@@ -1,4 +1,4 @@
-"""Runs that are cut off and gone on with, and what has to be equal afterwards."""
+"""Runs that are interrupted and resumed, and what must be equal afterwards."""
 
 import functools
 import json
@@ -101,7 +101,7 @@ def _model(arch: str = "qwen2") -> Path:
 
 @functools.cache
 def straight_run(*settings: str) -> RunResult:
-    """A run with these settings that nobody disturbs: once in a process, its folder to be read only."""
+    """An undisturbed run with these settings, made once per process; read its folder only."""
     folder = Path(_scratch().name) / str(straight_run.cache_info().misses)
     return run_training(config_in(folder / "a", *settings), report=Quiet())
 
@@ -132,7 +132,7 @@ def without_noise(records):
 
 
 def outcome(folder):
-    """All that a run's folder has to hold, however often the run was cut off, but for why it was."""
+    """What a run's folder must contain, however often the run was interrupted, without faults."""
     models = {
         name: {file.name: file.read_bytes() for file in (folder / name).glob("*") if file.is_file()}
         for name in ("final", "best")

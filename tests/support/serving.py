@@ -1,4 +1,4 @@
-"""A server in a thread, its engine in another one, and what clients say to it."""
+"""A server in a thread, its engine in another one, and clients' requests."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def conversation(*messages):
 
 
 class Recorded:
-    """An engine whose requests are seen, and how many prompt tokens the last one computed."""
+    """An engine that records its requests, and the prompt tokens that the last one computed."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -151,7 +151,7 @@ def embedded():
 
 
 class ScriptedEngine:
-    """An engine that says given texts, a token at each `collect`; its log-probs are −1."""
+    """An engine that returns given texts, a token per `collect`; its log-probs are −1."""
 
     rows = version = 0
 

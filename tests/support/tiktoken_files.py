@@ -1,4 +1,4 @@
-"""Real tiktoken encodings, trained here, pickled as nanochat pickles them, beside a nanochat model."""
+"""Real tiktoken encodings, trained here and pickled as nanochat does, beside a nanochat model."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ _CORPUS = (
 
 
 def make_encoding(special=NANOCHAT_SPECIAL, *, size=320, name="rustbpe"):
-    """An encoding of `size` byte-level BPE tokens and the special ones behind them."""
+    """An encoding of `size` byte-level BPE tokens, followed by the special ones."""
     ranks = bpe_train(_CORPUS, size, PATTERN, visualise=None)
     numbers = {token: len(ranks) + n for n, token in enumerate(special)}
     return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=numbers)
@@ -37,7 +37,7 @@ def write_pickle(folder, encoding=None, *, protocol=pickle.DEFAULT_PROTOCOL):
 
 
 def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, padding=7):
-    """A nanochat model folder with random weights and a tokenizer; the embedding is padded by some rows."""
+    """A nanochat model folder with random weights, a tokenizer, and some padding rows."""
     from mlx_lm.models.nanochat import Model, ModelArgs
 
     encoding = encoding or make_encoding()

@@ -1,4 +1,4 @@
-"""Random-weight model folders, real architectures and a real byte-level BPE, nothing downloaded."""
+"""Model folders with random weights, real architectures and a real byte-level BPE."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def sentence_tokenizer(texts: list[str], prefix: bool, size: int) -> Tokenizer:
 
 
 def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool, **changes) -> dict:
-    """config.json of a two-headed model of width 32, but for `changes`."""
+    """config.json of a two-headed model of width 32, with these changes."""
     config: dict[str, Any] = dict(
         model_type=arch, vocab_size=vocab_size, hidden_size=32, intermediate_size=64,
         num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1, head_dim=16,

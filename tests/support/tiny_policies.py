@@ -1,4 +1,4 @@
-"""Small random models of real architectures, in memory: a vocabulary below 128, two blocks, no files."""
+"""Small random models of real architectures in memory: a vocabulary below 128, two blocks, no files."""
 
 import gc
 import importlib
@@ -74,7 +74,7 @@ def tiny_policy(name: str = "llama", *, compute_dtype: mx.Dtype | None = None, *
 def lora_policy(
     name="llama", *, keys=("self_attn.q_proj", "mlp.up_proj"), packed=False, **options: Any
 ) -> Any:
-    """A policy of which only LoRA's adapters train; they are not zero. `packed`: the base has 4 bits."""
+    """A policy that trains only LoRA adapters other than zero. `packed`: the base has 4 bits."""
     module = tiny_module(name, **options)
     if packed:
         nn.quantize(module, group_size=32, bits=4)
@@ -82,7 +82,7 @@ def lora_policy(
 
 
 def with_adapters(module: nn.Module, keys: Sequence[str] | None = None, *, dora: bool = False) -> nn.Module:
-    """The module, frozen but for adapters on these layers (None: all), which are not zero."""
+    """The module, frozen except adapters on these layers (None: all), which are not zero."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     module.freeze()
@@ -130,7 +130,7 @@ def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=Fals
 
 
 def tiny_advantages(rollout: g.Rollout, *, seed: int = 0, zeros: bool = False) -> mx.array:
-    """Random advantages [P,G]; with `zeros`, some completions and the whole first group have none."""
+    """Random advantages [P,G]; with `zeros`, the first group and some completions have none."""
     rng = np.random.default_rng(seed + 100)
     shape = len(rollout.prompts), rollout.num_generations
     values = rng.normal(size=shape)
@@ -155,7 +155,7 @@ def repeats(one, other) -> bool:
 
 
 def memory_in_use() -> int:
-    """Bytes that arrays hold; what earlier tests left is gone first, so that no buffer is used again."""
+    """Bytes that arrays occupy, without what earlier tests left."""
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""Whole runs of a few updates: their config, a reward, what they say, and one of random weights."""
+"""Complete runs of a few updates: their config, a reward, their messages, and random models."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def letters(completions, **_):
 
 
 class Notes(Quiet):
-    """Keeps the lines worth reading."""
+    """Keeps the messages worth reading."""
 
     def __init__(self):
         """None yet."""

@@ -1,4 +1,4 @@
-"""States in the middle of a run, over the models of tiny_models, and what it takes to compare them."""
+"""States in the middle of a run over tiny models, and their comparison."""
 
 import attrs
 import mlx.core as mx
@@ -26,7 +26,7 @@ def moved(tree, seed):
 
 
 def make_state(loaded, *, seed=1, reference=True):
-    """A state in the middle of a run: moments, accumulated gradients and three policies that differ."""
+    """A state in the middle of a run: moments, accumulated gradients, three different policies."""
     params = Policy.from_module(loaded.module).params
     state = init_state(params, adamw(1e-3), key=mx.random.key(seed), ref_params=params if reference else None)
     return attrs.evolve(
@@ -54,7 +54,7 @@ def same_bits(first, second):
 
 
 def logits(loaded, state):
-    """What the model computes with the state's parameters; the module is left as it was."""
+    """The model's output with the state's parameters; the module is unchanged."""
     before = loaded.module.parameters()
     loaded.module.update(state.params)
     result = loaded.module(TOKENS)

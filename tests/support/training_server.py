@@ -31,7 +31,7 @@ class Caller:
         return self.http.post(call, json=fields)
 
     def result(self, call, content=None, /, **fields):
-        """What becomes of a call's future: JSON, or bytes."""
+        """The result of a call's future: JSON, or bytes."""
         promise = self.post(call, content, **fields)
         assert promise.status_code == 200, promise.text
         return self.wait(promise.json()["request_id"])

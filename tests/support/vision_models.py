@@ -30,7 +30,7 @@ needs_mlx_vlm = pytest.mark.skipif(not find_spec("mlx_vlm"), reason="wants mlx-v
 
 
 def without_mlx_vlm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed, whatever of it was imported before."""
+    """As if it were not installed, whatever was imported before."""
     monkeypatch.setitem(sys.modules, "mlx_vlm", None)
     for name in [name for name in sys.modules if name.startswith("mlx_vlm.")]:
         monkeypatch.delitem(sys.modules, name)

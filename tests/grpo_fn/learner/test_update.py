@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 import grpo_fn as g
 from grpo_fn.trees import map_arrays
+from tests.grpo_fn.learner.test_numbers_of_a_call import adamw_float64
 from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
 
 
@@ -70,10 +71,7 @@ def test_adamw_is_the_paper_s(settings, compile):
         if clip is not None and norm > clip:
             grad = grad * clip / norm
         rate = 0.05 * (u + 1) / 3 if u < 2 else 0.05 * 0.5 * (1 + math.cos(math.pi * (u - 2) / 4))
-        m = betas[0] * m + (1 - betas[0]) * grad
-        v = betas[1] * v + (1 - betas[1]) * grad**2
-        step = (m / (1 - betas[0] ** (u + 1))) / (np.sqrt(v / (1 - betas[1] ** (u + 1))) + 1e-6)
-        p = p - rate * decay * p - rate * step
+        p, m, v = adamw_float64(p, grad, m, v, u + 1, g.Rates(rate, betas, 1e-6, decay))
         np.testing.assert_allclose(flat(state.params), p, rtol=2e-5, atol=2e-6)
         assert stats.grad_norm.item() == pytest.approx(norm, rel=1e-5)
         assert stats.learning_rate.item() == pytest.approx(rate, rel=1e-5)

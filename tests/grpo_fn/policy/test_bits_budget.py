@@ -1,4 +1,4 @@
-"""Bits where they are needed: effects against the rounded model itself, and formats within a budget."""
+"""A budget of bits: measured effects of rounding, and formats within the budget."""
 
 import hypothesis.strategies as st
 import mlx.core as mx
@@ -14,7 +14,7 @@ SIZE = {"hidden_size": 64, "intermediate_size": 128}
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_effects_are_those_of_rounding_one_weight_alone(tune):
-    """First order, with few probes: within a factor of the measured mean square, and in its order."""
+    """A first-order estimate with few probes is within a factor of 5 of the measured mean square."""
     policy = (lora_policy if tune == "lora" else tiny_policy)("llama-untied", **SIZE)
     role = quantized_role(policy, "affine-6")
     tokens = token_rows(6, 16)
@@ -55,7 +55,7 @@ EFFECTS = st.dictionaries(
 
 @given(EFFECTS, st.floats(3.5, 9.0))
 def test_formats_stay_within_the_budget_and_use_it(found, budget):
-    """No more bits than asked for, and none left over for which a weight could be finer."""
+    """Within the budget, and without room for a finer format of any weight."""
     effects = {name: effect for name, (effect, _) in found.items()}
     sizes = {name: size for name, (_, size) in found.items()}
     formats = formats_within(effects, sizes, 4, 64, budget)
@@ -68,7 +68,7 @@ def test_formats_stay_within_the_budget_and_use_it(found, budget):
 
 
 def test_bits_go_where_the_effect_is():
-    """The weight that matters gets them; a budget below the coarsest format is refused."""
+    """The weight with the larger effect gets more; a budget below the coarsest format is refused."""
     sizes = {"a": 64, "b": 64}
     assert formats_within({"a": 1.0, "b": 1e-6}, sizes, 4, 64, 6.0) == {"a": "affine-8", "b": "affine-3"}
     assert formats_within({"a": 1.0, "b": 1.0}, sizes, 4, 64, 4.5) == dict.fromkeys("ab", "affine-4")

@@ -1,4 +1,4 @@
-"""Calibrated rounding: its moments, its carry, its packed numbers, and its gain over rounding to nearest."""
+"""Calibrated rounding: moments, carried errors, packed codes, and its gain over rounding to nearest."""
 
 import attrs
 import mlx.core as mx
@@ -27,14 +27,14 @@ LENGTHS = mx.array([8, 5, 3])
 
 
 def skewed_inputs(columns, rows=512):
-    """Inputs with large and small channels that depend on each other, as a trained model's do."""
+    """Correlated inputs with large and small channels, as in a trained model."""
     mixing = mx.random.normal((columns, columns), key=mx.random.key(1)) * (mx.arange(columns) % 7 + 0.1)
     return mx.random.normal((rows, columns), key=mx.random.key(2)) @ mixing / columns**0.5
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_codes_are_packed_as_mlx_packs_them(bits):
-    """The codes that mlx chose, packed again, are mlx's own words."""
+    """Packing mlx's own codes again gives mlx's words."""
     mode = QuantMode("affine", bits, 32)
     packed = quantize(mx.random.normal((8, 96), key=mx.random.key(0)), mode)
     values = dequantize(packed, mode, mx.float32).reshape(8, 3, 32)
@@ -47,7 +47,7 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
     ("bits", "out", "columns", "group"), [(3, 300, 576, 64), (4, 64, 96, 32), (8, 7, 3072, 128)]
 )
 def test_the_kernel_rounds_as_the_composed_form(bits, out, columns, group):
-    """Equal codes, but for ties and what comes after them in a row; some rows, and one or two blocks."""
+    """Equal codes except for ties and the rest of their rows."""
     width = block_width(columns, group)
     xs = [skewed_inputs(columns, rows=2048)[:, at : at + width] for at in range(0, columns, width)]
     moments = {name: mx.stack([x.T @ x for x in xs]) for name in "vw"}
@@ -61,7 +61,7 @@ def test_the_kernel_rounds_as_the_composed_form(bits, out, columns, group):
 
 
 def rounded_slowly(weight, moments, scales, biases, bits, group):
-    """GPTQ of one block in float64, column by column, the largest inputs first, with given scales."""
+    """GPTQ of one block in float64 with given scales, column by column, largest inputs first."""
     diagonal = np.diag(moments)
     order = np.argsort(-diagonal, kind="stable")
     damped = moments + np.diag(calibration.DAMPING * diagonal + 1e-6 * diagonal.mean())
@@ -77,7 +77,7 @@ def rounded_slowly(weight, moments, scales, biases, bits, group):
 
 @pytest.mark.parametrize(("columns", "group"), [(64, 32), (192, 64), (160, 32)])
 def test_errors_are_carried_on_column_by_column(columns, group):
-    """The halving recursion equals the loop over columns; a few ties fall to the other side in float32."""
+    """The halving recursion equals the loop over columns, except for a few ties."""
     mode, x = QuantMode("affine", 4, group), skewed_inputs(columns)
     weight, moments = mx.random.normal((24, columns), key=mx.random.key(3)), x.T @ x
     packed = round_calibrated({"w": weight}, carries_of({"w": moments[None]}), mode)["w"]
@@ -89,7 +89,7 @@ def test_errors_are_carried_on_column_by_column(columns, group):
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
-    """On the inputs it was calibrated for, by a factor; also for several layers at once, in several parts."""
+    """On its calibration inputs; several layers at once give the same codes."""
     mode, x = QuantMode("affine", bits, 64), skewed_inputs(192)
     weights = {str(n): mx.random.normal((32, 192), key=mx.random.key(n)) for n in range(3)}
     carries = carries_of(dict.fromkeys(weights, (x.T @ x)[None]))
@@ -105,14 +105,14 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
 
 
 def test_blocks_divide_the_columns_in_whole_groups():
-    """As wide as `WIDTH` allows."""
+    """Blocks are as wide as `WIDTH` allows."""
     found = [block_width(columns, 64) for columns in (64, 512, 576, 1536, 11008, 4864)]
     assert found == [64, 512, 576, 1536, 256, 1216]
 
 
 @pytest.mark.parametrize("columns", [32, 192])
 def test_moments_are_kept_as_triangles(columns):
-    """Half the numbers; they round as the whole ones, and those that layers share are kept once."""
+    """Half the numbers, the same carries, and shared moments once."""
     x = skewed_inputs(columns)
     product = x.T @ x
     whole = dict.fromkeys(("w", "v"), mx.stack([product + product.T, mx.eye(columns)]))
@@ -124,7 +124,7 @@ def test_moments_are_kept_as_triangles(columns):
 
 @pytest.mark.parametrize("blocks", [1, 2, 100])
 def test_layers_are_factored_side_by_side(blocks, monkeypatch):
-    """As alone, to the bit, an eighth of the blocks at a time; some inputs are a million times larger."""
+    """To the bit as alone, in parts of an eighth of the blocks, at any scale of inputs."""
     products = [
         mx.stack([x.T @ x * k for k in range(1, 17)]) for x in (skewed_inputs(64), 1e3 * skewed_inputs(64))
     ]
@@ -150,7 +150,7 @@ def test_layers_are_factored_side_by_side(blocks, monkeypatch):
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_moments_are_those_of_the_inputs_without_padding(tune):
-    """Σ x xᵀ of the tokens that count: padding does not matter, rows add up, q, k and v share theirs."""
+    """Σ x xᵀ of the counted tokens; rows add up, and q, k and v share theirs."""
     policy = (lora_policy if tune == "lora" else tiny_policy)("llama-untied", **SIZE)
     names = quantized_role(policy, "affine-4").names
     tokens = token_rows(3, 8)
@@ -183,7 +183,7 @@ def test_moments_are_those_of_the_inputs_without_padding(tune):
 @pytest.mark.parametrize("tune", ["full", "lora"])
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 def test_a_calibrated_role_is_nearer_to_the_model(tune, storage):
-    """Both storages hold the same numbers, nearer to the logits than rounding to nearest; so has `remade`."""
+    """Nearer to the logits than rounding to nearest, in both storages and with `remade`."""
     policy = (lora_policy if tune == "lora" else tiny_policy)("llama-untied", **SIZE)
     tokens = token_rows(32, 12)
     nearest = quantized_role(policy, "affine-3", storage)
@@ -203,7 +203,7 @@ def test_a_calibrated_role_is_nearer_to_the_model(tune, storage):
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_rounded_to_nearest(model):
-    """They have no moments; the layers around them do."""
+    """Experts have no moments; the layers around them have."""
     policy = g.Policy.from_module(small_model(model))
     nearest = quantized_role(policy, "affine-4", group_size=32)
     tokens = token_rows(8, 12)
@@ -215,7 +215,7 @@ def test_experts_are_rounded_to_nearest(model):
 
 
 def test_some_weights_may_have_more_bits():
-    """`formats` names them; the others have the role's format, in both kinds of rounding."""
+    """The weights in `formats` have those bits, calibrated or not; the others the role's."""
     policy = tiny_policy("llama-untied", **SIZE)
     role = quantized_role(policy, "affine-4", "packed")
     wide = {name: "affine-6" for name in role.names if "down_proj" in name}
@@ -230,7 +230,7 @@ def test_some_weights_may_have_more_bits():
 
 
 def test_formats_with_own_scales_are_refused():
-    """Their scales are powers of two or eight-bit floats, which nobody calibrates here."""
+    """Their scales are powers of two or 8-bit floats, which are not calibrated."""
     policy = tiny_policy("llama-untied", **SIZE)
     with pytest.raises(ValueError, match="only affine formats; found mxfp4"):
         quantized_role(policy, "mxfp4", moments={})

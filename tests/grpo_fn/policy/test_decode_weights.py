@@ -1,4 +1,4 @@
-"""What a policy's module is while it samples: the same function, with adapters merged."""
+"""A policy's module while it samples: the same function, with merged adapters."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ TOKENS = mx.random.randint(0, VOCAB, (3, 7), key=mx.random.key(0))
 
 
 def adapted(name="llama", *, dora=False):
-    """A tiny model with adapters that do something."""
+    """A tiny model whose adapters change its output."""
     return with_adapters(tiny_module(name), dora=dora)
 
 
@@ -50,7 +50,7 @@ def test_merged_adapters_compute_the_same_and_come_back(name, dora):
 
 
 def test_adapters_over_few_bits_are_left_alone(monkeypatch):
-    """16 bits where a backend does not ask for it, and packed weights: they would have to be packed again."""
+    """16-bit weights unless a backend asks for it, and packed weights, are not merged."""
     monkeypatch.setattr(decode_weights, "number", {"merged_16_bits": 0, "unpack_rows": 4}.get)
     for change in (
         lambda module: module.set_dtype(mx.bfloat16),
@@ -66,7 +66,7 @@ def test_adapters_over_few_bits_are_left_alone(monkeypatch):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("dora", [False, True])
 def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeypatch):
-    """An adapter far below the dtype's steps moves the mean of the weights; one of zeros moves none."""
+    """An adapter below the dtype's steps moves the weights' mean; a zero adapter moves none."""
     monkeypatch.setattr(decode_weights, "number", lambda name: {"merged_16_bits": 1e9}[name])
     kind = DoRALinear if dora else LoRALinear
     linear = nn.Linear(256, 256, bias=True)
@@ -90,7 +90,7 @@ def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeyp
 
 @pytest.mark.parametrize("max_batch, rows", [(0, 6), (5, 4), (1, 2), (64, 6)])
 def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
-    """Of whole groups: three prompts with two completions each."""
+    """Rows of whole groups: three prompts with two completions each."""
     told = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Hidden states and head apart give what the whole model gives, in every architecture."""
+"""Hidden states and head apart give the whole model's result, in every architecture."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,7 @@ SHAPES = {"gemma2": (1, 5), "cohere": (0.25, None), "nanochat": (1, 15)}  # scal
 
 
 def through_the_head(policy, params, tokens):
-    """Logits by way of hidden states and head."""
+    """Logits from hidden states and head."""
     hidden = policy.hidden(params, tokens)
     head = policy.head(params)
     return head.function(head.params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
@@ -32,7 +32,7 @@ def through_the_head(policy, params, tokens):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hidden_and_head_are_the_model(name):
-    """Tied, untied, scaled, soft-capped, with a bias, recurrent, head inside: the logits agree."""
+    """Tied, untied, scaled, soft-capped, biased, recurrent, or inside: the logits agree."""
     policy, tokens = tiny_policy(name), token_rows(3, 8)
     logits = policy.module(tokens)
     assert logits.std().item() > 0.2
@@ -43,7 +43,7 @@ def test_hidden_and_head_are_the_model(name):
 
 
 def assert_gradient_is_the_module_s(make, chunk: int | None = 3):
-    """Through hidden states and head, in chunks, every leaf gets the gradient of the naive way."""
+    """Through hidden states and head in chunks, every leaf has the naive gradient."""
     tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
     weights = mx.array(np.random.default_rng(0).normal(size=(2, 5)), mx.float32)
     policy, module = g.Policy.from_module(make()), make()
@@ -63,7 +63,7 @@ def assert_gradient_is_the_module_s(make, chunk: int | None = 3):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradients_of_logprobs_are_the_model_s(name):
-    """In every architecture."""
+    """For every architecture."""
     assert_gradient_is_the_module_s(lambda: tiny_module(name))
 
 
@@ -82,7 +82,7 @@ def test_finding_the_head_leaves_the_module_alone():
 
 @pytest.mark.parametrize("bias", [0.0, 0.1, 1.0, 10.0])
 def test_a_frozen_bias_in_the_head_is_seen(bias):
-    """A head with a bias that does not train is no plain product, however small the bias."""
+    """A head with a frozen bias, however small, is not a plain product."""
 
     def make():
         module = tiny_module("phi")
@@ -95,7 +95,7 @@ def test_a_frozen_bias_in_the_head_is_seen(bias):
 
 
 def test_an_adapter_on_the_head_is_no_plain_product():
-    """While its second factor is zero the head equals the base's product; its gradient must not be lost."""
+    """With its second factor at zero, the adapter still gets its gradient."""
     from mlx_lm.tuner.lora import LoRALinear
 
     def make():
@@ -112,7 +112,7 @@ def test_an_adapter_on_the_head_is_no_plain_product():
 
 
 def test_a_language_model_inside_another_is_found():
-    """A shell that holds the text model as `language_model`: that one's backbone is split off."""
+    """If a shell holds the text model as `language_model`, that one's backbone is split off."""
 
     class Shell(nn.Module):
         def __init__(self):
@@ -130,7 +130,7 @@ def test_a_language_model_inside_another_is_found():
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_heads_in_16_bits_are_still_products(dtype):
-    """Neither rounding nor float16's range hides the closed form, or a soft cap."""
+    """Rounding and float16's range hide neither the closed form nor a soft cap."""
     for size in (VOCAB, 100_000):  # a sum over this many overflows in float16
         split = tiny_policy("llama", dtype=dtype, vocab_size=size).split
         assert split.weight == "model.embed_tokens.weight" and split.cap is None
@@ -141,7 +141,7 @@ def test_heads_in_16_bits_are_still_products(dtype):
     "change", [mx.sin, lambda z: mx.clip(z, -4, 4), lambda z: -z, lambda z: z + 0.1 * z**2]
 )
 def test_another_function_of_the_product_is_told_apart(change):
-    """What is neither a scale nor a soft cap is differentiated as it stands."""
+    """Functions other than a scale or soft cap are differentiated automatically."""
     llama = type(tiny_module("llama-untied"))
 
     class Changed(llama):

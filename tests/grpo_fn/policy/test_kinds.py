@@ -1,4 +1,4 @@
-"""Kinds of architectures against mlx-lm's own models: what decodes, what learns, what it takes."""
+"""Kinds of architectures compared with mlx-lm's own models: decoding, learning, and what they support."""
 
 import itertools
 
@@ -37,7 +37,7 @@ MORE = {  # what is also in one of the others, for tests/campaigns
 
 
 def check_kind(name):
-    """Rollouts and gradient of one architecture, as its trial takes them."""
+    """The steps of an architecture's trial from rollouts to the gradient."""
     outcomes = list(itertools.takewhile(lambda each: each.step != "lora", run_steps(name)))
     assert [each.step for each in outcomes][-1] == "gradient"
     assert not [(each.step, each.fault) for each in outcomes if each.fault]
@@ -45,14 +45,14 @@ def check_kind(name):
 
 @pytest.mark.parametrize("name", KINDS, ids=KINDS.get)
 def test_a_kind(name):
-    """Rollouts have the log-probs of mlx-lm's model on each row alone; the gradient is its own."""
+    """Rollouts have mlx-lm's log-probs of each row alone; the gradient is its gradient."""
     if name == "gpt_oss" and mx.cuda.is_available():
         pytest.skip("its gradient is wrong on CUDA: a run refuses it there (docs/models.md)")
     check_kind(name)
 
 
 def step_by_step(module, tokens_bl):
-    """Logits [B,L,V] of rows that are decoded token by token from the first, over the model's own caches."""
+    """Logits [B,L,V] of rows decoded token by token over the model's own caches."""
     caches = plain_caches(module)
     steps = [module(tokens_bl[:, n : n + 1], cache=caches) for n in range(tokens_bl.shape[1])]
     return mx.concatenate(steps, axis=1)
@@ -73,7 +73,7 @@ def test_rollouts_are_the_learner_s(name, prompts):
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_the_learner_s_gradient_is_that_of_what_decodes(name):
-    """Log-probs and gradients are those of the model over its own caches; prompts are not shared."""
+    """Equal to the gradient through the model's own caches; prompts are not shared."""
     policy = tiny_policy(name)
     assert not can_share(policy.module)
     tokens, targets = token_rows(2, 6), token_rows(2, 6, seed=1)
@@ -93,13 +93,13 @@ def test_the_learner_s_gradient_is_that_of_what_decodes(name):
 
 
 def test_prompts_are_shared_only_where_each_layer_has_a_cache_that_attends():
-    """Every second layer of phi3small attends by itself, and blocks of nemotron-nas have no attention."""
+    """phi3small's second layers attend by themselves; some nemotron-nas blocks have no attention."""
     phi, nemotron = (g.Policy.from_module(small_model(name)) for name in ("phi3small", "nemotron-nas"))
     assert attends_through_cache(phi.module) and not phi.shares_prefix
     assert takes_ragged(nemotron.module) and not can_share(nemotron.module)
 
 
 def test_rows_of_one_length_are_decoded_together():
-    """afm7 has no batches of rows of different lengths; gemma3n, which shares keys as well, has."""
+    """afm7 cannot decode rows of different lengths together; gemma3n can."""
     assert not tiny_policy("afm7").takes_ragged
     assert tiny_policy("gemma3n").takes_ragged

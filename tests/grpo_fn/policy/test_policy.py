@@ -1,4 +1,4 @@
-"""Policy: a module as a pure function of its parameters, and the module left as it was."""
+"""Policy: a module as a pure function of its parameters; the module is left unchanged."""
 
 import attrs
 import mlx.core as mx
@@ -23,17 +23,17 @@ from tests.support.tiny_policies import (
 
 
 def leaf_ids(module):
-    """Identity of each of a module's arrays."""
+    """The identity of each array of a module."""
     return {name: id(leaf) for name, leaf in tree_flatten(module.parameters())}
 
 
 def shifted(params):
-    """Other parameters of the same structure."""
+    """Other parameters with the same structure."""
     return map_arrays(lambda a: a * 0.9 + 0.01, params)
 
 
 def test_logits_follow_the_parameters_given():
-    """Other parameters give what a module that holds them gives; the policy's own stay out of it."""
+    """Other parameters give the result of a module that holds them."""
     policy, tokens = tiny_policy(), token_rows(3, 7)
     other = tiny_module(seed=5)
     patch_layers(other)
@@ -43,7 +43,7 @@ def test_logits_follow_the_parameters_given():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_module_s_leaves_are_put_back(compile):
-    """After eager and traced calls the module holds the very arrays that it held, and still runs."""
+    """After eager and traced calls, the module holds its own arrays and still runs."""
     policy, tokens = tiny_policy(), token_rows(2, 5)
     held, before = leaf_ids(policy.module), policy.module(tokens)
     step = g.compiled(lambda p: policy.hidden(p, tokens), enabled=compile)
@@ -84,7 +84,7 @@ def test_lora_trains_its_adapters_alone():
 
 
 def test_the_forward_runs_in_the_compute_dtype():
-    """float32 masters, bfloat16 forward: that of the cast model; the gradient comes back in float32."""
+    """float32 masters with a bfloat16 forward equal the cast model; gradients are float32."""
     module, tokens = tiny_module("llama-untied"), token_rows(2, 5)
     policy = g.Policy.from_module(module, compute_dtype=mx.bfloat16)
     logits = policy.logits(policy.params, tokens)
@@ -97,7 +97,7 @@ def test_the_forward_runs_in_the_compute_dtype():
 
 
 def test_without_weights_no_trainable_ones_are_held():
-    """Once the parameters are dropped their memory is free, and frozen leaves are still there."""
+    """Dropped parameters free their memory; frozen leaves remain."""
     mx.eval(mx.zeros(1))
     before = memory_in_use()
     policy = tiny_policy("llama-untied", hidden_size=64)
@@ -110,7 +110,7 @@ def test_without_weights_no_trainable_ones_are_held():
 
 
 def test_a_module_without_a_backbone_works_whole():
-    """A model of one's own, whose parts have other names, counts as head and backbone in one."""
+    """A custom model with other names for its parts is head and backbone in one."""
 
     class Own(nn.Module):
         def __init__(self):
@@ -131,7 +131,7 @@ def test_a_module_without_a_backbone_works_whole():
 
 
 def module_for_probes(error=None):
-    """A model; with an error one whose first block raises it, but for a single row."""
+    """A model whose first block raises `error`, if given, for more than one row."""
     module = tiny_module()
     patch_layers(module)
     mlp = module.model.layers[0].mlp
@@ -148,7 +148,7 @@ def module_for_probes(error=None):
 
 @pytest.fixture(autouse=True)
 def _no_kernel(monkeypatch):
-    """Decoding steps are described without CUDA's kernel."""
+    """Describes decoding steps without CUDA's kernel."""
     monkeypatch.setattr(kernel_steps, "append_and_attend", lambda queries, *_: queries)
 
 

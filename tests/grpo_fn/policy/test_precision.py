@@ -1,4 +1,4 @@
-"""Quantized roles: which weights are rounded, that both storages hold the same ones, and what is refused."""
+"""Quantized roles: which weights are rounded, that both storages agree, and what is refused."""
 
 from functools import partial
 from typing import Any
@@ -27,12 +27,12 @@ COARSE = {
 
 
 def wide_policy(name="llama-untied", **options):
-    """A tiny policy whose blocks' rows hold whole groups of every mode."""
+    """A tiny policy whose rows are whole groups in every mode."""
     return tiny_policy(name, **SIZE, **options)
 
 
 def both_storages(policy, mode, tokens, **options):
-    """The role and its logits, packed and dequantized, which agree to rounding."""
+    """The packed role and the dequantized role's logits, which agree to rounding."""
     found = []
     for storage in ("packed", "dequantized"):
         role = quantized_role(policy, mode, storage, **options)
@@ -44,7 +44,7 @@ def both_storages(policy, mode, tokens, **options):
 
 @pytest.mark.parametrize("name", MODES)
 def test_both_storages_are_the_same_rounded_model(name):
-    """Packed and dequantized logits agree to rounding, and differ from full precision as the bits suggest."""
+    """The logits differ from full precision by as much as the bits suggest."""
     policy, tokens = wide_policy(), token_rows(2, 6)
     _, logits = both_storages(policy, name, tokens)
     assert 1e-4 < worst_difference(logits, policy.logits(policy.params, tokens)) < COARSE[name]
@@ -53,7 +53,7 @@ def test_both_storages_are_the_same_rounded_model(name):
 @pytest.mark.parametrize("name", ["affine-8", "affine-4", "nvfp4"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_rounded(model, name):
-    """Of all layers, in both storages; packed they take their bits, and give the dequantized logits."""
+    """The experts of all layers, in both storages."""
     policy, tokens = g.Policy.from_module(small_model(model)), token_rows(2, 6)
     role, logits = both_storages(policy, name, tokens, group_size=0 if name == "nvfp4" else 32)
     experts = [leaf for leaf in role.names if "_proj" in leaf and "self_attn" not in leaf]
@@ -67,7 +67,7 @@ def test_experts_are_rounded(model, name):
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 @pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2"])
 def test_embeddings_norms_and_the_head_keep_their_precision(name, storage):
-    """Only matrices of the blocks change; every other leaf is bit for bit what the learner has."""
+    """Only matrices of the blocks change; every other leaf keeps its bits."""
     policy = wide_policy(name, head_dim=32)
     role = quantized_role(policy, "affine-4", storage)
     assert role.names and all(".layers." in n and n.endswith("_proj.weight") for n in role.names)
@@ -87,7 +87,7 @@ def test_embeddings_norms_and_the_head_keep_their_precision(name, storage):
 
 
 def test_a_packed_role_is_small():
-    """Its weights take 4 bits and a scale and bias for each 64, and its module holds none of its own."""
+    """4 bits per weight plus scale and bias per 64; its module holds no weights."""
     policy = tiny_policy("llama-untied", hidden_size=128, intermediate_size=256, num_hidden_layers=4)
     g.materialize(policy.params)
     before = memory_in_use()
@@ -101,7 +101,7 @@ def test_a_packed_role_is_small():
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 def test_with_lora_the_base_is_rounded_and_the_adapters_are_not(storage):
-    """The frozen base is quantized once; adapters pass through, and the merged model samples."""
+    """The frozen base is quantized once; adapters pass through and change the logits."""
     policy = lora_policy("llama-untied", **SIZE)
     role = quantized_role(policy, "affine-8", storage)
     made = dict(tree_flatten(role.transform(policy.params)))
@@ -116,7 +116,7 @@ def test_with_lora_the_base_is_rounded_and_the_adapters_are_not(storage):
 
 
 def test_weights_are_rounded_in_the_compute_dtype():
-    """float32 masters, bfloat16 forward: the role's leaves are bfloat16, as its policy would cast them."""
+    """With a bfloat16 forward, the role's leaves are bfloat16."""
     policy = wide_policy(compute_dtype=mx.bfloat16)
     for storage in ("packed", "dequantized"):
         made = quantized_role(policy, "affine-8", storage).transform(policy.params)
@@ -146,7 +146,7 @@ def test_what_cannot_be_quantized_is_refused(make, name, options, message):
 
 
 def test_rows_that_do_not_fit_keep_their_precision():
-    """A matrix whose rows are no multiple of the group is named, and left alone; a smaller group takes it."""
+    """Such a matrix is named and left alone; a smaller group may fit."""
     policy = tiny_policy("llama-untied", hidden_size=64, intermediate_size=96)
     role = quantized_role(policy, "affine-4")
     assert [name.split(".")[-2] for name in role.unfit] == ["down_proj"] * 2 and len(role.names) == 2 * 6

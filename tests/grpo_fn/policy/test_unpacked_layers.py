@@ -32,7 +32,7 @@ MODES = [("affine", 32, 4), ("affine", 64, 8), ("mxfp4", 32, 4), ("nvfp4", 16, 4
 
 
 def packed_module(name="qwen2", *, adapters=True, mode="affine", group_size=32, bits=4):
-    """A tiny model whose weights are packed, embedding included, with adapters that are not zero."""
+    """A tiny model with packed weights, embedding included, and adapters other than zero."""
     module = tiny_module(name, hidden_size=64, intermediate_size=128, vocab_size=96)
     nn.quantize(module, group_size, bits, mode=mode)
     return with_adapters(module, None) if adapters else module
@@ -44,7 +44,7 @@ def kinds(module):
 
 @pytest.fixture
 def no_packed_products(monkeypatch):
-    """mlx's product with packed weights raises where it has many rows."""
+    """mlx's product of packed weights with many rows raises."""
     few = mx.quantized_matmul
 
     def refuse(x, *args, **kwargs):
@@ -85,7 +85,7 @@ def test_the_product_and_its_gradient_are_those_of_the_unpacked_weight(
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_learner_takes_no_packed_product(compile, no_packed_products):
-    """Forward and backward, compiled and not; the gradient is that of the same weights in full size."""
+    """Compiled or not, the gradient is that of the same weights unpacked."""
     policy, plain_module = g.Policy.from_module(packed_module()), packed_module()
     tokens, targets = token_rows(2, 6), token_rows(2, 6, seed=1)
 
@@ -132,7 +132,7 @@ def test_the_backward_pass_keeps_no_unpacked_weights(compile):
     ("name", "options"), [("qwen2", {}), ("llama", {"share_prefix": False})], ids=["shared", "copied"]
 )
 def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
-    """Weights are unpacked once: adapters are merged into them; the draws are the learner's."""
+    """Weights are unpacked once with merged adapters, and samples are the learner's."""
     policy = g.Policy.from_module(packed_module(name))
     with policy.sampling(policy.params) as module:
         assert not {"_QuantizedLinear", "_QuantizedEmbedding", "LoRALinear"} & kinds(module)
@@ -143,7 +143,7 @@ def test_a_rollout_takes_no_packed_product(name, options, no_packed_products):
 
 @pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
 def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
-    """Plain layers that stand for the same weights; afterwards the packed ones are back, the very same."""
+    """The plain layers give the same result; afterwards the same packed arrays are back."""
     module = packed_module(adapters=False, mode=mode, group_size=group_size, bits=bits)
     substitutes.patch_layers(module)
     before, held = module(token_rows(2, 5)), {p: id(a) for p, a in tree_flatten(module.parameters())}
@@ -160,7 +160,7 @@ def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
 
 
 def test_what_sampling_holds_is_counted():
-    """The unpacked weights, with adapters in them or not: as much as is made."""
+    """The bytes of the unpacked weights, with or without adapters, are those allocated."""
     module = packed_module()
     substitutes.patch_layers(module)
     with unpacked_weights(module) as found:
@@ -178,7 +178,7 @@ def test_what_sampling_holds_is_counted():
 
 
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
-    """On Metal mlx's own kernels take many rows. A weight of one group a row, wrong on CUDA, is unpacked."""
+    """As on Metal, except weights of one group per row, which are wrong on CUDA."""
     monkeypatch.setattr(quantized_layers, "unpack_rows", lambda: 0)
     monkeypatch.setattr(unpacking, "number", lambda name: 0)
     assert unpackable(packed_module()) == []

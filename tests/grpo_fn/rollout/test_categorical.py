@@ -1,4 +1,4 @@
-"""Drawing a token: no token is lost, each comes as often as it should, whatever the words and the weights."""
+"""Sampling a token: none is lost, and each has its exact probability."""
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +32,7 @@ def levels_of(weights):
 
 
 def words_for(weights, token):
-    """Words in the middle of what a token's weight takes of each level."""
+    """Words in the middle of a token's share of each level."""
     levels, words = levels_of(weights), np.zeros(RANDOM_NUMBERS, np.uint32)
     for depth, level in enumerate(levels):
         place = token // WIDTH ** (len(levels) - 1 - depth)
@@ -44,13 +44,13 @@ def words_for(weights, token):
 
 
 def drawn(weights, words):
-    """Tokens by rows of words from one row of weights."""
+    """Tokens for rows of words, from one row of weights."""
     row = mx.broadcast_to(mx.array(weights.astype(np.float32)), (len(words), len(weights)))
     return np.array(draw_tokens(row, mx.array(words))[0])
 
 
 def chances(weights):
-    """The exact probability of each place of a level: how many words lead to it, found by bisection."""
+    """The exact probability of each place of a level: the number of words that lead to it, by bisection."""
     count = len(weights)
     row = mx.broadcast_to(mx.array(weights.astype(np.float32)), (count, count))
     total = row.sum(axis=-1, keepdims=True)
@@ -66,7 +66,7 @@ def chances(weights):
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 32, 33, 700, 1024, 1025, 5000])
 def test_the_middle_of_a_token_s_share_draws_it(vocabulary):
-    """Every token of vocabularies of one, two and three levels, full and not."""
+    """Every token of vocabularies with one, two and three levels, full or not."""
     weights = weights_of(vocabulary, 2.0)
     tokens = np.unique(np.linspace(0, vocabulary - 1, 700).astype(int))
     words = np.stack([words_for(weights, token) for token in tokens])
@@ -74,7 +74,7 @@ def test_the_middle_of_a_token_s_share_draws_it(vocabulary):
 
 
 def test_no_token_of_a_large_flat_vocabulary_is_lost():
-    """151,936 logits of spread 3: what a float32 running sum never draws is drawn, a third of all tokens."""
+    """Tokens that a float32 running sum would never sample, a third of 151,936, are sampled."""
     weights = weights_of(QWEN, 3.0)
     upto = np.cumsum(weights.astype(np.float32))
     lost = np.flatnonzero(np.diff(upto, prepend=np.float32(0)) <= 0)
@@ -87,7 +87,7 @@ def test_no_token_of_a_large_flat_vocabulary_is_lost():
 @pytest.mark.parametrize("spread", [0.1, 3.0, 8.0])
 @pytest.mark.parametrize("count", [WIDTH, 149])
 def test_each_place_has_its_exact_probability(count, spread):
-    """Of all 2^32 words, each place of a level has its share: to 1e-6 of it, and to 2^−29."""
+    """Of all 2^32 words, each place has its share to a relative 1e-6 plus 2^−29."""
     weights = weights_of(count, spread, seed=count)
     want = weights / weights.sum()
     assert (np.abs(chances(weights) - want) <= 1e-6 * want + 2.0**-29).all()
@@ -119,7 +119,7 @@ def test_the_first_and_the_last_word_pass_over_tokens_without_weight(vocabulary)
     spread=st.sampled_from([0.5, 4.0, 20.0]),
 )
 def test_a_row_and_its_words_decide_alone(seed, vocabulary, spread):
-    """Alone, or among other rows: the same token and sum; the sum is that of the weights."""
+    """A row gives the same token and sum alone and among others."""
     weights = np.stack([weights_of(vocabulary, spread, seed + row) for row in range(4)]).astype(np.float32)
     words = mx.array(words_of(4, seed))
     tokens, totals = draw_tokens(mx.array(weights), words)

@@ -1,4 +1,4 @@
-"""Batched generation against the model run on each completion by itself: what a rollout depends on."""
+"""Batched generation compared with the model on each completion alone; what a rollout depends on."""
 
 import mlx.core as mx
 import pytest
@@ -38,7 +38,7 @@ def test_logprobs_are_those_of_the_sampler_s_distribution():
 
 
 def test_completions_depend_on_their_own_prompt_and_number():
-    """Row p·G+g continues prompt p; other prompts beside it, or more completions, change no token."""
+    """Other prompts or more completions change no token of row p·G+g."""
     policy = tiny_policy("llama-untied")
     rollout = roll(policy)
     more = roll(policy, [*RAGGED, [4, 4]], generations=5)
@@ -50,7 +50,7 @@ def test_completions_depend_on_their_own_prompt_and_number():
 
 
 def test_a_later_part_of_a_group_is_that_part_of_the_whole():
-    """`first_generation` numbers the completions, as in groups that are sampled in stages."""
+    """`first_generation` numbers the completions of a group sampled in stages."""
     policy = tiny_policy()
     whole = roll(policy, EQUAL, generations=3)
     part = roll(policy, EQUAL, generations=2, first_generation=1)
@@ -71,7 +71,7 @@ def test_it_samples_from_the_parameters_and_the_key_given():
 
 
 def test_the_cache_is_freed():
-    """Nothing of a rollout but its result stays in memory."""
+    """Only the result of a rollout stays in memory."""
     policy = tiny_policy()
     g.materialize(roll(policy))
     before = memory_in_use()
@@ -91,13 +91,13 @@ def test_the_cache_is_freed():
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
-    """Before anything is computed, with what was found."""
+    """Before anything is computed, with the value found."""
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), **change)
 
 
 def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
-    """`prompt_numbers` names each prompt's place in the whole: the rest, every second one, in any order."""
+    """`prompt_numbers` has each prompt's place in the whole, in any order."""
     policy = tiny_policy("llama")
     whole = roll(policy, RAGGED, eos_ids=EOS)
     for numbers in (range(2, len(RAGGED)), range(0, len(RAGGED), 2), [2, 0]):
@@ -112,7 +112,7 @@ def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():
     "prompts", [[[5]], [[5], [9], [5]], [[5], [9, 2]]], ids=["one", "three", "one and two"]
 )
 def test_prompts_of_one_token(name, prompts):
-    """Nothing to prefill but the token itself."""
+    """There is nothing to prefill except the token itself."""
     policy = tiny_policy(name)
     rollout = roll(policy, prompts, limit=8)
     assert rollout.prompts == tuple(map(tuple, prompts))
@@ -122,7 +122,7 @@ def test_prompts_of_one_token(name, prompts):
 @pytest.mark.parametrize("piece", [3, 4, 13])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_long_prompt_goes_in_by_pieces(name, piece, monkeypatch):
-    """Prefill in several calls, whatever is left for the last one, changes nothing."""
+    """A prefill in several calls changes nothing."""
     policy = tiny_policy(name)
     whole = roll(policy)
     monkeypatch.setattr(decode_step, "PREFILL_TOKENS", piece)
@@ -130,7 +130,7 @@ def test_a_long_prompt_goes_in_by_pieces(name, piece, monkeypatch):
 
 
 def test_forking_copies_only_what_is_in_use():
-    """A cache has room for 256 tokens; G completions of a short prompt do not get G times that."""
+    """G completions of a short prompt do not copy a cache's spare room."""
     policy = tiny_policy()
     _, caches = decode_step.result_of(decode_step.prefill(policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]]))
     assert caches[0].nbytes > 2 * 200 * 2 * 16 * 4

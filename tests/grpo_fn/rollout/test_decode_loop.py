@@ -57,13 +57,13 @@ def usual(name):
     ids=str,
 )
 def test_tokens_do_not_depend_on_how_rows_are_decoded(name, options):
-    """Batch size, checks, dropped rows and pipelining change no token: a row has a key of its own."""
+    """Batch size, checks, dropped rows and pipelining change no token."""
     policy, want = usual(name)
     assert_same(roll(policy, eos_ids=EOS, **options), want)
 
 
 def test_ended_rows_really_leave_the_batch():
-    """Later forwards see fewer rows than the first."""
+    """Later forward passes have fewer rows than the first."""
     policy, sizes = tiny_policy(), []
     model = policy.module.model
 
@@ -113,7 +113,7 @@ def test_a_stop_ends_at_the_token_that_completes_it(ends, every):
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_every_completion_may_be_empty(kept, share_prefix):
-    """find_stop that keeps nothing, of all rows or of some: the rollout has a column, and can be learned."""
+    """If all or some are, the rollout has a column and can be learned from."""
     policy = tiny_policy()
     rollout = roll(policy, find_stop=lambda tokens, start: kept * (tokens[0] % 2), share_prefix=share_prefix)
     lengths, empty = np.array(rollout.lengths_b), np.array(rollout.lengths_b) == 0
@@ -139,7 +139,7 @@ def started(policy, prompts=RAGGED, sampling=SAMPLING, **options):
 
 
 def columns_of(steps):
-    """The columns of a generator up to its end, and what it returns."""
+    """The columns of a generator, and what it returns."""
     found = []
     while True:
         try:
@@ -152,7 +152,7 @@ def columns_of(steps):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
 def test_columns_are_the_rollout_s_tokens(name):
-    """In parts and all at once; each row's tokens begin with its completion."""
+    """Each row's tokens begin with its completion, in parts or all at once."""
     policy = tiny_policy(name)
     for decoding in (g.Decoding(), g.Decoding(max_batch=3, check_every=1)):
         columns, rollout = columns_of(started(policy, decoding=decoding))
@@ -191,7 +191,7 @@ def test_an_interrupted_rollout_has_what_was_sampled_before(taken, replies):
 
 
 def test_a_long_prefill_gives_control_after_each_layer():
-    """So that a slow model's prefill can be interrupted; nothing has been sampled then."""
+    """A slow model's prefill can be interrupted before anything is sampled."""
     policy = tiny_policy()
     steps = started(policy, [list(range(3, 40))] * 4)
     layers = len(policy.module.layers)

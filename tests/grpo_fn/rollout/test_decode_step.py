@@ -1,4 +1,4 @@
-"""Decoding over one copy of each prompt against copied prompts."""
+"""Decoding with one copy of each prompt compared with copied prompts."""
 
 import threading
 
@@ -18,7 +18,7 @@ from tests.support.tiny_policies import tiny_module, tiny_policy
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "nanochat", "cohere"])
 def test_one_copy_of_a_prompt_serves_all_its_completions(name, prompts, monkeypatch):
-    """Groups of one length and of several, whole and thinned out to nothing: the tokens of copied prompts."""
+    """Groups of equal and different lengths, thinned out to nothing, give the same tokens."""
     monkeypatch.setattr(decode_loop, "COMPACT_SHARE", 0.01)
     policy = tiny_policy(name)
     assert policy.shares_prefix
@@ -29,7 +29,7 @@ def test_one_copy_of_a_prompt_serves_all_its_completions(name, prompts, monkeypa
 
 
 def test_a_prompt_is_held_once():
-    """The caches after the fork hold P prompts, not P · G."""
+    """After the fork, the caches hold P prompts, not P · G."""
     policy = tiny_policy()
     steps = decode_step.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
     _, plain = decode_step.result_of(steps)
@@ -39,7 +39,7 @@ def test_a_prompt_is_held_once():
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3", "mamba", "gemma2"])
 def test_what_cannot_share_a_prefix_decodes_with_copies(name):
-    """Windows, recurrent states and attention of the layer's own: asked for, it is left out."""
+    """With windows, recurrent states or custom attention, the option has no effect."""
     policy = tiny_policy(name)
     assert not policy.shares_prefix
     assert_same(roll(policy, share_prefix=True), roll(policy, share_prefix=False))
@@ -62,7 +62,7 @@ def test_in_16_bits_a_shared_prompt_is_rounded_like_a_copied_one(dtype, options)
 @pytest.mark.parametrize("scale", [0.07, 0.9])
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_attention_has_the_scale_of_the_model(scale, prompts):
-    """Some models (gemma, granite) have another one than D^−½: over one prompt, and over copies."""
+    """Some models (gemma, granite) have a scale other than D^−½."""
     module = tiny_module()
     for layer in module.layers:
         layer.self_attn.scale = scale
@@ -76,7 +76,7 @@ def test_attention_has_the_scale_of_the_model(scale, prompts):
 
 
 class _Late(llama.Attention):
-    """Attention that favours late positions, with scores of its own as a mask."""
+    """Attention with its own scores as a mask, which favour late positions."""
 
     peeks = False  # whether it looks into its cache as well
 
@@ -99,7 +99,7 @@ class _Late(llama.Attention):
 
 
 def test_a_mask_of_the_model_s_own_is_not_lost():
-    """A cache that attends by itself would not see it: such a model copies its prompts."""
+    """A cache that attends would not see it, so such a model copies its prompts."""
     module = tiny_module()
     for layer in module.layers:
         layer.self_attn.__class__ = _Late
@@ -109,7 +109,7 @@ def test_a_mask_of_the_model_s_own_is_not_lost():
 
 
 def test_a_model_that_fails_in_another_way_is_asked_no_more():
-    """A cache that it does not know has no `keys`: AttributeError, before anything is refused."""
+    """An AttributeError from an unknown cache counts as no."""
 
     class Peeking(_Late):
         peeks = True
@@ -121,7 +121,7 @@ def test_a_model_that_fails_in_another_way_is_asked_no_more():
 
 
 class _Twice(nn.Linear):
-    """A layer that is an `nn.Linear` by descent alone."""
+    """An `nn.Linear` only by inheritance."""
 
     def __call__(self, x):
         return 2 * super().__call__(x)
@@ -135,7 +135,7 @@ def test_a_layer_with_a_call_of_its_own_keeps_it():
 
 
 def test_any_thread_may_generate():
-    """Streams belong to a thread: the main one first, then two that come and go."""
+    """Streams belong to threads: the main one first, then two temporary ones."""
     policy = tiny_policy()
     found = [roll(policy, EQUAL)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Rows that arrive while others decode: they join, leave and continue, and draw what they draw alone."""
+"""Rows that arrive while others decode join, leave and continue, and sample the same tokens as alone."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support.tiny_policies import VOCAB, tiny_policy
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mamba"])
 @pytest.mark.parametrize("options", [{}, {"max_batch": 4, "check_every": 3}], ids=["", "parts"])
 def test_entries_that_wait_together_are_a_rollout_bit_for_bit(name, prompts, options):
-    """Rows that are there from the start get every number of `generate`."""
+    """Rows present from the start get every number of `generate`."""
     policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
     sampling = g.Sampling(max_new_tokens=12, eos_ids=EOS, with_entropy=True)
     for number, prompt in enumerate(prompts):
@@ -45,7 +45,7 @@ def test_entries_that_wait_together_are_a_rollout_bit_for_bit(name, prompts, opt
 )
 @pytest.mark.parametrize("options", [{}, {"share_prefix": False}, {"check_every": 1}], ids=str)
 def test_late_rows_join_and_draw_what_they_draw_alone(name, joins, options):
-    """One prompt after another, each row with its own limit: in one batch, if the caches can be joined."""
+    """One prompt after another, each with its own limit, in one batch if caches can be joined."""
     policy = tiny_policy(name)
     queue = RowQueue(policy)
     samplings = [g.Sampling(max_new_tokens=limit) for limit in LIMITS]
@@ -100,7 +100,7 @@ def test_groups_join_groups(options):
 
 
 def test_a_bound_of_rows_holds_for_late_ones():
-    """They wait until others have ended, in the order in which they came, a large group included."""
+    """They wait until others end, in their order, a large group included."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     queue.add(entry(0, EQUAL[0], group=2, sampling=g.Sampling(max_new_tokens=8)))
     sampling = g.Sampling(max_new_tokens=5)
@@ -118,7 +118,7 @@ def test_a_bound_of_rows_holds_for_late_ones():
 
 
 def test_many_that_wait_join_before_the_next_check():
-    """Once they are an eighth of the rows that decode, with a check each eighth step; fewer wait for it."""
+    """An eighth of the decoding rows joins at once; fewer wait for the check."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     sampling = g.Sampling(max_new_tokens=20)
     queue.add(entry(0, EQUAL[0], group=16, sampling=sampling))
@@ -132,7 +132,7 @@ def test_many_that_wait_join_before_the_next_check():
 
 
 def test_different_distributions_decode_side_by_side():
-    """Each row from its own: temperature, truncation, penalty, entropy, ends and limits."""
+    """Temperature, truncation, penalty, entropy, ends and limits differ by row."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     options: list[dict[str, Any]] = [
         {},
@@ -157,7 +157,7 @@ def test_different_distributions_decode_side_by_side():
 
 
 def test_cancelled_rows_leave_whether_they_wait_or_decode():
-    """They are never taken; the other rows draw what they would have drawn."""
+    """They are never returned, and the others' tokens stay the same."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     sampling = g.Sampling(max_new_tokens=30)
     for n in range(3):
@@ -183,7 +183,7 @@ def test_cancelled_rows_leave_whether_they_wait_or_decode():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0, "repetition_penalty": 1.4}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
 def test_a_kept_row_is_continued_as_if_it_had_not_ended(name, options):
-    """Its tokens are not computed again, and its draws are counted on."""
+    """Its tokens are not computed again, and its random numbers continue."""
     policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
     prompt, sampling = RAGGED[0], g.Sampling(max_new_tokens=10, **options)
     want = roll(policy, [prompt], generations=1, limit=10, **options).completions()[0]
@@ -199,7 +199,7 @@ def test_a_kept_row_is_continued_as_if_it_had_not_ended(name, options):
 
 @pytest.mark.parametrize(("name", "trims"), [("llama", True), ("gemma2", True), ("mamba", False)])
 def test_a_branch_reuses_the_longest_common_beginning(name, trims):
-    """If the caches can be cut; else, or after `forget`, all is computed again. The tokens are the same."""
+    """If caches cannot be cut, or after `cancel`, all is computed again; tokens are equal."""
     policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
     sampling = g.Sampling(max_new_tokens=6)
     for row in range(3):
@@ -229,7 +229,7 @@ def test_a_branch_reuses_the_longest_common_beginning(name, trims):
 
 
 def test_what_does_not_fit_is_refused():
-    """Before anything waits."""
+    """Before it is queued."""
     policy = tiny_policy()
     queue = RowQueue(policy)
     usual = entry(0, [1, 2])
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_rows_of_a_rollout_keep_their_meaning():
-    """`rollout_of` over rows of the queue: padded, one for each completion."""
+    """`rollout_of` pads the queue's rows, one for each completion."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
     for n, prompt in enumerate(RAGGED):
         queue.add(entry(n, prompt, group=2))

@@ -1,4 +1,4 @@
-"""Sampling: the right frequencies from explicit keys, the right sets, the right log-probabilities."""
+"""Sampling: frequencies from explicit keys, kept sets, and log-probabilities."""
 
 from importlib.util import find_spec
 
@@ -37,7 +37,7 @@ def softmax(z):
     "options", [{"top_k": 4}, {"top_k": 5, "top_p": 0.92}, {"top_k": 6, "top_p": 0.98, "min_p": 0.2}], ids=str
 )
 def test_frequencies_of_a_truncated_distribution(options):
-    """What is cut off never comes, and the rest in its renormalised proportions."""
+    """Excluded tokens never occur; the others in their renormalized proportions."""
     logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, 8))
     tokens, _ = sample(logits, keys(DRAWS, seed=1), **options)
     counts = np.bincount(np.array(tokens), minlength=8)
@@ -56,7 +56,7 @@ def test_frequencies_of_a_truncated_distribution(options):
     min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
 )
 def test_the_kept_set_is_the_naive_one(seed, size, scale, top_p, top_k, min_p):
-    """top-p, top-k and min-p, alone and together, against sorting and adding up in float64."""
+    """top-p, top-k and min-p, alone and together, compared with sorting in float64."""
     z = (scale * np.random.default_rng(seed).normal(size=size)).astype(np.float32)
     want, margin = kept_tokens(z.astype(np.float64), top_p, top_k, min_p)
     assume(margin > 1e-5 or min_p == 1.0)
@@ -92,7 +92,7 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from(seed, temperature, t
 
 
 def by_transformers(z, temperature, top_p, top_k, min_p):
-    """log-probs of its processors."""
+    """The log-probs of its processors."""
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as theirs
 
@@ -124,7 +124,7 @@ def test_entropy_is_that_of_the_whole_distribution(seed, temperature, scale):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sums_over_a_large_vocabulary_lose_nothing(temperature):
-    """Entropy and greedy log-prob of 151,936 tokens are float64's: a running float32 sum is 4e-4 off here."""
+    """Over 151,936 tokens, entropy and log-prob are float64's; a running sum is 4e-4 off."""
     z = np.random.default_rng(0).normal(scale=[[0.05], [1], [3]], size=(3, 151_936)).astype(np.float32)
     p = np.stack([softmax(row) for row in z.astype(np.float64) / temperature])
     found = np.array(entropy(mx.array(z), temperature))
@@ -159,7 +159,7 @@ def test_numbers_out_of_range_are_refused(options, message):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
 def test_the_repetition_penalty_is_mlx_lm_s(penalty):
-    """Random logits and histories, with repeats: what mlx-lm's processor makes of them."""
+    """Random logits and histories give the result of mlx-lm's processor."""
     mx.random.seed(3)
     logits = mx.random.normal((2, 50)) * 4
     histories = [[3, 3, 9, 41], [0, 49, 7, 7]]

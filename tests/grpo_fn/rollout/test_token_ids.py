@@ -1,4 +1,4 @@
-"""Token ids that the model's embedding does not have: refused by name, before MLX reads past the table."""
+"""Token ids outside of the model's embedding are refused by name, before MLX reads past the table."""
 
 import attrs
 import mlx.core as mx
@@ -17,7 +17,7 @@ OUTSIDE = [VOCAB, 10**8, -1]
 
 
 def with_token(rollout, token):
-    """The rollout with one other token in a completion."""
+    """The rollout with another token in a completion."""
     tokens_bt = mx.array(rollout.tokens_bt)
     tokens_bt[1, 0] = token
     return attrs.evolve(rollout, tokens_bt=tokens_bt)
@@ -30,13 +30,13 @@ def batch_of(rollout):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_vocabulary_is_the_embedding_s(name):
-    """In every kind of model; adapters, other parameters and no weights change nothing."""
+    """In every kind of model, with or without weights."""
     policy = tiny_policy(name)
     assert policy.vocabulary == VOCAB == policy.without_weights().vocabulary
 
 
 class Positions(nn.Module):
-    """A model with a table of positions that is larger than that of its tokens."""
+    """A model whose table of positions is larger than its table of tokens."""
 
     def __init__(self, logits):
         """So many logits; 65 tokens."""
@@ -61,7 +61,7 @@ def test_other_embeddings():
 
 @pytest.mark.parametrize("token", OUTSIDE)
 def test_generate_refuses(token):
-    """The prompt's number, the id, and the rows; nothing is computed."""
+    """The message has the prompt's number, the id and the rows; nothing is computed."""
     message = rf"prompt 1 has the token id {token}: expected 0 <= id < {VOCAB}, the rows of the model's"
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), [[1, 2], [3, token, 4]])
@@ -70,7 +70,7 @@ def test_generate_refuses(token):
 
 @pytest.mark.parametrize("token", OUTSIDE)
 def test_rollouts_of_one_s_own_are_refused(token):
-    """In a prompt or a completion: ids below 0 by make_batch, those beyond the embedding by the learner."""
+    """make_batch refuses negative ids, the learner those beyond the embedding."""
     policy, rollout = tiny_policy(), tiny_rollout()
     prompts = (rollout.prompts[0], (3, token))
     for bad in (with_token(rollout, token), attrs.evolve(rollout, prompts=prompts)):
@@ -89,7 +89,7 @@ def test_rollouts_of_one_s_own_are_refused(token):
 
 
 def test_the_largest_id_costs_no_trace():
-    """It differs from batch to batch; the compiled steps do not see it."""
+    """It differs between batches, and the compiled steps do not see it."""
     policy = tiny_policy()
     state, grad_step = make_state(policy), g.make_grad_step(policy, g.LossSpec())
     rollout = tiny_rollout()

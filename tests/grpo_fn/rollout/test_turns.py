@@ -1,4 +1,4 @@
-"""Conversations: turns that are sampled, and tokens between them that are given."""
+"""Conversations: sampled turns, with given tokens between them."""
 
 import functools
 from itertools import pairwise
@@ -22,7 +22,7 @@ ENDS = tuple(range(0, VOCAB, 5))  # turns of a few tokens
 
 
 def answers(turns=3, length=4):
-    """Replies to each row's first turns, of different lengths and contents; then the conversation ends."""
+    """Replies of different lengths and contents to each row's first turns; then the conversation ends."""
     told: dict[int, int] = {}
     seen: list[tuple[int, tuple[int, ...]]] = []
 
@@ -39,7 +39,7 @@ def answers(turns=3, length=4):
 
 
 def alone(policy, prompt, key, row, group, *, limit, ends, turns, penalty):
-    """One conversation by whole forwards, nothing cached: tokens, which were sampled, and their log-probs."""
+    """A conversation by whole forward passes: tokens, which of them were sampled, and log-probs."""
     replies = answers(turns)
     tokens, sampled, logp, turn, drawn = [], [], [], 0, 0
     keys = draw_bits(completion_keys(key, mx.array([row // group]), mx.array([row % group])), 0, limit)
@@ -91,7 +91,7 @@ def test_a_conversation_is_that_of_whole_forwards(name, penalty):
 
 @functools.cache
 def usual_conversations(name):
-    """A policy, and its conversations as they are decoded by default."""
+    """A policy, and its conversations with default decoding."""
     policy = tiny_policy(name)
     return policy, roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers())
 
@@ -104,7 +104,7 @@ TOGETHER = {"turns_together": False, "check_every": 2}
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
-    """Nor on when replies are taken."""
+    """Nor on when replies are collected."""
     policy, want = usual_conversations(name)
     got = roll(policy, generations=4, limit=24, eos_ids=ENDS, replies=answers(), **options)
     assert_same(got, want)
@@ -113,7 +113,7 @@ def test_conversations_do_not_depend_on_how_rows_are_decoded(name, options):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_turns_begin_together_or_as_replies_come(together):
-    """Together: when every row that waits has its reply. Else the loop waits for one, or for none."""
+    """Together, the loop waits for all replies; otherwise for one or none."""
     asked = []
 
     class Sparing(Respond):
@@ -133,7 +133,7 @@ def test_turns_begin_together_or_as_replies_come(together):
 
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
 def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts):
-    """With replies that end each conversation at once, every number is that of `generate` without them."""
+    """If replies end each conversation at once, all numbers are `generate`'s."""
     policy = tiny_policy()
     options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": False, "check_every": 4}
     plain = roll(policy, prompts, with_entropy=True, **options)
@@ -144,7 +144,7 @@ def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts):
 
 
 def test_each_turn_is_asked_about_once_and_ends_with_its_end():
-    """The environment sees the turn's own tokens, the end token among them."""
+    """The environment sees the turn's own tokens, with the end token."""
     replies = answers()
     rollout = roll(tiny_policy(), generations=4, limit=30, eos_ids=ENDS, replies=replies)
     per_row: dict[int, list[int]] = {}
@@ -158,7 +158,7 @@ def test_each_turn_is_asked_about_once_and_ends_with_its_end():
 
 
 def test_the_limit_counts_given_tokens_and_leaves_room_for_an_answer():
-    """A reply that would fill the rest is left out, and the conversation counts as cut off."""
+    """A reply that would fill the rest is dropped, and the conversation counts as truncated."""
     replies = Respond(lambda row, t: [1] * 5)
     rollout = roll(tiny_policy(), generations=4, limit=12, eos_ids=ENDS, replies=replies)
     assert rollout.tokens_bt.shape[1] <= 12
@@ -170,7 +170,7 @@ def test_the_limit_counts_given_tokens_and_leaves_room_for_an_answer():
 
 
 def test_bad_replies_are_refused():
-    """Token ids that the model has no row for, and rows that were not asked about."""
+    """Unknown token ids, and rows that were not asked for."""
     policy = tiny_policy()
     with pytest.raises(ValueError, match=f"token id {VOCAB}"):
         roll(policy, eos_ids=ENDS, limit=30, replies=Respond(lambda row, t: [VOCAB]))
@@ -184,7 +184,7 @@ def test_bad_replies_are_refused():
 
 
 def test_turns_are_numbered_and_start_in_states():
-    """Numbers, states and a number for each turn as one for each token, of conversations by hand."""
+    """Turn numbers, states and per-turn values of conversations written by hand."""
     rows = [  # tokens of turns that were sampled, and between them given ones
         ([1, 2], [8, 9], [3], [7], [4, 5]),
         ([1], [8, 9], [2, 2]),
@@ -215,7 +215,7 @@ def test_turns_are_numbered_and_start_in_states():
 
 
 def test_given_tokens_have_no_gradient_but_through_attention():
-    """The loss's gradient is that of the same batch with the given tokens' targets taken out of the mask."""
+    """Given tokens are masked: their log-probs change nothing."""
     policy = tiny_policy()
     rollout = roll(policy, generations=4, limit=30, eos_ids=ENDS, replies=answers())
     adv_pg = mx.array(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))

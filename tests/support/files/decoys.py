@@ -1,4 +1,4 @@
-"""A user's own files that look like what a killed process leaves, and whether anything has touched them."""
+"""A user's files that look like the leftovers of a killed process, and whether anything touched them."""
 
 import os
 
@@ -6,7 +6,7 @@ NAME = ".grpo_fn-0123456789a"  # and a digit
 
 
 def plant(folder, target):
-    """Puts decoys of many shapes beside the name `target`; their paths."""
+    """Creates decoys of many shapes beside the name `target`, and returns their paths."""
     outside = folder.parent / f"{folder.name}-outside"  # what links lead to
     precious = {"precious": "x"}
     inside = {
@@ -32,7 +32,7 @@ def plant(folder, target):
 
 
 def look(paths):
-    """All that can be seen of these paths and below, times of change included."""
+    """Everything visible of these paths and below, including modification times."""
     seen = {}
     for top in paths:
         for path in [top, *(sorted(top.rglob("*")) if top.is_dir() and not top.is_symlink() else ())]:

@@ -8,7 +8,7 @@ SIZES = {"sequence_len": 64, "vocab_size": 329, "n_layer": 3, "n_head": 4, "n_kv
 
 
 def make_tensors(*, padding=7, seed=0, sizes=SIZES):
-    """Random tensors under nanochat's names, matrices in float32, the embedding in bfloat16."""
+    """Random tensors with nanochat's names: float32 matrices, a bfloat16 embedding."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Python in a process of its own, and the digest of the weights that it leaves behind."""
+"""Python in a new process, and the digest of the weights that it saves."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def python(*words: Any, cwd: Any = ROOT, code: Any = 0, **environment: Any) -> Any:
-    """`python WORDS`, finished, with its output as text; it has to end with this code (None: any)."""
+    """`python WORDS`, finished, with its output as text; it must end with this code (None: any)."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *map(str, words)],
@@ -30,12 +30,12 @@ def python(*words: Any, cwd: Any = ROOT, code: Any = 0, **environment: Any) -> A
 
 
 def in_new_process(code, *arguments, **options):
-    """Runs code in a Python of its own; its stdout, after it ended well."""
+    """Runs code in a new Python process; the output of a successful end."""
     return python("-c", code, *arguments, **options).stdout
 
 
 def digest_of(file):
-    """The digest of a weights file, as OWN_LOOP takes it of a state's parameters."""
+    """The digest of a weights file, as OWN_LOOP computes it for a state's parameters."""
     digest = hashlib.sha256()
     weights: Any = mx.load(str(file))
     for name, leaf in sorted(weights.items()):

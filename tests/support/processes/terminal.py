@@ -18,7 +18,7 @@ _PIECE = re.compile(r"\x1b\[(?P<number>[?\d;]*)(?P<command>[A-Za-z])|(?P<letter>
 
 
 class Screen:
-    """The lines that a terminal shows, those that have scrolled away included; colours are left out."""
+    """The lines that a terminal shows, with those that scrolled away, without colours."""
 
     def __init__(self, output: str, columns: int):
         """After a program has written this: text, line ends, and the cursor movements that rich uses."""
@@ -89,7 +89,7 @@ class Session:
         os.close(follower)
 
     def read_until(self, text: str = "") -> None:
-        """Reads until this has been written since the last call, or (left out) to the program's end."""
+        """Reads until this text appears after the last call, or, if left out, to the program's end."""
         start = len(self.output)
         while not text or text not in self.output[start:]:
             before = len(self.output)
@@ -99,7 +99,7 @@ class Session:
                 return
 
     def read(self, seconds: float) -> bool:
-        """Reads what is written within this time; False where nothing was, and nothing has ended."""
+        """Reads output within this time; False if there was none and nothing has ended."""
         if not select.select([self._leader], [], [], seconds)[0]:
             return False
         with contextlib.suppress(OSError):  # Linux's way of saying that the other side has closed

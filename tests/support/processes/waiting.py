@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for other threads and processes."""
 
 import subprocess
 import time
@@ -8,7 +8,7 @@ HANGS = 600.0  # seconds: for what hangs, not for what a busy machine takes long
 
 
 def wait_until(holds: Callable[[], object], process: subprocess.Popen | None = None) -> None:
-    """Until it holds; AssertionError where `process` ends before."""
+    """Waits until the condition holds; AssertionError if `process` ends before."""
     latest = time.monotonic() + HANGS
     while not holds():
         ended = process is not None and process.poll() is not None

@@ -1,4 +1,4 @@
-"""Runs a LossCase through the library and through the reference, and compares what comes out."""
+"""Runs a LossCase through the library and the reference, and compares the results."""
 
 from typing import Any
 

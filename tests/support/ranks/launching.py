@@ -1,4 +1,4 @@
-"""Runs on several ranks, as real processes under mlx.launch, and their configs."""
+"""Runs on several ranks, as processes under mlx.launch, and their configs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def free_ports(number: int) -> int:
-    """The first of so many ports in a row that nobody uses now."""
+    """The first of this many consecutive ports that are unused."""
     chance = random.Random(os.getpid() + time.monotonic_ns())  # others look for ports, too
     for _ in range(1000):
         start = chance.randrange(20_000, 32_000)
@@ -34,20 +34,12 @@ def free_ports(number: int) -> int:
             continue
     raise RuntimeError("no free ports")
 
-
-def launcher(ranks: int, command: Sequence[str]) -> list[str]:
-    """The words of `mlx.launch -n RANKS COMMAND` over ring."""
-    # fmt: off
-    return [
-        str(BIN / "mlx.launch"), "-n", str(ranks), "--backend", "ring",
-        "--starting-port", str(free_ports(ranks)), "--", *command,
-    ]
     # fmt: on
 
 
 @attrs.define
 class Launched:
-    """A `mlx.launch` under way. Its standard input stays open: at the end of it, it would spin."""
+    """A running `mlx.launch`. Its standard input stays open, because it would spin at the end of it."""
 
     process: subprocess.Popen
     output: Path
@@ -64,7 +56,7 @@ class Launched:
         return self.output.read_text(errors="replace")
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = HANGS) -> bool:
-        """Whether it came to hold before the launcher's end."""
+        """Whether the condition came to hold before the launcher's end."""
         latest = time.monotonic() + seconds
         while time.monotonic() < latest:
             if holds():
@@ -75,7 +67,7 @@ class Launched:
         raise RuntimeError(f"not after {seconds:.0f} s: {self.said()[-2000:]}")
 
     def end(self, seconds: float = HANGS) -> str:
-        """Waits for the launcher and all its ranks; what they printed. After so long it kills them all."""
+        """Waits for the launcher and its ranks, and returns their output. Kills them after `seconds`."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -86,7 +78,7 @@ class Launched:
         return self.said()
 
     def kill(self) -> None:
-        """Ends whatever is left."""
+        """Ends all remaining processes."""
         for rank in range(self.ranks):
             if (pid := self.pid(rank)) and is_running(pid):
                 os.kill(pid, 9)
@@ -95,7 +87,7 @@ class Launched:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there, and no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -105,15 +97,16 @@ def is_running(pid: int) -> bool:
 
 
 def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **environ: str) -> Launched:
-    """`grpo-run OPTIONS` on so many ranks, with hooks of `rank_process`; `folder` gets the ranks' files."""
+    """`grpo-run OPTIONS` on this many ranks, with hooks of `rank_process`; `folder` has the ranks' files."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob("*.pid"), *folder.glob("*.digests")):
         file.unlink()
     output = folder / "output.txt"
-    rank = ["-m", "tests.support.ranks.rank_process", str(folder), *hooks, "--", *options]
+    launch = [BIN / "mlx.launch", "-n", ranks, "--backend", "ring", "--starting-port", free_ports(ranks)]
+    rank = [sys.executable, "-m", "tests.support.ranks.rank_process", folder, *hooks, "--", *options]
     with output.open("w") as stream:
         process = subprocess.Popen(
-            launcher(ranks, [sys.executable, *rank]),
+            [*map(str, [*launch, "--", *rank])],
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -138,7 +131,7 @@ def sums(completions, **_):
 
 
 def config_writer(folder: Path) -> Callable[..., Path]:
-    """Writes configs in the folder, of small runs rewarded by `LETTERS`; each gives its path."""
+    """A function that writes configs of small runs rewarded by `LETTERS`, and returns their paths."""
     (folder / "letters.py").write_text(LETTERS)
 
     def make(name: str, **tables) -> Path:

@@ -41,7 +41,7 @@ class ThreadRanks:
 
 
 def on_ranks(number: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """What `act` returns on each of so many ranks; raises the first error."""
+    """The results of `act` on each of this many ranks; raises the first error."""
     barrier, places = threading.Barrier(number), [None] * number
     results: list[Any] = [None] * number
     errors: list[BaseException] = []
@@ -65,7 +65,7 @@ def on_ranks(number: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
 
 
 def as_run_ranks(collectives: ThreadRanks) -> Ranks:
-    """`Ranks` of this thread, as if a launcher had started it: meetings go over the barrier."""
+    """`Ranks` of this thread, as if a launcher had started it; they meet at the barrier."""
     ranks = Ranks()
     ranks.number, ranks.count = collectives.rank(), collectives.size()
     ranks.hosts = ["here"] * ranks.count

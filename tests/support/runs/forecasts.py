@@ -1,4 +1,4 @@
-"""The memory forecast of a config against two steps of the real loop."""
+"""The memory forecast of a config compared with two steps of the real loop."""
 
 from benchmarks.memory import WITHIN
 from tests.support.processes.new_process import in_new_process

@@ -1,4 +1,4 @@
-"""Folders that look as a run leaves them, for tests of the report: small, large, hostile, broken."""
+"""Folders as a run leaves them, for tests of the report: small, large, hostile, broken."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def make_run(
 
 
 def write_update(files, update, group=4, texts=("a", "b"), nan_at=None, gold=True):
-    """One update's lines; of number 0 the evaluation alone, which also follows each third one."""
+    """One update's lines; number 0 is only the evaluation, which follows every third update too."""
     if update:
         broken = update == nan_at
         files["training_log"].write(

@@ -1,4 +1,4 @@
-"""A real run with conversations: an environment whose tool every turn calls, whatever the model wrote."""
+"""A real run with conversations in which every turn calls a tool, whatever the model wrote."""
 
 from pathlib import Path
 from typing import Any

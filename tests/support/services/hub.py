@@ -20,7 +20,7 @@ REPO = "/api/models/([^/]+/[^/]+)"
 
 
 class Hub:
-    """Repositories by name, each a table of file names and bytes; `requests` keeps "METHOD path" of each."""
+    """Repositories by name, as tables of files; `requests` has "METHOD path" of each request."""
 
     def __init__(self):
         self.repos: dict[str, dict[str, bytes]] = {}

@@ -8,36 +8,13 @@ import grpo_fn as g
 from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_dtype
 from grpo_fn.policy.head import Head
-from tests.grpo_fn.learner.logprobs.test_token_logprobs import assert_close, make_inputs, specified
-
-
-def _logits(products, scale_cap):
-    """Logits, and their gradients in the products."""
-    scale, cap = scale_cap
-    if cap is None:
-        return scale * products, np.full(products.shape, scale)
-    tanh = np.tanh(scale * products / cap)
-    return cap * tanh, scale * (1 - tanh**2)
-
-
-def wanted_logprobs(products, targets, scale_cap, temperature):
-    """logp, entropy (0 · log 0 = 0) and log Σ e^z of each row, and all log-probs."""
-    z = _logits(products, scale_cap)[0] / temperature
-    lse = np.logaddexp.reduce(z, axis=-1)
-    every = z - lse[:, None]
-    probs = np.exp(every)
-    entropy = -np.where(probs > 0, probs * np.where(probs > 0, every, 0), 0).sum(axis=-1)
-    return every[np.arange(len(targets)), targets], entropy, lse, every
-
-
-def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
-    """The gradient in the products of Σ by_logp · logp + by_entropy · H."""
-    _, entropy, _, every = wanted_logprobs(products, targets, scale_cap, temperature)
-    probs = np.exp(every)
-    hit = np.eye(products.shape[1])[targets]
-    above = np.where(probs > 0, every, 0) + entropy[:, None]  # 0 · −∞ would be NaN
-    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * above
-    return dz / temperature * _logits(products, scale_cap)[1]
+from tests.grpo_fn.learner.logprobs.test_token_logprobs import (
+    assert_close,
+    make_inputs,
+    specified,
+    wanted_gradients,
+    wanted_logprobs,
+)
 
 
 def float64(array):

@@ -23,19 +23,43 @@ def make_inputs(rows=2, length=4, *, seed=0, scale=1.0, dtype=mx.float32):
     return hidden, weight, targets, up
 
 
+def _logits(products, scale_cap):
+    """Logits, and their gradients in the products."""
+    scale, cap = scale_cap
+    if cap is None:
+        return scale * products, np.full(products.shape, scale)
+    tanh = np.tanh(scale * products / cap)
+    return cap * tanh, scale * (1 - tanh**2)
+
+
+def wanted_logprobs(products, targets, scale_cap, temperature):
+    """logp, entropy (0 · log 0 = 0) and log Σ e^z of each row, and all log-probs."""
+    z = _logits(products, scale_cap)[0] / temperature
+    lse = np.logaddexp.reduce(z, axis=-1)
+    every = z - lse[:, None]
+    probs = np.exp(every)
+    entropy = -np.where(probs > 0, probs * np.where(probs > 0, every, 0), 0).sum(axis=-1)
+    return every[np.arange(len(targets)), targets], entropy, lse, every
+
+
+def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
+    """The gradient in the products of Σ by_logp · logp + by_entropy · H."""
+    _, entropy, _, every = wanted_logprobs(products, targets, scale_cap, temperature)
+    probs = np.exp(every)
+    hit = np.eye(products.shape[1])[targets]
+    above = np.where(probs > 0, every, 0) + entropy[:, None]  # 0 · −∞ would be NaN
+    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * above
+    return dz / temperature * _logits(products, scale_cap)[1]
+
+
 def specified(hidden, weight, targets, up, temperature=1.0, cap=None):
     """logp, entropy, and the gradients of Σ up·(logp, entropy) in hidden and weight, in NumPy float64."""
     h, w, a, b = (np.array(x.astype(mx.float32), np.float64) for x in (hidden, weight, *up))
-    raw = h @ w.T
-    z = (raw if cap is None else cap * np.tanh(raw / cap)) / temperature
-    top = z.max(axis=-1, keepdims=True)
-    logp_all = z - top - np.log(np.exp(z - top).sum(axis=-1, keepdims=True))
-    p = np.exp(logp_all)
-    hit = np.eye(VOCAB)[np.array(targets)]
-    entropy = -(p * logp_all).sum(axis=-1)
-    dz = a[..., None] * (hit - p) - b[..., None] * p * (logp_all + entropy[..., None])
-    draw = dz / temperature * (1.0 if cap is None else 1 - np.tanh(raw / cap) ** 2)
-    return (logp_all * hit).sum(axis=-1), entropy, draw @ w, np.einsum("btv,btd->vd", draw, h)
+    rows, shape, how = h.reshape(-1, WIDTH), a.shape, ((1.0, cap), temperature)
+    given = rows @ w.T, np.array(targets).reshape(-1)
+    logp, entropy, *_ = wanted_logprobs(*given, *how)
+    dz = wanted_gradients(*given, a.reshape(-1), b.reshape(-1), *how)
+    return logp.reshape(shape), entropy.reshape(shape), (dz @ w).reshape(h.shape), dz.T @ rows
 
 
 def naive(hidden, head, targets, temperature=1.0):
