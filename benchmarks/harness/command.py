@@ -19,7 +19,6 @@ from benchmarks.harness.record import (
     Figure,
     Record,
     load_records,
-    make_record,
     save_record,
     table,
 )
@@ -98,13 +97,13 @@ def benchmark(
                 floors = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
 
             def save(figures: Sequence[Figure], replaced: Iterable[str] | None) -> Record:
-                record = make_record(
-                    name,
-                    figures,
+                record = Record(
+                    name=name,
                     quick=quick,
+                    settings=settings,
                     machine=surroundings,
                     rates=floors,
-                    settings=settings,
+                    figures=figures,
                 )
                 return save_record(folder, backend(), record, parts=replaced, arranged=arranged)[1]
 

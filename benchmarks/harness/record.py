@@ -97,52 +97,38 @@ def ratio_figure(name: str, ratio: Ratio, **more: Any) -> Figure:
     return sample_figure(name, ratio.pairs, "x", value=ratio.of_medians, paired=ratio.paired, **more)
 
 
+def today() -> str:
+    """The date."""
+    return datetime.now(UTC).date().isoformat()
+
+
 @attrs.frozen(kw_only=True)
 class Record:
-    """One run of a benchmark."""
-
-    name: str
-    date: str
-    quick: bool
-    settings: Mapping[str, str]  # options of the command line that change the work
-    machine: Mapping[str, Any]
-    rates: Mapping[str, float]
-    figures: tuple[Figure, ...]
-
-    def missed(self) -> list[Figure]:
-        """The figures that miss their targets."""
-        return [figure for figure in self.figures if figure.met is False]
-
-
-def make_record(
-    name: str,
-    figures: Sequence[Figure],
-    *,
-    quick: bool,
-    machine: Mapping[str, Any],
-    rates: Mapping[str, float],
-    settings: Mapping[str, str] | None = None,
-) -> Record:
-    """A record of today.
+    """One run of a benchmark.
 
     Raises:
         ValueError: two figures share a name, or one is not finite.
     """
-    names = [figure.name for figure in figures]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{name}: two figures share a name: {sorted(names)}")
-    broken = [figure.name for figure in figures if not math.isfinite(figure.value)]
-    if broken:
-        raise ValueError(f"{name}: not finite: {', '.join(broken)}")
-    return Record(
-        name=name,
-        date=datetime.now(UTC).date().isoformat(),
-        quick=quick,
-        settings=settings or {},
-        machine=machine,
-        rates=rates,
-        figures=tuple(figures),
-    )
+
+    name: str
+    date: str = attrs.field(factory=today)
+    quick: bool = False
+    settings: Mapping[str, str] = attrs.field(factory=dict)  # options that change the work
+    machine: Mapping[str, Any]
+    rates: Mapping[str, float] = attrs.field(factory=dict)
+    figures: tuple[Figure, ...] = attrs.field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        names = [figure.name for figure in self.figures]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self.name}: two figures share a name: {sorted(names)}")
+        broken = [figure.name for figure in self.figures if not math.isfinite(figure.value)]
+        if broken:
+            raise ValueError(f"{self.name}: not finite: {', '.join(broken)}")
+
+    def missed(self) -> list[Figure]:
+        """The figures that miss their targets."""
+        return [figure for figure in self.figures if figure.met is False]
 
 
 def load_records(path: Path) -> dict[str, Record]:
@@ -154,13 +140,12 @@ def load_records(path: Path) -> dict[str, Record]:
     if not path.is_file():
         return {}
     try:
-        return {backend: _loaded(raw) for backend, raw in json.loads(path.read_text()).items()}
+        return {
+            backend: Record(**{**raw, "figures": [Figure(**figure) for figure in raw["figures"]]})
+            for backend, raw in json.loads(path.read_text()).items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a result of a benchmark ({error}); move it away") from error
-
-
-def _loaded(raw: dict[str, Any]) -> Record:
-    return Record(**{**raw, "figures": tuple(Figure(**figure) for figure in raw["figures"])})
 
 
 def load_results(results: Path, name: str) -> dict[str, Record]:

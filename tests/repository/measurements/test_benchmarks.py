@@ -28,7 +28,7 @@ RATES = {"matmul": 2e11, "exp": 1e8, "copy": 1e10}
 
 def made(*figures):
     """A record of these figures."""
-    return record.make_record("loss", figures, quick=False, machine=MACHINE, rates=RATES)
+    return record.Record(name="loss", figures=figures, machine=MACHINE, rates=RATES)
 
 
 def test_a_lazy_result_is_computed_inside_the_clock():
