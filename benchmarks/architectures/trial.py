@@ -210,7 +210,7 @@ def main(name: str, seconds: str = "300", memory: str = "3e9") -> None:
         print(json.dumps(attrs.asdict(outcome)), flush=True)
 
 
-def _finite(value: float) -> float:
+def _finite(value: Any) -> float:
     return float(np.nan_to_num(value, nan=np.inf))
 
 

@@ -13,15 +13,7 @@ import click
 from click.core import ParameterSource
 
 from benchmarks.harness.machine import backend, machine, rates
-from benchmarks.harness.record import (
-    EVIDENCE,
-    RESULTS,
-    Figure,
-    Record,
-    load_records,
-    save_record,
-    table,
-)
+from benchmarks.harness.record import EVIDENCE, RESULTS, Figure, Record, load_records, save_record, table
 from benchmarks.harness.report import draw_picture, refresh
 from runners.commands.base import ends_with_a_line
 from runners.errors import UserError, did_you_mean

@@ -37,7 +37,7 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
     return tuple((x, y) for x, y in points)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Figure:
     """One measured number."""
 
@@ -77,7 +77,7 @@ def sample_figure(name: str, samples: Iterable[float], unit: str = "", **more: A
     """The median of samples with their range; `more` may contain a different `value`."""
     values = list(samples)
     more = {"value": statistics.median(values), "low": min(values), "high": max(values), **more}
-    return Figure(name=name, unit=unit, samples=len(values), **more)
+    return Figure(name, unit=unit, samples=len(values), **more)
 
 
 def time_figure(name: str, timing: Timing, unit: str = "s", **more: Any) -> Figure:
@@ -205,9 +205,7 @@ def _spelled(records: Mapping[str, Record]) -> str:
     plain = {name: attrs.asdict(records[name], filter=is_kept) for name in sorted(records)}
     text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
     return re.sub(
-        r'"curve": (\[[^"{}]*\])',
-        lambda found: f'"curve": {json.dumps(json.loads(found[1]))}',
-        text,
+        r'"curve": (\[[^"{}]*\])', lambda found: f'"curve": {json.dumps(json.loads(found[1]))}', text
     )
 
 

@@ -72,7 +72,7 @@ def test_the_name_of_a_case_tells_what_differs(side):
 def test_results_of_several_commands_are_joined(tmp_path):
     """A run that is there already is replaced by the later one; others stay."""
     for folder, seed, value in (("a", 0, 1.0), ("b", 1, 2.0), ("c", 0, 3.0)):
-        figure = Figure(name=f"full: seed {seed}: step", value=value)
+        figure = Figure(f"full: seed {seed}: step", value)
         record = Record(name="gsm8k", figures=[figure], machine={})
         save_record(tmp_path / folder, "cuda", record)
     folders = [str(tmp_path / name) for name in "abc"]
@@ -134,6 +134,6 @@ def test_a_table_and_a_picture_are_made_of_results(tmp_path):
     pytest.importorskip("matplotlib")
     plots.draw_curves(record, tmp_path / "picture.svg")
     assert "minutes" in (tmp_path / "picture.svg").read_text()
-    parts = [Figure(name="sync, first: moments", value=2, unit="s"), Figure(name="sync, first: all", value=3)]
+    parts = [Figure("sync, first: moments", 2, "s"), Figure("sync, first: all", 3)]
     step = Record(name="gpu_step", figures=parts, machine=machine)
     assert "| sync, first | 2          | 3   |" in report.overview(step)
