@@ -153,7 +153,7 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
 
     def median(name: str, key: str, unit: str) -> Figure:
         value = statistics.median(step[key] for step in later)
-        return Figure(name=f"{title}: {name}", value=value, unit=unit)
+        return Figure(f"{title}: {name}", value, unit)
 
     peak = 1e3 * max(step["memory/peak_gb"] for each in seen for step in each.steps)
     return [
@@ -161,7 +161,7 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
         attrs.evolve(median("step", "step_time", "s"), samples=len(later)),
         *(median(part, f"time/{part}", "s") for part in PARTS),
         median("rollout's tokens", "tokens_per_second", "tokens/s"),
-        Figure(name=f"{title}: peak", value=peak, unit="MB"),
+        Figure(f"{title}: peak", peak, "MB"),
     ]
 
 

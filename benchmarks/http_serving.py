@@ -165,8 +165,8 @@ def bodies(prompts: Sequence[Any], new: int, **more: Any) -> Asked:
 def first_tokens(title: str, found: Round) -> list[Figure]:
     """The time to the first token."""
     return [
-        Figure(name=f"{title}: first token, median", value=1e3 * statistics.median(found.first), unit="ms"),
-        Figure(name=f"{title}: first token, longest", value=1e3 * max(found.first), unit="ms"),
+        Figure(f"{title}: first token, median", 1e3 * statistics.median(found.first), "ms"),
+        Figure(f"{title}: first token, longest", 1e3 * max(found.first), "ms"),
     ]
 
 
@@ -183,8 +183,8 @@ def rates(model: InferenceModel, title: str, case: Case) -> list[Figure]:
     processor = [own.processor / over.processor for own, over in pairs[1:]]
     own, over = pairs[-1]
     return [
-        Figure(name=f"{title}: engine's batch", value=own.rate, unit="tok/s"),
-        Figure(name=f"{title}: over HTTP", value=over.rate, unit="tok/s"),
+        Figure(f"{title}: engine's batch", own.rate, "tok/s"),
+        Figure(f"{title}: over HTTP", over.rate, "tok/s"),
         sample_figure(f"{title}: over HTTP / engine's batch", ratios, "×", at_least=LEAST),
         sample_figure(f"{title}: the same, processor time", processor, "×"),
         *first_tokens(title, over),
@@ -205,7 +205,7 @@ def shared_system(model: InferenceModel, name: str, case: Case) -> list[Figure]:
             found = send(bodies(asked, 4, ignore_eos=True))
             worked = 1e3 * found.processor / len(asked)
             figures += first_tokens(title, found)
-            figures.append(Figure(name=f"{title}: processor time", value=worked, unit="ms a call"))
+            figures.append(Figure(f"{title}: processor time", worked, "ms a call"))
     return figures
 
 
@@ -220,7 +220,7 @@ def beside(model: InferenceModel, folder: Path, case: Case) -> list[Figure]:
     for name, server in (("ours", ours(model)), ("mlx_lm.server", theirs(folder))):
         with server as send:
             found = [send(asked) for _ in range(2)][-1]
-        rates.append(Figure(name=f"{title}: {name}", value=found.rate, unit="tok/s"))
+        rates.append(Figure(f"{title}: {name}", found.rate, "tok/s"))
         firsts += first_tokens(f"{title}, {name}", found)
     return [*rates, *firsts]
 

@@ -165,8 +165,8 @@ class Useful:
         share = f"{title}: FLOP/s over a matmul's, {name}"
         return [
             time_figure(f"{title}: time, {name}", timing, predicted=floor),
-            Figure(name=share, value=reached, unit="x", at_least=least),
-            Figure(name=f"{title}: peak, {name}", value=peak / 1e6, unit="MB"),
+            Figure(share, reached, "x", at_least=least),
+            Figure(f"{title}: peak, {name}", peak / 1e6, "MB"),
         ]
 
 
@@ -186,10 +186,7 @@ def measure(title: str, case: Case, quick: bool) -> list[Figure]:
     can = case.prompt > 1 and can_share(module)
     shared = can and on_cpu  # as `system.share_prompts = "auto"` has it
     figures = [agreement(title, case, policy, plain, state, vocabulary)]
-    calls = {
-        "naive": naive(plain, state, batch),
-        "ours": ours(policy, state, batch, share_prompts=shared),
-    }
+    calls = {"naive": naive(plain, state, batch), "ours": ours(policy, state, batch, share_prompts=shared)}
     say(f"learner: {title}, {' and '.join(calls)}")
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     times = interleaved(calls, repeats=case.repeats, warmup=0)  # the peaks have warmed them up
@@ -201,9 +198,9 @@ def measure(title: str, case: Case, quick: bool) -> list[Figure]:
     ratio = times["ours"] / times["naive"]
     saved = peaks["ours"] / peaks["naive"]
     figures += [
-        Figure(name=f"{title}: peak with the float32 weights, ours", value=held, unit="MB"),
+        Figure(f"{title}: peak with the float32 weights, ours", held, "MB"),
         ratio_figure(f"{title}: time, ours / naive", ratio, at_most=case.time_at_most),
-        Figure(name=f"{title}: peak, ours / naive", value=saved, unit="x", at_most=case.peak_at_most),
+        Figure(f"{title}: peak, ours / naive", saved, "x", at_most=case.peak_at_most),
     ]
     del calls
 
@@ -233,8 +230,8 @@ def agreement(
     total, weight, _ = ours(policy, state, batch)()
     found = [array / weight for array in arrays_of(total)]
     return Figure(
-        name=f"{title}: largest difference of the gradients",
-        value=largest_error(found, [array.astype(mx.float32) for array in arrays_of(wanted)]),
+        f"{title}: largest difference of the gradients",
+        largest_error(found, [array.astype(mx.float32) for array in arrays_of(wanted)]),
         note="relative to the largest entry of each array",
         at_most=1e-3 if backend() == "cpu" else None,
     )

@@ -209,9 +209,9 @@ def figures_of(name: str, found: Outcome, target: float | None) -> list[Figure]:
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [
-        Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
-        Figure(name=f"{name}: predicted", value=predicted / 1e6, unit="MB", note=f"{peak}: {parts}"),
-        Figure(name=f"{name}: error", value=abs(found.error), unit="%", at_most=target),
+        Figure(f"{name}: measured peak", found.measured / 1e6, "MB"),
+        Figure(f"{name}: predicted", predicted / 1e6, "MB", note=f"{peak}: {parts}"),
+        Figure(f"{name}: error", abs(found.error), "%", at_most=target),
     ]
 
 

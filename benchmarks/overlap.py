@@ -72,14 +72,14 @@ def main(quick: bool, prompts: int) -> Iterator[list[Figure]]:
                 if not seconds:
                     without = step
                     work = work or step
-                    yield [Figure(name=f"{name}: step", value=step, unit="s")]
+                    yield [Figure(f"{name}: step", step, "s")]
                     continue
                 bound = max(work, (work + seconds) / (1 + staleness))
                 hidden = max(100 * (1 - (step - without) / seconds), 0.0)
                 judged = HIDDEN if staleness and seconds == 1.0 and bound == work else None
                 yield [
-                    Figure(name=f"{name}: step", value=step, unit="s", note=f"bound {bound:.2f} s"),
-                    Figure(name=f"{name}: hidden", value=hidden, unit="%", at_least=judged),
+                    Figure(f"{name}: step", step, "s", note=f"bound {bound:.2f} s"),
+                    Figure(f"{name}: hidden", hidden, "%", at_least=judged),
                 ]
 
 

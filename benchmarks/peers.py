@@ -163,14 +163,14 @@ def _figures(settings: Mapping[str, Any], side: Side) -> list[Figure]:
     return [
         *(time_figure(f"{case}: {part}, {title}", side.timing(part)) for part in PARTS),
         Figure(
-            name=f"{case}: tokens a step, {title}",
-            value=sum(tokens) / len(tokens),
+            f"{case}: tokens a step, {title}",
+            sum(tokens) / len(tokens),
             note=f"{min(tokens)} to {max(tokens)}",
             # A sampled end of text costs less, once in hundreds of thousands; the shipped model ends answers.
             at_least=None if case == QUICKSTART else 0.99 * wanted,
         ),
         *(
-            Figure(name=f"{case}: {what}, {title}", value=nbytes / 1e6, unit="MB")
+            Figure(f"{case}: {what}, {title}", nbytes / 1e6, "MB")
             for what, nbytes in memory.items()
             if nbytes
         ),
@@ -188,7 +188,7 @@ def _ratios(case: str, mine: Side, other: Side, peer: Peer) -> list[Figure]:
     what = "peak" if other.peak else "resident memory"
     memory = mine.peak / other.peak if other.peak else mine.resident / other.resident
     name = f"{case}: {what}, {mine.name} / {other.name}"
-    return [*figures, Figure(name=name, value=memory, unit="x", at_most=peer.peak)]
+    return [*figures, Figure(name, memory, "x", at_most=peer.peak)]
 
 
 def side_of(work: Path, case: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:

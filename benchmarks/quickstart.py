@@ -66,21 +66,15 @@ def figures_of(
     after = f"{updates[-1]['update']} updates; standard error {error:.1f}"
     peak = 1e3 * max(line.get("memory/peak_gb", 0.0) for line in updates)
     figures = [
-        Figure(
-            name="exact match before",
-            value=100 * scores[0]["em"],
-            unit="%",
-            note=f"{problems} problems",
-            at_most=most,
-        ),
-        Figure(name="exact match after", value=100 * share, unit="%", note=after, at_least=least),
-        Figure(name="held-out problems", value=problems, at_least=PROBLEMS_TARGET),
-        Figure(name="peak of MLX's arrays", value=peak, unit="MB"),
+        Figure("exact match before", 100 * scores[0]["em"], "%", note=f"{problems} problems", at_most=most),
+        Figure("exact match after", 100 * share, "%", note=after, at_least=least),
+        Figure("held-out problems", problems, at_least=PROBLEMS_TARGET),
+        Figure("peak of MLX's arrays", peak, "MB"),
     ]
     if usage:
-        seconds = Figure(name="from command to end", value=usage.seconds, unit="s", at_most=SECONDS_TARGET)
+        seconds = Figure("from command to end", usage.seconds, "s", at_most=SECONDS_TARGET)
         figures.insert(0, seconds)
-        figures.append(Figure(name="resident memory", value=usage.resident / 1e6, unit="MB"))
+        figures.append(Figure("resident memory", usage.resident / 1e6, "MB"))
     named = [attrs.evolve(figure, name=f"{label}: {figure.name}") for figure in figures]
     return named if judged else [figure.unjudged() for figure in named]
 

@@ -180,17 +180,17 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> Iterator[list[
         peak = max(each["peak"] for each in found) / 1e6
         base = base or step * count / tokens  # rank-seconds a token
         figures = [
-            Figure(name="step", value=step, unit="s", samples=case.repeats),
-            *(Figure(name=part, value=slowest[part], unit="s") for part in ("rollout", "the rest")),
-            Figure(name="rate", value=tokens / step, unit="tokens/s"),
-            Figure(name="peak of a rank", value=peak, unit="MB"),
+            Figure("step", step, "s", samples=case.repeats),
+            *(Figure(part, slowest[part], "s") for part in ("rollout", "the rest")),
+            Figure("rate", tokens / step, "tokens/s"),
+            Figure("peak of a rank", peak, "MB"),
         ]
         if count > 1:
             goal = EFFICIENCY.get(count) if backend() == "cuda" and not quick else None
             reached = base * tokens / (step * count)
-            figures.append(Figure(name="efficiency", value=reached, unit="x", at_least=goal))
+            figures.append(Figure("efficiency", reached, "x", at_least=goal))
             for part in ("waiting", "reducing"):
-                figures.append(Figure(name=part, value=100 * slowest[part] / step, unit="%"))
+                figures.append(Figure(part, 100 * slowest[part] / step, "%"))
         name = f"{case.name}: {count} rank{'s' if count > 1 else ''}"
         yield [attrs.evolve(figure, name=f"{name}: {figure.name}") for figure in figures]
 
@@ -219,8 +219,8 @@ def apart_figures(case: Case, quick: bool) -> Iterator[list[Figure]]:
         name = f"{case.name}: {title}"
         goal = FASTER if count > 1 and backend() == "cuda" and not quick else None
         yield [
-            Figure(name=f"{name}: step", value=step, unit="s", samples=len(steps) - 4),
-            Figure(name=f"{name}: steps a second", value=base / step, unit="x", at_least=goal),
+            Figure(f"{name}: step", step, "s", samples=len(steps) - 4),
+            Figure(f"{name}: steps a second", base / step, "x", at_least=goal),
         ]
 
 

@@ -125,9 +125,9 @@ def apart(
     tokens = mx.concatenate([mx.array(drawn) for _, drawn in texts.held_out])
     own = mx.take_along_axis(mx.concatenate(list(low)), tokens[:, None], axis=-1).mean()
     return [
-        Figure(name=f"{title}: perplexity", value=float(mx.exp(-own))),
+        Figure(f"{title}: perplexity", float(mx.exp(-own))),
         sample_figure(f"{title}: off", off, "nats", value=mean_off, at_most=most_off),
-        Figure(name=f"{title}: KL", value=kl, unit="nats", at_most=most_kl),
+        Figure(f"{title}: KL", kl, "nats", at_most=most_kl),
         sample_figure(f"{title}: sample size", sizes, "%", value=mean_size, at_least=least_size),
     ]
 
@@ -178,9 +178,9 @@ def measured(
         targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if 4.9 < bits < 5.1 else ()
     figures = apart(title, full, low, texts, targets)
     return [
-        Figure(name=f"{title}: bits", value=bits),
+        Figure(f"{title}: bits", bits),
         *figures,
-        Figure(name=f"{title}: first sync", value=first, unit="s"),
+        Figure(f"{title}: first sync", first, "s"),
         time_figure(f"{title}: sync", later),
     ]
 
@@ -205,13 +205,13 @@ def rates(title: str, policy: g.Policy, params: Tree, quick: bool) -> list[Figur
         each = max(few, min(tokens, int(seconds / step)))
         rate = rows * each / min(run_once(drawn(rows, each)) for _ in range(2))
         name, note = f"{title}: tokens/s at batch {rows}", f"{each} tokens a row"
-        figures.append(Figure(name=name, value=rate, unit="tokens/s", note=note))
+        figures.append(Figure(name, rate, "tokens/s", note=note))
     weights = nbytes(params, policy.frozen)
     peak = weights + peak_bytes(drawn(batches[-1], each), warm=False)
     return [
         *figures,
-        Figure(name=f"{title}: weights", value=weights / 1e6, unit="MB"),
-        Figure(name=f"{title}: peak", value=peak / 1e6, unit="MB"),
+        Figure(f"{title}: weights", weights / 1e6, "MB"),
+        Figure(f"{title}: peak", peak / 1e6, "MB"),
     ]
 
 

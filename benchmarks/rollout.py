@@ -218,7 +218,7 @@ def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure
     predicted = case.tokens / floor
     figures = [
         rate_figure(f"{title}: ours", case.tokens, own[1], predicted=predicted, at_least=least),
-        Figure(name=f"{title}: share of the roofline", value=share, unit="%", note=note),
+        Figure(f"{title}: share of the roofline", share, "%", note=note),
     ]
     for (name, timing), target in zip(others, case.at_least, strict=False):
         figures += [
@@ -227,7 +227,7 @@ def peers(title: str, case: Case, module: nn.Module, quick: bool) -> list[Figure
         ]
     for name, call in calls.items():
         peak = f"{title}: peak, {name}" if others else f"{title}: peak"
-        figures.append(Figure(name=peak, value=peak_bytes(call, warm=False) / 1e6, unit="MB"))
+        figures.append(Figure(peak, peak_bytes(call, warm=False) / 1e6, "MB"))
     return figures
 
 

@@ -124,7 +124,7 @@ def main(quick: bool, data: Path | None, size: int, repeats: int) -> list[Figure
     return [
         time_figure("one program: first, with the process that runs programs", first, "ms"),
         time_figure("one program: warm", warm, "ms"),
-        Figure(name="one program: processor time", value=processor * 1e3, unit="ms", samples=count),
+        Figure("one program: processor time", processor * 1e3, "ms", samples=count),
         time_figure(f"a step of {size} that end", ending, predicted=floor, at_most=target),
         time_figure(f"a step of {size}, one of which loops", looping),
     ]

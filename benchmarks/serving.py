@@ -172,7 +172,7 @@ def compare(
     arriving = f"{title}: one by one over at once"
     return [
         *(rate_figure(f"{title}: {name}", tokens, timing) for name, timing in times.items()),
-        Figure(name=f"{title}: between two requests", value=1e3 * gap, unit="ms"),
+        Figure(f"{title}: between two requests", 1e3 * gap, "ms"),
         ratio_figure(arriving, once / single, at_least=LEAST),
         ratio_figure(f"{arriving}, processor time", seconds["at once"] / seconds["one by one"]),
         ratio_figure(f"{title}: ours over BatchGenerator", other / single),

@@ -22,6 +22,7 @@ import mlx.core as mx
 from runners.answers.forms import answer_form
 from runners.config.loading import Config
 from runners.config.user_functions import resolve_function
+from runners.files.run_files import METRICS
 from runners.quickstart import MODEL_DIR
 from runners.rewards.builtin import built_in
 
@@ -181,6 +182,18 @@ def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str
     return found if form is None else {**found, "em": right / len(problems)}
 
 
+def log_writer(folder: Path) -> Callable[..., None]:
+    """A function that appends a line to the log of a run in this folder, with the seconds since the start."""
+    folder.mkdir(parents=True)
+
+    def write(**line: Any) -> None:
+        line["time/elapsed"] = time.perf_counter() - STARTED
+        with (folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    return write
+
+
 def mlx_lm_lora(settings: dict[str, Any], folder: Path, seed: int) -> None:
     """mlx-lm-lora's `train_grpo` on a model as its command line loads it; each step is logged."""
     import mlx.optimizers as optim
@@ -194,10 +207,9 @@ def mlx_lm_lora(settings: dict[str, Any], folder: Path, seed: int) -> None:
     reference = None
     if told["beta"]:  # without it the loss has no use for one, though the command line loads it all the same
         reference = from_pretrained(settings["model"])[0].freeze()
-    folder.mkdir(parents=True)
     mx.random.seed(seed)
     rollouts = Rollouts()
-    log = folder / "training_log.jsonl"
+    write = log_writer(folder)
     # The answer is only for rewards that look at it.
     rows = [(each["tokens"], each["tokens"][:1], "prompt", "answer") for each in settings["train"]]
 
@@ -206,10 +218,9 @@ def mlx_lm_lora(settings: dict[str, Any], folder: Path, seed: int) -> None:
             mx.reset_peak_memory()
             started = time.perf_counter()
             yield batch  # the step is over when the next batch is asked for
-            line: dict[str, Any] = {"update": update, "step_time": time.perf_counter() - started}
-            line |= {"memory/peak_gb": mx.get_peak_memory() / 1e9, **rollouts.take()}
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            seconds = time.perf_counter() - started
+            peak = {"memory/peak_gb": mx.get_peak_memory() / 1e9}
+            write(update=update, step_time=seconds, **peak, **rollouts.take())
 
     grpo_trainer.generate_grpo = rollouts.watched(
         grpo_trainer.generate_grpo, lambda result: [completion.size for completion in result[0]]
@@ -259,24 +270,27 @@ def opened(settings: dict[str, Any]) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32), tokenizer
 
 
-def trl_trainer(settings: dict[str, Any], folder: Path, callback: Any, **options: Any) -> Any:
-    """TRL's GRPOTrainer with transformers' own generation: one optimizer step a rollout, float32 weights, and
-    bfloat16 products on a GPU. `together` of the settings are the learner's rows at a time; by default all.
+def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
+    """TRL's GRPOTrainer with transformers' own generation: one optimizer step a rollout, each logged; float32
+    weights, and bfloat16 products on a GPU. `together` of the settings are the learner's rows at a time; by
+    default all.
     """
     import torch  # pyright: ignore
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
+    on_gpu = torch.cuda.is_available()
     model, tokenizer = opened(settings)
     rows = settings["batch_size"] * settings["trl"]["num_generations"]
     together = min(settings.get("together", rows), rows)
-    adapters, lora = None, settings["lora"]
+    adapters = None
+    lora = settings["lora"]
     if lora:
         from peft import LoraConfig  # pyright: ignore
 
         alpha = int(lora["rank"] * lora["scale"])
         adapters = LoraConfig(r=lora["rank"], lora_alpha=alpha, target_modules="all-linear")
-    on_gpu = torch.cuda.is_available()
     usual = {
         "output_dir": str(folder),
         "per_device_train_batch_size": together,
@@ -287,24 +301,10 @@ def trl_trainer(settings: dict[str, Any], folder: Path, callback: Any, **options
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
+        "reward_weights": settings["weights"],
+        "logging_steps": 1,
+        "seed": seed,
     }
-    data = [{"prompt": each["prompt"], "answer": each["answer"]} for each in settings["train"]]
-    return GRPOTrainer(
-        model=model,
-        args=GRPOConfig(reward_weights=settings["weights"], **{**usual, **settings["trl"], **options}),
-        reward_funcs=as_rewards(settings["rewards"], settings["nudge"], settings["form"]),
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(data),
-        peft_config=adapters,
-        callbacks=[callback],
-    )
-
-
-def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
-    """TRL's GRPOTrainer: one update a rollout; each is logged. On a GPU products are in bfloat16."""
-    import torch  # pyright: ignore
-    from transformers import TrainerCallback
-    from trl import GRPOTrainer  # pyright: ignore
 
     def lengths(result: Any) -> list[int]:
         if on_gpu:
@@ -313,76 +313,49 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
 
     rollouts = Rollouts()
     GRPOTrainer._generate_single_turn = rollouts.watched(GRPOTrainer._generate_single_turn, lengths)
-    folder.mkdir(parents=True)
+    write = log_writer(folder)
     last = settings["trl"]["max_steps"]
-    on_gpu = torch.cuda.is_available()
 
-    with (folder / "training_log.jsonl").open("w", encoding="utf-8") as log:
+    def evaluated(update: int) -> None:
+        write(update=update, **evaluation(trainer.model, tokenizer, settings))
 
-        def write(**line: Any) -> None:
-            line["time/elapsed"] = time.perf_counter() - STARTED
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+    class Watch(TrainerCallback):
+        """Logs every update and evaluates as the config says."""
 
-        def evaluated(update: int) -> None:
-            write(update=update, **evaluation(trainer.model, trainer.processing_class, settings))
+        started = 0.0
 
-        class Watch(TrainerCallback):
-            """Logs every update and evaluates as the config says."""
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            evaluated(0)
 
-            started = 0.0
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter()
 
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                evaluated(0)
+        def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+            if time.perf_counter() - STARTED > settings.get("seconds", math.inf):
+                control.should_training_stop = True
 
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.started = time.perf_counter()
+        def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
+            if "reward" not in logs:  # the summary at the end
+                return
+            taken = {"step_time": time.perf_counter() - self.started, **rollouts.take()}
+            if on_gpu:
+                taken["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            write(update=state.global_step, reward=logs["reward"], num_tokens=logs["num_tokens"], **taken)
+            if state.global_step != last and not state.global_step % (settings["eval_every"] or last):
+                evaluated(state.global_step)
 
-            def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
-                if time.perf_counter() - STARTED > settings.get("seconds", math.inf):
-                    control.should_training_stop = True
-
-            def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float], **___: Any) -> None:
-                if "reward" not in logs:  # the summary at the end
-                    return
-                seconds = time.perf_counter() - self.started
-                taken = rollouts.take()
-                if on_gpu:
-                    taken["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                write(
-                    update=state.global_step,
-                    reward=logs["reward"],
-                    step_time=seconds,
-                    num_tokens=logs["num_tokens"],
-                    **taken,
-                )
-                if state.global_step != last and not state.global_step % (settings["eval_every"] or last):
-                    evaluated(state.global_step)
-
-        trainer = trl_trainer(settings, folder, Watch(), seed=seed, logging_steps=1)
-        trainer.train()
-        evaluated(trainer.state.global_step)
-
-
-def compare_logits(settings: dict[str, Any], out: Path) -> None:
-    """The largest difference of any logit over the held-out prompts, each alone."""
-    import numpy as np
-    import torch  # pyright: ignore
-    from mlx_lm.utils import load_model
-
-    theirs, _ = opened(settings)
-    theirs.eval()
-    ours, _ = load_model(Path(settings["model"]))
-    ours.set_dtype(mx.float32)
-    difference, low, high, tokens = 0.0, 0.0, 0.0, 0
-    for example in settings["test"]:
-        with torch.no_grad():
-            one = theirs(torch.tensor([example["tokens"]])).logits.numpy()
-        other = np.array(ours(mx.array([example["tokens"]])))
-        difference = max(difference, float(np.abs(one - other).max()))
-        low, high = min(low, float(one.min())), max(high, float(one.max()))
-        tokens += len(example["tokens"])
-    out.write_text(json.dumps({"difference": difference, "low": low, "high": high, "tokens": tokens}))
+    data = [{"prompt": each["prompt"], "answer": each["answer"]} for each in settings["train"]]
+    trainer = GRPOTrainer(
+        model=model,
+        args=GRPOConfig(**{**usual, **settings["trl"]}),
+        reward_funcs=as_rewards(settings["rewards"], settings["nudge"], settings["form"]),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(data),
+        peft_config=adapters,
+        callbacks=[Watch()],
+    )
+    trainer.train()
+    evaluated(trainer.state.global_step)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,8 @@ PROMPTS = {
 GENERATIONS, NEW_TOKENS = 2, 6
 LOGP, GRADIENT = 1e-3, 5e-3  # the largest differences: nats, and a share of a leaf's norm
 SLOWER = "equal lengths only"
-STEPS = (
-    "load",
-    "check",
-    "equal",
-    "ragged",
-    "shared",
-    "stop",
-    "gradient",
-    "lora",
-    "packed",
-    "checkpointed",
-    "reloaded",
-)
+GRADIENTS = ("gradient", "lora", "packed", "checkpointed")
+STEPS = ("load", "check", "equal", "ragged", "shared", "stop", *GRADIENTS, "reloaded")
 
 
 @attrs.frozen
@@ -68,11 +57,6 @@ class Wrong(Exception):
     """A step computed something different from mlx-lm's own model."""
 
 
-def plain_model(name: str) -> nn.Module:
-    """The small model as created by mlx-lm."""
-    return small_model(name)
-
-
 def row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
     """log π [T] of a completion, from one call over the row, with the caches that mlx-lm decodes
     with.
@@ -80,134 +64,141 @@ def row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[i
     It and its gradient are computed on the CPU, because a GPU's faults would affect both sides of a
     comparison.
     """
-    with mx.stream(mx.cpu):
-        return _row_logprobs(model, prompt, completion)
-
-
-def _row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
     from mlx_lm.models.cache import make_prompt_cache
 
-    tokens = mx.array([[*prompt, *completion]])
-    z = model(tokens, cache=make_prompt_cache(model))[0, len(prompt) - 1 : -1].astype(mx.float32)
-    logp = z - mx.logsumexp(z, axis=-1, keepdims=True)
-    return mx.take_along_axis(logp, mx.array(list(completion))[:, None], axis=-1)[:, 0]
+    with mx.stream(mx.cpu):
+        tokens = mx.array([[*prompt, *completion]])
+        z = model(tokens, cache=make_prompt_cache(model))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        logp = z - mx.logsumexp(z, axis=-1, keepdims=True)
+        return mx.take_along_axis(logp, mx.array(list(completion))[:, None], axis=-1)[:, 0]
 
 
-def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]:
-    """The steps in order; each returns (worst difference, note) or raises."""
-    model = plain_model(name)
-    held: dict[str, Any] = {}
+@attrs.define
+class Trial:
+    """The steps of an architecture; each returns (worst difference, note) or raises."""
 
-    def policy() -> g.Policy:
-        if "policy" not in held:
-            held["policy"] = g.Policy.from_module(small_model(name))
-        return held["policy"]
+    name: str
+    plain: nn.Module  # as created by mlx-lm
+    policy: g.Policy
+    given_up: Sequence[str] = ()  # paths that `check_policy` found to be wrong
 
-    def load() -> tuple[float, str]:
-        found = policy()
-        logits = found.logits(found.params, mx.array([PROMPTS["equal"][0]]))
+    @classmethod
+    def of(cls, name: str) -> Trial:
+        """Both sides of the comparison."""
+        return cls(name, small_model(name), g.Policy.from_module(small_model(name)))
+
+    def load(self) -> tuple[float, str]:
+        logits = self.policy.logits(self.policy.params, mx.array([PROMPTS["equal"][0]]))
         if not mx.isfinite(logits).all().item():
             raise Wrong("logits are not finite")
         return 0.0, ""
 
-    def check() -> tuple[float, str]:
-        of = policy()
+    def check(self) -> tuple[float, str]:
+        of = self.policy
         prompts = [list(range(3, 27)), PROMPTS["ragged"][0]]
         found = g.check_policy(of, of.params, prompts, share_prompts=can_share(of.module))
-        held["policy"], held["given_up"] = found.policy, found.given_up
+        self.policy = found.policy
+        self.given_up = found.given_up
         return 0.0, "; ".join(found.notices)
 
-    def rolled(kind: str, **options: Any) -> tuple[float, str]:
-        note = ""
-        if kind == "ragged" and not (policy().takes_ragged or options.get("share_prefix")):
-            note = SLOWER
-        stop = options.pop("find_stop", None)
+    def equal(self) -> tuple[float, str]:
+        return self._rolled("equal", share_prefix=False), ""
+
+    def ragged(self) -> tuple[float, str]:
+        note = "" if self.policy.takes_ragged else SLOWER
+        return self._rolled("ragged", share_prefix=False), note
+
+    def shared(self) -> tuple[float, str]:
+        return self._rolled("ragged", share_prefix=True), ""
+
+    def stop(self) -> tuple[float, str]:
+        def find_stop(tokens: Sequence[int], start: int) -> int | None:
+            return 3 if len(tokens) >= 3 else None
+
+        note = "" if self.policy.takes_ragged else SLOWER
+        return self._rolled("ragged", find_stop, (3, 17), check_every=2), note
+
+    def _rolled(self, kind: str, find_stop: Any = None, ends: Sequence[int] = (), **options: Any) -> float:
+        """The largest |Δ log p| of a rollout from the plain model's, nats."""
+        sampling = g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS, eos_ids=ends)
         rollout = g.generate(
-            policy(),
-            policy().params,
+            self.policy,
+            self.policy.params,
             PROMPTS[kind],
-            g.Sampling(
-                num_generations=GENERATIONS,
-                max_new_tokens=NEW_TOKENS,
-                eos_ids=(3, 17) if stop else (),
-            ),
+            sampling,
             key=mx.random.key(1),
-            find_stop=stop,
+            find_stop=find_stop,
             decoding=g.Decoding(**options),
         )
-        held["rollout"] = rollout
-        return _worst_logp(model, rollout), note
+        worst = 0.0
+        for row, completion in enumerate(rollout.completions()):
+            want = row_logprobs(self.plain, rollout.prompts[row // GENERATIONS], completion)
+            got = rollout.logp_bt[row, : len(completion)]
+            worst = max(worst, _finite(mx.abs(got - want).max().item()))
+        return worst
 
-    def shares(of: g.Policy) -> bool:
-        return can_share(of.module) and "share_prompts" not in held["given_up"]
+    def gradient(self) -> tuple[float, str]:
+        return self._differs(self.policy, self.plain), ""
 
-    def stopped() -> tuple[float, str]:
-        return rolled(
-            "ragged", find_stop=lambda tokens, start: 3 if len(tokens) >= 3 else None, check_every=2
-        )
+    def lora(self) -> tuple[float, str]:
+        return self._adapted(packed=False), ""
 
-    def gradient(of: g.Policy, plain: nn.Module, share: bool) -> float:
-        rollout = g.generate(
-            of,
-            of.params,
-            PROMPTS["ragged"],
-            g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS),
-            key=mx.random.key(2),
-        )
-        return _worst_gradient(of, plain, rollout, share, traced="compile" not in held["given_up"])
+    def packed(self) -> tuple[float, str]:
+        return self._adapted(packed=True), ""
 
-    def full() -> tuple[float, str]:
-        return gradient(policy(), model, shares(policy())), ""
+    def _adapted(self, packed: bool) -> float:
+        ours, plain = (_with_adapters(small_model(self.name), packed) for _ in range(2))
+        return self._differs(without_paths(g.Policy.from_module(ours), self.given_up), plain)
 
-    def adapted(packed: bool) -> tuple[float, str]:
-        ours, plain = _with_adapters(small_model(name), packed), _with_adapters(plain_model(name), packed)
-        of = g.Policy.from_module(ours)
-        return gradient(without_paths(of, held["given_up"]), plain, shares(of)), ""
-
-    def checkpointed() -> tuple[float, str]:
-        ours = small_model(name)
+    def checkpointed(self) -> tuple[float, str]:
+        ours = small_model(self.name)
         checkpoint_layers(ours)
-        return gradient(without_paths(g.Policy.from_module(ours), held["given_up"]), model, share=False), ""
+        of = without_paths(g.Policy.from_module(ours), self.given_up)
+        return self._differs(of, self.plain, may_share=False), ""
 
-    def reloaded() -> tuple[float, str]:
-        return _reloaded(name, policy()), ""
+    def _differs(self, of: g.Policy, plain: nn.Module, may_share: bool = True) -> float:
+        sampling = g.Sampling(num_generations=GENERATIONS, max_new_tokens=NEW_TOKENS)
+        rollout = g.generate(of, of.params, PROMPTS["ragged"], sampling, key=mx.random.key(2))
+        share = may_share and can_share(of.module) and "share_prompts" not in self.given_up
+        return _worst_gradient(of, plain, rollout, share, traced="compile" not in self.given_up)
 
-    yield "load", load
-    yield "check", check
-    yield "equal", lambda: rolled("equal", share_prefix=False)
-    yield "ragged", lambda: rolled("ragged", share_prefix=False)
-    yield "shared", lambda: rolled("ragged", share_prefix=True)
-    yield "stop", stopped
-    yield "gradient", full
-    yield "lora", lambda: adapted(packed=False)
-    yield "packed", lambda: adapted(packed=True)
-    yield "checkpointed", checkpointed
-    yield "reloaded", reloaded
+    def reloaded(self) -> tuple[float, str]:
+        """The largest difference of logits after mlx-lm has read the written weights again."""
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.utils import load_model
+
+        of = self.policy
+        tokens = mx.array([PROMPTS["ragged"][0]])
+        want = of.logits(of.params, tokens)
+        with tempfile.TemporaryDirectory() as folder:
+            weights = named_leaves(of.params) | named_leaves(of.frozen)
+            path = Path(folder)
+            mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+            (path / "config.json").write_text(json.dumps(small_config(self.name)))
+            model, _ = load_model(path)
+            difference = mx.abs(model(tokens, cache=make_prompt_cache(model)) - want).max().item()
+        return _finite(difference), ""
 
 
 def run_steps(name: str) -> Iterator[Outcome]:
     """The outcome of each step. If the model cannot even be created, the first step has the fault."""
-    steps = steps_of(name)
-    while True:
-        step = "load"
+    trial: Trial | None = None
+    for step in STEPS:
         try:
-            step, compute = next(steps)
-            worst, note = compute()
-            limit = GRADIENT if step in ("gradient", "lora", "packed", "checkpointed") else LOGP
+            trial = trial or Trial.of(name)
+            worst, note = getattr(trial, step)()
+            limit = GRADIENT if step in GRADIENTS else LOGP
             fault = "" if worst <= limit else f"off by {worst:.2g}"
             yield Outcome(step, fault, worst, note)
-        except StopIteration:
-            return
         except Exception as error:
             text = " ".join(str(error).split())
-            if isinstance(error, UserError | Wrong | ImportError):
-                yield Outcome(step, text)
-                return
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            yield Outcome(
-                step, f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
-            )
-            if step in ("load", "check"):
+            is_told = isinstance(error, UserError | Wrong | ImportError)
+            if not is_told:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"{Path(where.filename).name}:{where.lineno}"
+                text = f"{type(error).__name__}: {text} ({place})"
+            yield Outcome(step, text)
+            if is_told or step in ("load", "check"):
                 return
 
 
@@ -219,14 +210,8 @@ def main(name: str, seconds: str = "300", memory: str = "3e9") -> None:
         print(json.dumps(attrs.asdict(outcome)), flush=True)
 
 
-def _worst_logp(model: nn.Module, rollout: g.Rollout) -> float:
-    """The largest |Δ log p| between a rollout and the plain model, nats."""
-    worst = 0.0
-    for row, completion in enumerate(rollout.completions()):
-        want = row_logprobs(model, rollout.prompts[row // rollout.num_generations], completion)
-        got = rollout.logp_bt[row, : len(completion)]
-        worst = max(worst, float(np.nan_to_num(mx.abs(got - want).max().item(), nan=np.inf)))
-    return worst
+def _finite(value: Any) -> float:
+    return float(np.nan_to_num(value, nan=np.inf))
 
 
 def _worst_gradient(
@@ -259,8 +244,8 @@ def _worst_gradient(
     scale = max(_norm(value) for value in naive.values())
     worst = 0.0
     for name, want in naive.items():
-        difference, size = _norm(ours[name] - want), max(_norm(want), 1e-3 * scale)
-        worst = max(worst, float(np.nan_to_num(difference / size, nan=np.inf)))
+        size = max(_norm(want), 1e-3 * scale)
+        worst = max(worst, _finite(_norm(ours[name] - want) / size))
     return worst
 
 
@@ -292,25 +277,6 @@ def _with_adapters(model: Any, packed: bool) -> nn.Module:
     if not named_leaves(model.trainable_parameters()):
         raise Wrong("mlx-lm finds no layer for adapters")
     return model
-
-
-def _reloaded(name: str, policy: g.Policy) -> float:
-    """The largest difference of logits after the weights are written and mlx-lm has read them
-    again.
-    """
-    from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import load_model
-
-    tokens = mx.array([PROMPTS["ragged"][0]])
-    want = policy.logits(policy.params, tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        weights = named_leaves(policy.params) | named_leaves(policy.frozen)
-        path = Path(folder)
-        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-        (path / "config.json").write_text(json.dumps(small_config(name)))
-        model, _ = load_model(path)
-        difference = mx.abs(model(tokens, cache=make_prompt_cache(model)) - want).max().item()
-    return float(np.nan_to_num(difference, nan=np.inf))
 
 
 if __name__ == "__main__":

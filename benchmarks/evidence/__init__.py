@@ -5,15 +5,7 @@ Results are in benchmarks/results/evidence.
 
 NAMES = ("real_model", "staleness")
 """Comparisons over several seeds, `python -m benchmarks.evidence.NAME`; docs/evidence.md shows them."""
-CLOSED = (
-    "against_trl",
-    "real_samplers",
-    "samplers",
-    "presets",
-    "masters",
-    "difficulty",
-    "cold_start",
-)
+CLOSED = ("against_trl", "real_samplers", "samplers", "presets", "masters", "difficulty", "cold_start")
 """Comparisons that were made once. docs/evidence.md shows their last results."""
 REACHED = "updates to 80 %"
 _EXACT_MATCH = ("exact match before", "exact match after")

@@ -164,10 +164,7 @@ def _run_all(
 def taken(usage: Usage) -> list[Figure]:
     """Time and memory of a process."""
     note = f"{usage.cores} core{'s' if usage.cores > 1 else ''}"
-    return [
-        Figure(name=SECONDS, value=usage.seconds, unit="s", note=note),
-        Figure(name=RESIDENT, value=usage.resident / 1e6, unit="MB"),
-    ]
+    return [Figure(SECONDS, usage.seconds, "s", note=note), Figure(RESIDENT, usage.resident / 1e6, "MB")]
 
 
 def _end(number: int, _: object) -> None:

@@ -70,11 +70,11 @@ def micro_batches(config: Config, sizes: Sequence[int], rounds: int) -> Iterator
             sample_figure(f"{name}: step", [row["step_time"] for row in timed], "s"),
             sample_figure(f"{name}: learner", [row["time/learner"] for row in timed], "s"),
             sample_figure(f"{name}: learner, a thousand tokens", each, "ms"),
-            Figure(name=f"{name}: peak", value=peak / 1e9, unit="GB"),
+            Figure(f"{name}: peak", peak / 1e9, "GB"),
             Figure(
-                name=f"{name}: forecast above the peak",
-                value=above,
-                unit="%",
+                f"{name}: forecast above the peak",
+                above,
+                "%",
                 at_most=PREDICTED_WITHIN,
                 at_least=-PREDICTED_WITHIN,
             ),
@@ -107,9 +107,7 @@ def first_sync(config: Config) -> Iterator[list[Figure]]:
         remade = role.remade(name, moments)
         timed("rounding", lambda remade=remade: g.materialize(remade.transform(params)))
         parts = {**took, "all": sum(took.values())}
-        yield [
-            Figure(name=f"sync, {turn}: {part}", value=seconds, unit="s") for part, seconds in parts.items()
-        ]
+        yield [Figure(f"sync, {turn}: {part}", seconds, "s") for part, seconds in parts.items()]
 
 
 @single_runs("gpu_step")

@@ -23,12 +23,7 @@ from runners.files.run_files import EVALUATIONS
 
 CONFIG = Path(__file__).with_suffix(".toml")
 SETS = {"MBPP": "test.jsonl", "HumanEval": "humaneval.jsonl"}  # of the data's folder
-QUICK = (
-    "optim.batch_size=2",
-    "rollout.num_generations=2",
-    "rollout.max_new_tokens=8",
-    "eval.samples=0",
-)
+QUICK = ("optim.batch_size=2", "rollout.num_generations=2", "rollout.max_new_tokens=8", "eval.samples=0")
 
 
 def joined_data(source: Path, target: Path, quick: bool) -> dict[str, int]:

@@ -55,18 +55,15 @@ def over_time(lines: Lines) -> list[Figure]:
     seconds = np.cumsum([step["step_time"] for step in steps]).tolist()
     rewards = [step["reward"] for step in steps]
     figures = []
-    for key, before, after in (
-        ("eval/reward", HELD_OUT_BEFORE, HELD_OUT_AFTER),
-        ("em", BEFORE, AFTER),
-    ):
+    for key, before, after in (("eval/reward", HELD_OUT_BEFORE, HELD_OUT_AFTER), ("em", BEFORE, AFTER)):
         found = [line for line in lines if key in line]
         unit = "%" if key == "em" else ""
         scale = 100 if unit else 1
         for name, line in ((before, found[0]), (after, found[-1])) if found else ():
             note = f"{line['em_subset']} problems, {line['update']} updates"
-            figures.append(Figure(name=name, value=scale * line[key], unit=unit, note=note))
+            figures.append(Figure(name, scale * line[key], unit, note=note))
     curve = at_grid(list(zip(seconds, rewards, strict=True)), 2.0)
-    trained = Figure(name=TRAINED, value=seconds[-1], unit="s")
+    trained = Figure(TRAINED, seconds[-1], "s")
     return [*figures, *step_figures(steps, curve), trained]
 
 
@@ -74,16 +71,16 @@ def step_figures(steps: Lines, curve: Curve) -> list[Figure]:
     """Reward with its curve, the times of a step and its parts, tokens and the peak memory."""
     last = steps[-1]
     figures = [
-        Figure(name="updates", value=last["update"]),
-        Figure(name=REWARD, value=last_tenth([step["reward"] for step in steps]), curve=curve),
+        Figure("updates", last["update"]),
+        Figure(REWARD, last_tenth([step["reward"] for step in steps]), curve=curve),
         sample_figure(STEP, (step["step_time"] for step in steps), "s"),
-        Figure(name=TOKENS, value=last.get("num_tokens", 0)),
+        Figure(TOKENS, last.get("num_tokens", 0)),
     ]
     for part in ("rollout", "reward", "learner", "update", "sync"):
         values = [step[f"time/{part}"] for step in steps if f"time/{part}" in step]
         figures += [sample_figure(f"step: {part}", values, "s")] if values else []
     peaks = [step["memory/peak_gb"] for step in steps if "memory/peak_gb" in step]
-    return [*figures, *([Figure(name=PEAK, value=max(peaks), unit="GB")] if peaks else [])]
+    return [*figures, *([Figure(PEAK, max(peaks), "GB")] if peaks else [])]
 
 
 def share_figure(name: str, share: float, problems: int, curve: Curve = ()) -> Figure:
@@ -91,7 +88,7 @@ def share_figure(name: str, share: float, problems: int, curve: Curve = ()) -> F
     within = wilson(round(share * problems), problems)
     low, high = 100 * within.low, 100 * within.high
     value = 100 * share
-    return Figure(name=name, value=value, unit="%", low=low, high=high, samples=problems, curve=curve)
+    return Figure(name, value, "%", low=low, high=high, samples=problems, curve=curve)
 
 
 def sampler(lines: Lines) -> list[Figure]:

@@ -66,7 +66,7 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
             if ours and theirs:
                 ratio = statistics.fmean(theirs) / statistics.fmean(ours)
                 title = f"{ALL_SEEDS}: {task}: {name}: {THEIRS} / {OURS}"
-                result.append(Figure(name=title, value=ratio, unit="x"))
+                result.append(Figure(title, ratio, "x"))
     return result
 
 

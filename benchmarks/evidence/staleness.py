@@ -25,12 +25,7 @@ from benchmarks.harness.runs import Lines, placed, run_command
 CORRECTIONS = {
     "none": ("loss.correction=none",),
     "token_truncate": ("loss.correction=token_truncate",),
-    "ipo": (
-        "loss.correction=none",
-        "loss.surrogate=ipo",
-        "loss.epsilon_low=0.3",
-        "loss.epsilon_high=0.3",
-    ),
+    "ipo": ("loss.correction=none", "loss.surrogate=ipo", "loss.epsilon_low=0.3", "loss.epsilon_high=0.3"),
 }
 CASES = tuple(
     f"{task}, staleness {staleness}, {correction}"
@@ -57,16 +52,16 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
         most = 100 * (max(before) - min(before)) if judged else None
         below = 100 * (statistics.fmean(before) - statistics.fmean(after))
         title = f"{ALL_SEEDS}: {case}"
-        result.append(Figure(name=f"{title}: below staleness 0", value=below, unit="points", at_most=most))
+        result.append(Figure(f"{title}: below staleness 0", below, "points", at_most=most))
         taken, usual = (statistics.fmean(values(figures, each, TRAINED)) for each in (case, fresh))
-        result.append(Figure(name=f"{title}: {TRAINED} / staleness 0", value=taken / usual, unit="x"))
+        result.append(Figure(f"{title}: {TRAINED} / staleness 0", taken / usual, "x"))
     return result
 
 
 def read(lines: Lines) -> list[Figure]:
     """The figures of a run's log."""
     lengths = [line["completions/mean_length"] for line in lines if "completions/mean_length" in line]
-    return [*over_time(lines), *sampler(lines), Figure(name=LENGTH, value=last_tenth(lengths))]
+    return [*over_time(lines), *sampler(lines), Figure(LENGTH, last_tenth(lengths))]
 
 
 @evidence(

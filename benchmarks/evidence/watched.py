@@ -175,7 +175,7 @@ def watch(
             yield found(lines)
     figures = found(log_lines(folder))
     if fault is None:
-        figures.append(Figure(name=f"{title}: {SECONDS}", value=time.monotonic() - begun, unit="s"))
+        figures.append(Figure(f"{title}: {SECONDS}", time.monotonic() - begun, "s"))
     yield figures
     if fault:
         raise fault

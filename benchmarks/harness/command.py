@@ -13,16 +13,7 @@ import click
 from click.core import ParameterSource
 
 from benchmarks.harness.machine import backend, machine, rates
-from benchmarks.harness.record import (
-    EVIDENCE,
-    RESULTS,
-    Figure,
-    Record,
-    load_records,
-    make_record,
-    save_record,
-    table,
-)
+from benchmarks.harness.record import EVIDENCE, RESULTS, Figure, Record, load_records, save_record, table
 from benchmarks.harness.report import draw_picture, refresh
 from runners.commands.base import ends_with_a_line
 from runners.errors import UserError, did_you_mean
@@ -98,13 +89,13 @@ def benchmark(
                 floors = {key: rate for key, rate in attrs.asdict(rates(quick)).items() if rate}
 
             def save(figures: Sequence[Figure], replaced: Iterable[str] | None) -> Record:
-                record = make_record(
-                    name,
-                    figures,
+                record = Record(
+                    name=name,
                     quick=quick,
+                    settings=settings,
                     machine=surroundings,
                     rates=floors,
-                    settings=settings,
+                    figures=figures,
                 )
                 return save_record(folder, backend(), record, parts=replaced, arranged=arranged)[1]
 

@@ -148,11 +148,7 @@ def _filled(record: Record, text: str) -> str:
     seeds = {figure.name.partition(": ")[0] for figure in record.figures}
     counted = len([name for name in seeds if name.startswith("seed ")])
     words = {**record.machine, "seeds": counted}
-    return re.sub(
-        "<(.+?)[|](.+?)>",
-        lambda found: _value(record, found[1], found[2]),
-        text.format(**words),
-    )
+    return re.sub("<(.+?)[|](.+?)>", lambda found: _value(record, found[1], found[2]), text.format(**words))
 
 
 def _value(record: Record, name: str, form: str) -> str:

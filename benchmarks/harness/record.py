@@ -37,7 +37,7 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
     return tuple((x, y) for x, y in points)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Figure:
     """One measured number."""
 
@@ -77,7 +77,7 @@ def sample_figure(name: str, samples: Iterable[float], unit: str = "", **more: A
     """The median of samples with their range; `more` may contain a different `value`."""
     values = list(samples)
     more = {"value": statistics.median(values), "low": min(values), "high": max(values), **more}
-    return Figure(name=name, unit=unit, samples=len(values), **more)
+    return Figure(name, unit=unit, samples=len(values), **more)
 
 
 def time_figure(name: str, timing: Timing, unit: str = "s", **more: Any) -> Figure:
@@ -97,52 +97,38 @@ def ratio_figure(name: str, ratio: Ratio, **more: Any) -> Figure:
     return sample_figure(name, ratio.pairs, "x", value=ratio.of_medians, paired=ratio.paired, **more)
 
 
+def today() -> str:
+    """The date."""
+    return datetime.now(UTC).date().isoformat()
+
+
 @attrs.frozen(kw_only=True)
 class Record:
-    """One run of a benchmark."""
-
-    name: str
-    date: str
-    quick: bool
-    settings: Mapping[str, str]  # options of the command line that change the work
-    machine: Mapping[str, Any]
-    rates: Mapping[str, float]
-    figures: tuple[Figure, ...]
-
-    def missed(self) -> list[Figure]:
-        """The figures that miss their targets."""
-        return [figure for figure in self.figures if figure.met is False]
-
-
-def make_record(
-    name: str,
-    figures: Sequence[Figure],
-    *,
-    quick: bool,
-    machine: Mapping[str, Any],
-    rates: Mapping[str, float],
-    settings: Mapping[str, str] | None = None,
-) -> Record:
-    """A record of today.
+    """One run of a benchmark.
 
     Raises:
         ValueError: two figures share a name, or one is not finite.
     """
-    names = [figure.name for figure in figures]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{name}: two figures share a name: {sorted(names)}")
-    broken = [figure.name for figure in figures if not math.isfinite(figure.value)]
-    if broken:
-        raise ValueError(f"{name}: not finite: {', '.join(broken)}")
-    return Record(
-        name=name,
-        date=datetime.now(UTC).date().isoformat(),
-        quick=quick,
-        settings=settings or {},
-        machine=machine,
-        rates=rates,
-        figures=tuple(figures),
-    )
+
+    name: str
+    date: str = attrs.field(factory=today)
+    quick: bool = False
+    settings: Mapping[str, str] = attrs.field(factory=dict)  # options that change the work
+    machine: Mapping[str, Any]
+    rates: Mapping[str, float] = attrs.field(factory=dict)
+    figures: tuple[Figure, ...] = attrs.field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        names = [figure.name for figure in self.figures]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self.name}: two figures share a name: {sorted(names)}")
+        broken = [figure.name for figure in self.figures if not math.isfinite(figure.value)]
+        if broken:
+            raise ValueError(f"{self.name}: not finite: {', '.join(broken)}")
+
+    def missed(self) -> list[Figure]:
+        """The figures that miss their targets."""
+        return [figure for figure in self.figures if figure.met is False]
 
 
 def load_records(path: Path) -> dict[str, Record]:
@@ -154,13 +140,12 @@ def load_records(path: Path) -> dict[str, Record]:
     if not path.is_file():
         return {}
     try:
-        return {backend: _loaded(raw) for backend, raw in json.loads(path.read_text()).items()}
+        return {
+            backend: Record(**{**raw, "figures": [Figure(**figure) for figure in raw["figures"]]})
+            for backend, raw in json.loads(path.read_text()).items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a result of a benchmark ({error}); move it away") from error
-
-
-def _loaded(raw: dict[str, Any]) -> Record:
-    return Record(**{**raw, "figures": tuple(Figure(**figure) for figure in raw["figures"])})
 
 
 def load_results(results: Path, name: str) -> dict[str, Record]:
@@ -220,9 +205,7 @@ def _spelled(records: Mapping[str, Record]) -> str:
     plain = {name: attrs.asdict(records[name], filter=is_kept) for name in sorted(records)}
     text = json.dumps(plain, indent=1, allow_nan=False) + "\n"
     return re.sub(
-        r'"curve": (\[[^"{}]*\])',
-        lambda found: f'"curve": {json.dumps(json.loads(found[1]))}',
-        text,
+        r'"curve": (\[[^"{}]*\])', lambda found: f'"curve": {json.dumps(json.loads(found[1]))}', text
     )
 
 

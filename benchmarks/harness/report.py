@@ -62,10 +62,7 @@ def rendered(results: Path) -> dict[Path, str]:
     records = {name: load_results(results, name) for name in NAMES}
     places = {
         README: {"list": listed(records), "missed": missed(records)},
-        ROOT / "README.md": {
-            "quickstart": headlines.shown(results),
-            "figures": headlines.headlines(results),
-        },
+        ROOT / "README.md": {"quickstart": headlines.shown(results), "figures": headlines.headlines(results)},
         PAGE: {"headlines": headlines.ten(results)},
     }
     for page, names in OWN_PAGES.items():
@@ -225,11 +222,7 @@ def dated(results: Path, name: str) -> str:
     for record in load_records(results / "evidence" / f"{name}.json").values():
         machine = f"{record.machine['device']}; mlx {record.machine['mlx']}"
         command = f"`python -m benchmarks.evidence.{name}`"
-        parts += [
-            _picture(name),
-            overview(record),
-            f"Measured on {record.date}: {machine}; {command}.",
-        ]
+        parts += [_picture(name), overview(record), f"Measured on {record.date}: {machine}; {command}."]
     return "\n\n".join(filter(None, parts)) or "*Not measured yet.*"
 
 

@@ -28,7 +28,7 @@ RATES = {"matmul": 2e11, "exp": 1e8, "copy": 1e10}
 
 def made(*figures):
     """A record of these figures."""
-    return record.make_record("loss", figures, quick=False, machine=MACHINE, rates=RATES)
+    return record.Record(name="loss", figures=figures, machine=MACHINE, rates=RATES)
 
 
 def test_a_lazy_result_is_computed_inside_the_clock():
@@ -59,7 +59,7 @@ def test_peak_counts_what_a_call_adds():
 
 def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
     """Saving returns the record that it replaces and keeps the other backend's; a table shows the change."""
-    slow, fast = made(Figure(name="x", value=2.0, unit="s")), made(Figure(name="x", value=1.0, unit="s"))
+    slow, fast = made(Figure("x", 2.0, "s")), made(Figure("x", 1.0, "s"))
     assert record.save_record(tmp_path, "cpu", slow) == (None, slow)
     assert record.save_record(tmp_path, "cuda", fast) == (None, fast)
     assert record.save_record(tmp_path, "cpu", fast) == (slow, fast)
@@ -83,7 +83,7 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
     @click.option("--size", default=1)
     @click.option("--repeats", default=1)
     def measured(quick, size, repeats):
-        return [Figure(name="x", value=3.0, at_most=2.0)]
+        return [Figure("x", 3.0, at_most=2.0)]
 
     options = ["--quick", "--out", str(tmp_path)]
     assert CliRunner().invoke(measured, [*options, "--size", "2", "--repeats", "3"]).exit_code == 0
@@ -133,7 +133,7 @@ def test_parts_of_a_mac_that_come_too_late_or_do_not_fit_are_left_out(tmp_path, 
         raise UserError("not enough memory")
 
     monkeypatch.setattr(mac, "run_seed", refuses)
-    monkeypatch.setattr(mac, "model_figures", lambda name, *_, **__: [Figure(name=name, value=1.0)])
+    monkeypatch.setattr(mac, "model_figures", lambda name, *_, **__: [Figure(name, 1.0)])
     for minutes, count in (("20", 3), ("0", 0)):
         out = tmp_path / minutes
         done = CliRunner().invoke(mac.main, ["--quick", "--minutes", minutes, "--out", str(out)])

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from benchmarks.evidence import gsm8k, joined, programs, rates, watched
 from benchmarks.evidence.slots import jobs_of
 from benchmarks.harness import plots, report
-from benchmarks.harness.record import Figure, load_records, make_record, save_record
+from benchmarks.harness.record import Figure, Record, load_records, save_record
 from benchmarks.harness.runs import log_lines
 from runners.files.run_files import METRICS
 
@@ -72,8 +72,8 @@ def test_the_name_of_a_case_tells_what_differs(side):
 def test_results_of_several_commands_are_joined(tmp_path):
     """A run that is there already is replaced by the later one; others stay."""
     for folder, seed, value in (("a", 0, 1.0), ("b", 1, 2.0), ("c", 0, 3.0)):
-        figure = Figure(name=f"full: seed {seed}: step", value=value)
-        record = make_record("gsm8k", [figure], quick=False, machine={}, rates={})
+        figure = Figure(f"full: seed {seed}: step", value)
+        record = Record(name="gsm8k", figures=[figure], machine={})
         save_record(tmp_path / folder, "cuda", record)
     folders = [str(tmp_path / name) for name in "abc"]
     done = CliRunner().invoke(joined.main, ["gsm8k", *folders, "--out", str(tmp_path / "all")])
@@ -129,11 +129,11 @@ def test_a_table_and_a_picture_are_made_of_results(tmp_path):
         for figure in gsm8k.figures_of(log)
     ]
     machine = {"device": "none", "mlx": "0"}
-    record = make_record("gsm8k", figures, quick=False, machine=machine, rates={})
+    record = Record(name="gsm8k", figures=figures, machine=machine)
     assert "| full | 2     | 25" in report.overview(record)
     pytest.importorskip("matplotlib")
     plots.draw_curves(record, tmp_path / "picture.svg")
     assert "minutes" in (tmp_path / "picture.svg").read_text()
-    parts = [Figure(name="sync, first: moments", value=2, unit="s"), Figure(name="sync, first: all", value=3)]
-    step = make_record("gpu_step", parts, quick=False, machine=machine, rates={})
+    parts = [Figure("sync, first: moments", 2, "s"), Figure("sync, first: all", 3)]
+    step = Record(name="gpu_step", figures=parts, machine=machine)
     assert "| sync, first | 2          | 3   |" in report.overview(step)
