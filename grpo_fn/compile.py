@@ -1,5 +1,5 @@
-"""`compiled`: mx.compile for functions of trees. All functions of this library are compiled with
-it.
+"""`compiled`: mx.compile for functions of trees. All compiled functions of this library use
+`compiled`.
 
 `mx.compile` does not accept attrs values, and its cache ignores the nesting of trees: `f([a], b)`
 and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here the
@@ -122,10 +122,10 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
-    """The same arrays, marked for recomputation in a backward pass, which then needs less memory.
+    """Marks arrays for recomputation in a backward pass, which then needs less memory.
 
     Otherwise, `mx.compile` would merge two computations from the same array and keep the result of
-    the forward pass. These arrays depend on the cotangent, so nothing is merged.
+    the forward pass. The returned arrays depend on the cotangent, so nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
 

@@ -127,8 +127,8 @@ def multimodal_positions(
     Args:
         tokens: the prompt.
         image_token: the id that represents a cell of an image.
-        grids: the grid of each image: time, rows, columns. Their product is the image's number of
-            tokens.
+        grids: the grid of each image: time, rows, columns. The product of the three is the image's
+            number of tokens.
 
     Raises:
         ValueError: the number of consecutive image tokens in the prompt does not fit the grids.

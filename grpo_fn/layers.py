@@ -24,8 +24,8 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 def computes_as(layer: Any) -> type:
     """The layer's class, or the mlx class whose product it computes.
 
-    A subclass may compute something different. If it computes the same product, its body sets
-    `computes_as`, which its own subclasses do not inherit.
+    A subclass may compute something different. A subclass that computes the same product sets
+    `computes_as` in its body; further subclasses do not inherit the setting.
     """
     kind = type(layer)
     return vars(kind).get("computes_as", kind)

@@ -67,7 +67,7 @@ def check_policy(
     """The policy with the fastest path on which its sampler and its learner have the same
     log-probs.
 
-    It uses a few tokens of two of the prompts, which takes some seconds for a large model.
+    The check uses a few tokens of two of the prompts, and takes some seconds for a large model.
 
     Args:
         policy: the model.

@@ -252,7 +252,7 @@ def halve_batch(piece: Batch) -> list[Batch]:
     """Two micro-batches with half of the rows each, to save memory; a single row is returned
     unchanged.
 
-    Both keep all shared prompts. Their counts add up to those of `piece`.
+    Both halves keep all shared prompts, and the counts of the halves add up to those of `piece`.
     """
     rows = piece.mask_bt.shape[0]
     if rows < 2:

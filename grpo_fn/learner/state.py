@@ -1,4 +1,4 @@
-"""TrainState: a training run as one immutable value, and the syncs between its policies."""
+"""TrainState: a training run as one immutable value, and functions that sync its policies."""
 
 from collections.abc import Callable
 
@@ -105,6 +105,6 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shapes of `params`. They need no memory, because each is one number,
-    broadcast."""
+    """Float32 zeros in the shapes of `params`. The zeros need no memory, because each array is one
+    broadcast number."""
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

@@ -36,8 +36,8 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors. They are computed once from the moments of blocks,
-    and used by each rounding.
+    """Factors that distribute rounding errors. The factors are computed once from the moments of
+    blocks, and used by each rounding.
     """
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first

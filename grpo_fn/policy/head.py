@@ -2,8 +2,8 @@
 found by trial.
 
 mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
-soft-capped. None of that is reimplemented here: the head is the model itself, with its backbone
-replaced by an object that returns the given hidden states.
+soft-capped. Nothing is reimplemented here: the head is the model itself, with its backbone replaced
+by an object that returns the given hidden states.
 """
 
 import functools

@@ -37,8 +37,8 @@ Columns = Generator[Column | None, None, T]
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. It affects only speed and memory; results are the same up to
-    rounding.
+    """How completions are decoded. These settings affect only speed and memory; results are the
+    same up to rounding.
 
     Attributes:
         max_batch: the maximum number of rows decoded together; 0 for all. Groups are not split; at
@@ -54,8 +54,8 @@ class Decoding:
             its reply has arrived, so that a slow reply does not delay other rows; rounding then
             depends on timing.
         few_sizes: with a backend's compiled steps, pad a batch with unused rows to one of few
-            sizes. This is for servers, because a program is compiled for each size and any number
-            of requests may arrive at once.
+            sizes. Use it for servers: a program is compiled for each size, and any number of
+            requests may arrive at once.
     """
 
     max_batch: int = 0

@@ -2,7 +2,8 @@
 steps.
 
 A step feeds each row a token and returns the logits after it. `CacheSteps` calls the unmodified
-model with any caches. A backend may have a compiled program for steps with one copy of each prompt.
+model, and works with any kind of caches. A backend may have a compiled program for steps with one
+copy of each prompt.
 
 The prefill functions are generators that yield after each layer, because a long prefill takes
 seconds.

@@ -6,8 +6,8 @@ With shared prompts, a group's prompt is computed once, and its completions atte
     completions [B,T−1] ─backbone over them→ hidden
 
 The layers below replace caches and provide mlx-lm's attention layers with an offset, a mask, and
-keys and values to attend to. They contain traced arrays, so gradients flow from completions into
-prompts.
+keys and values to attend to. These layers contain traced arrays, so gradients flow from completions
+into prompts.
 """
 
 from typing import cast

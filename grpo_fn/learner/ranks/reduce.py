@@ -24,9 +24,9 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     """Splits a batch into `number` parts with similar numbers of tokens; the rows of a prompt stay
     together.
 
-    It assigns the largest groups first, each to the part with the fewest tokens so far. The parts'
-    counts add up to the batch's, and the first part also counts the rows that were dropped. Parts
-    without a row are omitted, except the first. Waits for the device.
+    The largest groups are assigned first, each to the part with the fewest tokens so far. The
+    parts' counts add up to the batch's, and the first part also counts the rows that were dropped.
+    Parts without a row are omitted, except the first. Waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -124,8 +124,8 @@ class MlxCollectives:
     """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
     afterwards.
 
-    If they were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank, and
-    macOS ends a buffer that waits for several seconds.
+    If arrays were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank,
+    and macOS ends a buffer that waits for several seconds.
     """
 
     group: mx.distributed.Group
@@ -151,8 +151,8 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """Creates the collectives of a group. They run on the GPU (NCCL) if MLX is built for CUDA,
-    otherwise on the CPU.
+    """Creates the collectives of a group. Collectives run on the GPU (NCCL) if MLX is built for
+    CUDA, otherwise on the CPU.
 
     For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with
     its own stream.

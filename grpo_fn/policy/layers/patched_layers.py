@@ -50,7 +50,7 @@ def patch_layers(module: nn.Module) -> int:
 def attends_through_cache(module: nn.Module) -> bool:
     """Whether every attention layer of the model lets its cache compute attention if the cache can.
 
-    It counts these layers, because each block contains one.
+    The function counts attention layers, because each block contains one.
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(

@@ -76,7 +76,7 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     """A function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] in
     parts.
 
-    Its backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
+    The backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
     size. Packed weights have no gradient.
     """
 

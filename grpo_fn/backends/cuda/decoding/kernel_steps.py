@@ -234,8 +234,8 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether `KernelSteps` can decode a model that shares prefixes.
 
-    This is determined by building a compiled step without evaluating it, because a model that reads
-    values while it runs cannot be compiled. `caches` are plain and empty.
+    The function builds a compiled step without evaluating it, because a model that reads values
+    while it runs cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:
