@@ -2,9 +2,9 @@
 `compiled`.
 
 `mx.compile` does not accept attrs values, and its cache ignores the nesting of trees: `f([a], b)`
-and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here the
-key is the structure, shapes and dtypes of the arguments, and each key has its own function object
-and thus its own cache.
+and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here, the
+key of the cache is the structure, shapes and dtypes of the arguments, and each key has its own
+function object and thus its own cache.
 """
 
 import ctypes

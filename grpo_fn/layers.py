@@ -24,7 +24,7 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 def computes_as(layer: Any) -> type:
     """The layer's class, or the mlx class whose product it computes.
 
-    A subclass may compute something different. A subclass that computes the same product sets
+    A subclass may compute a different function. A subclass that computes the same product sets
     `computes_as` in its body; further subclasses do not inherit the setting.
     """
     kind = type(layer)

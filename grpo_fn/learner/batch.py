@@ -59,7 +59,7 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens from an environment are context and masked.
+    """Puts all rows of a rollout into one batch. Tokens from an environment are context and masked.
 
     Args:
         rollout: B = P·G completions.

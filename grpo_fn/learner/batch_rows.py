@@ -1,4 +1,4 @@
-"""Selects, splits and pads the rows of a batch."""
+"""Functions that select, split and pad the rows of a batch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

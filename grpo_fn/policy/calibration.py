@@ -145,7 +145,7 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries for layers with these moments. Layers that share their inputs share their
+    """The carries of the layers that have these moments. Layers that share their inputs share their
     carries.
 
     Blocks of the same width are factored in parallel, at most an eighth of them and `PART` numbers

@@ -331,7 +331,7 @@ def formats_within(
         group_size: number of weights that share a scale and a bias of 16 bits each.
         budget: average bits per weight, including scales and biases.
 
-    Raises ValueError if not even the coarsest format fits.
+    Raises ValueError if not even the coarsest format fits the budget.
     """
     shared = 32 / group_size
     levels = list(LEVELS)

@@ -44,7 +44,7 @@ class Steps(Protocol):
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keeps these rows, in ascending order."""
+        """Keeps only these rows, in ascending order."""
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
         """Adds the rows of other steps; returns None and changes nothing if they cannot be decoded
@@ -62,7 +62,7 @@ class Steps(Protocol):
 
 
 class CacheSteps:
-    """Steps of a model with a copy of the prompt for each row."""
+    """Decoding steps in which each row has its own copy of the prompt."""
 
     drops_rows = True
 
@@ -93,7 +93,7 @@ class CacheSteps:
 
 
 class PrefixSteps(CacheSteps):
-    """Steps of a model with one copy of each prompt."""
+    """Decoding steps in which rows share one copy of each prompt."""
 
     def keep_rows(self, rows: list[int]) -> None:
         keep_prefix_rows(self.caches, rows)

@@ -94,7 +94,7 @@ class Start:
 
 
 class RowQueue:
-    """Entries in the order of their addition, and their rows until they are taken."""
+    """Entries in the order in which they were added, and their rows until `take` returns them."""
 
     def __init__(self, policy: Policy) -> None:
         """`policy` defines the valid token ids, positions and images."""

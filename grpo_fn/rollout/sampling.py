@@ -1,5 +1,5 @@
-"""`Sampling`, and sampling with explicit random keys, one per row and step, so that a row's tokens
-do not depend on other rows.
+"""`Sampling`, and functions that sample with explicit random keys, one per row and step, so that a
+row's tokens do not depend on other rows.
 """
 
 import functools
@@ -222,7 +222,7 @@ def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.a
     no token with a positive weight becomes impossible. Weights below 2^−30 at their level are
     sampled too often, in at most 2e-7 of all samples.
 
-    The token of a row without a positive weight is 0. Returns (int32 [B], float32 [B]).
+    If a row has no positive weight, its token is 0. Returns (int32 [B], float32 [B]).
 
     Args:
         weights_bv: float32, not negative; they need not add up to 1.

@@ -60,8 +60,8 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
 def completion_hidden_and_routing(
     policy: Policy, params: Tree, frozen: Tree, batch: Batch
 ) -> tuple[mx.array, list[mx.array]]:
-    """`completion_hidden`, and the routers' logits [B·T,E] of each layer with experts, at the same
-    tokens.
+    """Like `completion_hidden`, but also returns the routers' logits [B·T,E] of each layer with
+    experts, at the same tokens.
 
     Raises:
         ValueError: the batch shares prompts or has images; and the errors of

@@ -121,8 +121,8 @@ class Collectives(Protocol):
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
-    afterwards.
+    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and results after
+    they are received.
 
     If arrays were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank,
     and macOS ends a buffer that waits for several seconds.

@@ -73,9 +73,7 @@ class Layout:
         )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
-        """Converts [B,...] to [P,G,...], each prompt's rows; smaller groups repeat their last
-        row.
-        """
+        """Converts [B,...] to [P,G,...], grouped by prompt; smaller groups repeat their last row."""
         if self.grid_n is not None:
             row_bx = row_bx[self.grid_n]
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])

@@ -25,7 +25,8 @@ _GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, `training` is turned on in the layers of mlx-lm that depend on it."""
+    """Inside the `with` block, `training` is turned on in the layers of mlx-lm that depend on
+    it."""
     switched = [
         part for part in module.modules() if asks_for_training(type(part)) and not part.training
     ]

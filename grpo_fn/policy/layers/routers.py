@@ -57,7 +57,7 @@ def check_replay(module: nn.Module) -> None:
 
 @contextmanager
 def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterator[None]:
-    """Inside the block, each token uses these experts, weighted by the current routers.
+    """Inside the `with` block, each token uses these experts, weighted by the current routers.
 
     Args:
         module: a model that `check_replay` accepts.
@@ -92,8 +92,8 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
 @contextmanager
 def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
-    """Inside the block, a list that receives each router's logits [...,E] in the order of the
-    calls.
+    """Yields a list that receives each router's logits [...,E] in the order of the calls, inside
+    the `with` block.
 
     Raises:
         ValueError: the model's experts are not chosen in a supported way, or its blocks are
