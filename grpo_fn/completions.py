@@ -60,8 +60,8 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The turn number of each token, int32 [B,T], counted from 0. Given tokens belong to the
-        preceding turn, and those before the first turn to -1.
+        """The turn number of each token, int32 [B,T], counted from 0. Given tokens have the number
+        of the preceding turn, or -1 if there is none.
         """
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])

@@ -2,8 +2,8 @@
 tokens.
 
 A vision tower computes features of an image, one row for each of its tokens in the prompt. The
-rotary embedding of such a model uses three positions per token: time, row and column. They are
-equal in text.
+rotary embedding of a model for images uses three positions per token: time, row and column. They
+are equal in text.
 """
 
 from collections.abc import Sequence

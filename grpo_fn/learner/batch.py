@@ -63,8 +63,8 @@ def make_batch(
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G], or of each token [P,G,T]; for those of turns, see
-            `spread_over_turns`.
+        adv_pg: advantages [P,G], or one for each token, [P,G,T]; `spread_over_turns` expands the
+            advantages of turns.
         mask_truncated: completions that reach the length limit are masked (but count in the number
             of sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy

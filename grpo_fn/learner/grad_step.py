@@ -152,7 +152,7 @@ def make_grad_step(
         spec: the algorithm.
         temperature: the sampler's temperature; it also divides the learner's logits.
         max_completion_length: L_max, required by the aggregation `constant`.
-        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None:
+        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None means
             `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
             counted tokens, averaged over its routers. Each micro-batch balances its own tokens,

@@ -258,7 +258,7 @@ def result_of(steps: Generator[Any, None, T]) -> T:
 
 
 def computed(layers: Iterable[Any]) -> Prefill[None]:
-    """Evaluates the arrays of each layer in turn."""
+    """Evaluates the arrays of one layer after another."""
     for layer in layers:
         mx.eval(list(arrays_of(layer)))
         yield

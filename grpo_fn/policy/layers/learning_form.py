@@ -85,7 +85,7 @@ def checkpoint_mlps(module: nn.Module) -> int:
 
 
 def gated_mlps(module: nn.Module) -> list[nn.Module]:
-    """The MLPs that consist of a gate and two projections, except those of experts."""
+    """The MLPs that consist of a gate and two projections, except the MLPs of experts."""
     return [part for part in module.modules() if set(part.children()) == _GATED]
 
 

@@ -78,7 +78,7 @@ def attention(
     A cache with a method `attend(queries, keys, values, scale)` computes the attention itself,
     because its keys and values are not in one array.
 
-    Raises ValueError for a mask or sinks with such a cache, because it does not support them.
+    Raises ValueError for a mask or sinks with such a cache, which supports neither.
     """
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:

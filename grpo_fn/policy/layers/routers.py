@@ -1,8 +1,8 @@
 """Records or replaces the decisions of a model's routers, in one instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
-outputs. During a call, that layer is replaced by one that records the outputs or excludes all
-experts except those chosen before. Blocks that add biases or choose by groups are not supported.
+outputs. During a call, this layer is replaced by a layer that records the outputs, or that excludes
+all experts except the given ones. Blocks that add biases or choose by groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
