@@ -132,7 +132,7 @@ def _page_texts() -> Iterator[str]:
     """The paragraphs and list items of README.md and docs/, without tables, headings and code blocks."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         text = re.sub(
-            r"^```.*?^```|^<!-- (.+?):begin -->.*?^<!-- \1:end -->|<!--.*?-->",
+            r"^ *```.*?^ *```|^<!-- (.+?):begin -->.*?^<!-- \1:end -->|<!--.*?-->",
             "",
             page.read_text(),
             flags=re.DOTALL | re.MULTILINE,
