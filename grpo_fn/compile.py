@@ -75,8 +75,8 @@ class Compiled:
         """The compiled program for arguments of this structure, and the arguments' arrays in its
         order.
 
-        Use it in loops, because inspecting large trees takes longer than launching a small program.
-        If compiling is disabled, the program calls the function directly.
+        Use `program` in loops, because inspecting large trees takes longer than launching a small
+        program. If compiling is disabled, the program calls the function directly.
         """
         check_process()
         leaves: list[mx.array] = []

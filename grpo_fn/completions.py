@@ -13,8 +13,8 @@ from grpo_fn.trees import flat, on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A finished row: one completion of a prompt. For a row that is still decoding, its state so
-    far."""
+    """A finished row, which is one completion of a prompt; or the current state of a row that is
+    still decoding."""
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
@@ -69,8 +69,8 @@ class Rollout:
 
     def turn_states(self) -> mx.array:
         """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
-        given tokens have the same number (for first turns, only the prompt counts). If there is no
-        such turn, the number is -1.
+        given tokens have the same number (for first turns, only the prompt counts). The number is
+        -1 where a completion has no such turn.
         """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(

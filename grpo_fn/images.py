@@ -120,9 +120,9 @@ def multimodal_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
 
-    In text, all three increase together. The tokens of an image have the time, row and column of
-    their cell, counted from the end of the preceding text; the following text continues after the
-    largest of these.
+    In text, time, row and column increase together. The tokens of an image have the time, row and
+    column of their cell, counted from the end of the preceding text; the following text continues
+    after the largest of these.
 
     Args:
         tokens: the prompt.

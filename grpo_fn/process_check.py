@@ -1,7 +1,7 @@
 """Raises an error in a forked process, where MLX would hang.
 
 MLX computes in its own threads and, on a GPU, through a driver's context. A forked process has
-neither, so its first computation would hang.
+neither the threads nor the context, so its first computation would hang.
 """
 
 import os

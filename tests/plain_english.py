@@ -160,8 +160,10 @@ def _docstring_texts(docstring: str) -> Iterator[str]:
     """The paragraphs, list items and argument entries of a docstring, without indented formulas."""
     for part in re.split(r"\n\s*\n", docstring):
         heading, _, entries = part.partition(":\n")
-        if heading in ("Args", "Attributes", "Raises", "Returns"):
+        if heading in ("Args", "Attributes", "Raises"):
             yield from re.split(r"\n {4}(?=\S)", "\n" + entries)
+        elif heading in ("Returns", "Yields"):
+            yield entries
         elif not part.startswith(" "):
             yield from re.split(r"\n- ", part)
 

@@ -80,8 +80,8 @@ def counted_alone(batch: Batch) -> Batch:
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """The given rows, in that order; the counts for the denominators remain the whole batch's.
 
-    Use it only for batches in which each row has its own prompt, that is, before `split_batch`
-    shares them.
+    Use `take_rows` only for batches in which each row has its own prompt, that is, before
+    `split_batch` shares them.
     """
     return take_part(batch, rows, rows)
 

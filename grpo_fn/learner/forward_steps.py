@@ -96,8 +96,8 @@ def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
     """The experts that this policy's routers choose, for `Batch.experts_blnk`: uint16 [B,L,N,k].
     The computation is eager, like that of `routing_stats`.
 
-    With a sampler's policy and parameters, these are the experts that were used for sampling, and
-    the learner can use the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters, the result contains the experts that were used for
+    sampling, so that the learner can use the same experts (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: see `routing_stats`.

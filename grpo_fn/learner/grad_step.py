@@ -156,7 +156,7 @@ def make_grad_step(
             `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
             counted tokens, averaged over its routers. Each micro-batch balances its own tokens,
-            weighted by its share of the loss. 0 disables it.
+            weighted by its share of the loss. A coefficient of 0 disables this loss.
         teacher: if its `kl_coef` > 0, the exact KL to the teacher is part of each token's loss.
         compile: False runs the same Python eagerly.
 

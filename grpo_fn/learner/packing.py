@@ -204,8 +204,8 @@ def split_batch(
     not count. A single row longer than `max_tokens` forms its own micro-batch.
 
     With `share_prompts`, a group's rows may stay together and use one copy of their prompt, if that
-    takes fewer tokens. The model must support this: see `can_share`. Rows with given experts are
-    not shared.
+    takes fewer tokens. The model must support shared prompts: see `can_share`. Rows with given
+    experts are not shared.
 
     Any split results in the same update, because the micro-batches' counts add up to the batch's.
 

@@ -43,7 +43,7 @@ def init_state(
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
         ref_params: the reference of the KL term, usually `params` itself (shared until the first
-            update). If it is omitted, there is no reference and `beta` must be 0.
+            update). If `ref_params` is omitted, there is no reference and `beta` must be 0.
     """
     return TrainState(
         params=params,

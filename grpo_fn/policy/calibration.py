@@ -3,10 +3,10 @@ inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
 largest inputs first, and later columns compensate for each error according to the inputs' second
-moments. Here, this is done within blocks of at most `WIDTH` columns, so the moments of D inputs
-need D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's range is
-first shrunk to minimize the error. Formats and kernels are mlx's affine ones; only the stored
-numbers differ.
+moments. Here, columns are rounded within blocks of at most `WIDTH` columns, so the moments of D
+inputs need D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's
+range is first shrunk to minimize the error. Formats and kernels are mlx's affine ones; only the
+stored numbers differ.
 """
 
 import functools

@@ -105,8 +105,9 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves; without any, `weight` is not determined, because
-            that requires several products with the head's matrix and only the learner uses it.
+        trainable: names of the module's trainable leaves; without any, `weight` is not determined,
+            because that requires several products with the head's matrix and only the learner uses
+            it.
     """
     return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
 

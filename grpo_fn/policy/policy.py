@@ -62,8 +62,8 @@ class Policy:
         """Splits a module into its function and its leaves.
 
         To train only some leaves, first freeze the others (`module.freeze()`, mlx-lm's
-        `linear_to_lora_layers`). The arrays are shared with the module, not copied. Afterwards, its
-        layers call this library's functions (`patch_layers`), unless `patched` is False.
+        `linear_to_lora_layers`). The arrays are shared with the module, not copied. Afterwards, the
+        module's layers call this library's functions (`patch_layers`), unless `patched` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -109,8 +109,9 @@ class Policy:
     def without_weights(self) -> "Policy":
         """The same policy without the initial parameters, over a module without trainable weights.
 
-        Use it for long runs; otherwise, `params` and the module would keep the initial weights in
-        memory. The module loses its weights in place; afterwards, use it through `bound`.
+        Use this method for long runs; otherwise, `params` and the module would keep the initial
+        weights in memory. The module loses its weights in place; afterwards, use it through
+        `bound`.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)

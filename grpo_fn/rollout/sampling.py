@@ -188,7 +188,7 @@ def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
 
 
 def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
-    """`seen_bv` with one more token per row."""
+    """Marks one more token of each row in `seen_bv`."""
     return mx.put_along_axis(seen_bv, token_b[:, None], mx.array(True), axis=-1)
 
 

@@ -2,7 +2,7 @@
 
 MLX's CPU kernels call the C library's `exp` one element at a time, which takes most of a small
 model's time. The exponential here uses only sums and products, which `mx.compile` turns into vector
-instructions. Everything here is for float32: see `on_cpu`.
+instructions. All functions here are for float32: see `on_cpu`.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 

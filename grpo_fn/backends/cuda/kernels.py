@@ -1,7 +1,8 @@
 """Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` does both, but it takes 1.3 s per kernel and process, because it reads MLX's
-headers each time. The sources here need no headers, and compile in a small fraction of that time.
+`mx.fast.cuda_kernel` also compiles and launches kernels, but takes 1.3 s per kernel and process,
+because it reads MLX's headers each time. The sources here need no headers, and compile in a small
+fraction of that time.
 """
 
 import ctypes

@@ -25,8 +25,9 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 def chunk_rows(vocabulary: int) -> int:
     """The default number of positions per chunk.
 
-    On a CPU, it is 96; fewer if their logits exceed 16 MB, and more if these need less than 1 MB.
-    On a GPU, it is the number of positions whose logits fit in 128 MB (Metal) or 512 MB (CUDA).
+    On a CPU, a chunk has 96 positions, or fewer if their logits exceed 16 MB, or more if their
+    logits need less than 1 MB. On a GPU, a chunk has as many positions as fit in 128 MB (Metal) or
+    512 MB (CUDA) of logits.
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1

@@ -165,10 +165,10 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
 def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 
-    Call it between the grad step and the update step, once per update. With one rank it returns the
-    state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine small
-    leaves; a larger leaf is sent separately. If a loss is not finite on one rank, the sum of the
-    denominators is NaN on all ranks, and all ranks skip the update.
+    Call `all_reduce` between the grad step and the update step, once per update. With one rank, it
+    returns the state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine
+    small leaves; a larger leaf is sent separately. If a loss is not finite on one rank, the sum of
+    the denominators is NaN on all ranks, and all ranks skip the update.
 
     Args:
         state: this rank's state after its grad steps.

@@ -1,7 +1,7 @@
 """The form of a model for the learner: layers with a gradient, and blocks that save memory.
 
 If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
-that has no gradient. Only these layers are switched; dropout, which also depends on it, is
+that has no gradient. Only these layers are switched; dropout, which also depends on `training`, is
 unchanged.
 
 Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. If only gated

@@ -2,9 +2,9 @@
 also writes the row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
-them. A compiled program is launched without running the Python code that describes it. If its
-buffers keep their addresses, the host can launch it before the device has finished the previous
-step.
+them. A compiled program is launched without running the Python code that describes it. If the
+program's buffers keep their addresses, the host can launch the program before the device has
+finished the previous step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
