@@ -29,8 +29,8 @@ class Rollout:
     """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
 
     A completion may be a conversation: turns that the model sampled, separated by tokens from an
-        environment. A conversation is a single row of tokens, so each turn's context is an exact
-        prefix of the next turn's.
+    environment. A conversation is a single row of tokens, so each turn's context is an exact prefix
+    of the next turn's.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt

@@ -75,7 +75,6 @@ class GradStep:
             submitted: called after each micro-batch except the last, with a 0-d array that depends
                 on the micro-batch. Evaluate the array of the previous call to stay at most one
                 micro-batch ahead of the device.
-
             logprobs: a list to which the log π_θ [B,T] of each micro-batch's tokens is appended, as
                 in the loss.
 

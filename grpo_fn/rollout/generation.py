@@ -3,8 +3,8 @@
     prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ completions
 
 Everything is explicit: caches are passed in and out, random keys are numbered, and there is no
-    global state. A completion depends only on its key, its prompt and the model (up to the rounding
-    of batched products).
+global state. A completion depends only on its key, its prompt and the model (up to the rounding of
+batched products).
 """
 
 from collections.abc import Sequence
