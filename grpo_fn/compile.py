@@ -1,10 +1,10 @@
-"""`compiled`: mx.compile for functions of trees. All functions of this library are compiled with
-it.
+"""`compiled`: mx.compile for functions of trees. All compiled functions of this library use
+`compiled`.
 
 `mx.compile` does not accept attrs values, and its cache ignores the nesting of trees: `f([a], b)`
-and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here the
-key is the structure, shapes and dtypes of the arguments, and each key has its own function object
-and thus its own cache.
+and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here, the
+key of the cache is the structure, shapes and dtypes of the arguments, and each key has its own
+function object and thus its own cache.
 """
 
 import ctypes
@@ -75,8 +75,8 @@ class Compiled:
         """The compiled program for arguments of this structure, and the arguments' arrays in its
         order.
 
-        Use it in loops, because inspecting large trees takes longer than launching a small program.
-        If compiling is disabled, the program calls the function directly.
+        Use `program` in loops, because inspecting large trees takes longer than launching a small
+        program. If compiling is disabled, the program calls the function directly.
         """
         check_process()
         leaves: list[mx.array] = []
@@ -122,10 +122,10 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 
 def recomputed(primals: Any, cotangent: mx.array) -> Any:
-    """The same arrays, marked for recomputation in a backward pass, which then needs less memory.
+    """Marks arrays for recomputation in a backward pass, which then needs less memory.
 
     Otherwise, `mx.compile` would merge two computations from the same array and keep the result of
-    the forward pass. These arrays depend on the cotangent, so nothing is merged.
+    the forward pass. The returned arrays depend on the cotangent, so nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
 

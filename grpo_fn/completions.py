@@ -13,8 +13,8 @@ from grpo_fn.trees import flat, on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A finished row: one completion of a prompt. For a row that is still decoding, its state so
-    far."""
+    """A finished row, which is one completion of a prompt; or the current state of a row that is
+    still decoding."""
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
@@ -29,8 +29,8 @@ class Rollout:
     """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
 
     A completion may be a conversation: turns that the model sampled, separated by tokens from an
-        environment. It is a single row of tokens, so each turn's context is an exact prefix of the
-        next one's.
+    environment. A conversation is a single row of tokens, so each turn's context is an exact prefix
+    of the next turn's.
     """
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
@@ -60,8 +60,8 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The turn number of each token, int32 [B,T], counted from 0. Given tokens belong to the
-        preceding turn, and those before the first turn to -1.
+        """The turn number of each token, int32 [B,T], counted from 0. Given tokens have the number
+        of the preceding turn, or -1 if there is none.
         """
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
@@ -69,8 +69,8 @@ class Rollout:
 
     def turn_states(self) -> mx.array:
         """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
-        given tokens have the same number (for first turns, only the prompt counts). If there is no
-        such turn, the number is -1.
+        given tokens have the same number (for first turns, only the prompt counts). The number is
+        -1 where a completion has no such turn.
         """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(

@@ -2,8 +2,8 @@
 tokens.
 
 A vision tower computes features of an image, one row for each of its tokens in the prompt. The
-rotary embedding of such a model uses three positions per token: time, row and column. They are
-equal in text.
+rotary embedding of a model for images uses three positions per token: time, row and column. They
+are equal in text.
 """
 
 from collections.abc import Sequence
@@ -120,15 +120,15 @@ def multimodal_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
 
-    In text, all three increase together. The tokens of an image have the time, row and column of
-    their cell, counted from the end of the preceding text; the following text continues after the
-    largest of these.
+    In text, time, row and column increase together. The tokens of an image have the time, row and
+    column of their cell, counted from the end of the preceding text; the following text continues
+    after the largest of these.
 
     Args:
         tokens: the prompt.
         image_token: the id that represents a cell of an image.
-        grids: the grid of each image: time, rows, columns. Their product is the image's number of
-            tokens.
+        grids: the grid of each image: time, rows, columns. The product of the three is the image's
+            number of tokens.
 
     Raises:
         ValueError: the number of consecutive image tokens in the prompt does not fit the grids.

@@ -24,8 +24,8 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 def computes_as(layer: Any) -> type:
     """The layer's class, or the mlx class whose product it computes.
 
-    A subclass may compute something different. If it computes the same product, its body sets
-    `computes_as`, which its own subclasses do not inherit.
+    A subclass may compute a different function. A subclass that computes the same product sets
+    `computes_as` in its body; further subclasses do not inherit the setting.
     """
     kind = type(layer)
     return vars(kind).get("computes_as", kind)
@@ -86,7 +86,8 @@ class CallReplaced:
 
 @contextmanager
 def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside the `with` block, calls of the owners' parts with these names call the functions."""
+    """Inside the `with` block, calls of the owners' parts with these names are calls of the
+    functions."""
     saved = [(owner, name, owner[name], function) for owner, name, function in parts]
     try:
         for owner, name, part, function in saved:
@@ -129,7 +130,7 @@ def twin_module(module: nn.Module) -> nn.Module:
 
 
 def empty(module: nn.Module, tree: Tree) -> None:
-    """Replaces the module's leaves of this tree by scalars, so that it does not keep their
+    """Replaces the module's leaves of this tree by scalars, so that the module does not keep their
     memory."""
     module.update(map_arrays(lambda _: mx.zeros(()), tree))
 

@@ -67,15 +67,15 @@ def check_policy(
     """The policy with the fastest path on which its sampler and its learner have the same
     log-probs.
 
-    It uses a few tokens of two of the prompts, which takes some seconds for a large model.
+    The check uses a few tokens of two of the prompts, and takes some seconds for a large model.
 
     Args:
         policy: the model.
         params: its parameters.
         prompts: token ids, at least one prompt.
-        learns: whether the policy is trained. Then the learner's log-probs and gradient are checked
-            too, and checkpointed blocks are compared with plain ones. False for a sampler with its
-            own weights.
+        learns: whether the policy is trained; False for a sampler with its own weights. If True,
+            the learner's log-probs and gradient are checked too, and checkpointed blocks are
+            compared with plain ones.
         share_prompts: whether `split_batch` will share prompts.
         compile: whether the learner's steps will be compiled.
 

@@ -1,7 +1,7 @@
 """Raises an error in a forked process, where MLX would hang.
 
 MLX computes in its own threads and, on a GPU, through a driver's context. A forked process has
-neither, so its first computation would hang.
+neither the threads nor the context, so its first computation would hang.
 """
 
 import os
@@ -13,7 +13,7 @@ def check_process() -> None:
     """Records that this process computes with MLX.
 
     Raises:
-        RuntimeError: this process was forked from one that has computed.
+        RuntimeError: this process was forked from a process that had computed with MLX.
     """
     problem = fork_problem()
     if problem:
@@ -23,7 +23,8 @@ def check_process() -> None:
 
 
 def fork_problem() -> str | None:
-    """The error text if this process was forked from one that has computed; otherwise None."""
+    """The error text if this process was forked from a process that had computed with MLX;
+    otherwise None."""
     process = os.getpid()
     if not _computing or _computing[0] == process:
         return None

@@ -102,8 +102,8 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 def materialize(*trees: Tree) -> None:
     """Evaluates every array in the trees.
 
-    Use it instead of `mx.eval` for values of this library, because `mx.eval(state)` silently does
-    nothing.
+    Use `materialize` instead of `mx.eval` for values of this library, because `mx.eval(state)`
+    silently does nothing.
     """
     check_process()
     mx.eval(list(arrays_of(trees)))

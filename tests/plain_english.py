@@ -123,7 +123,8 @@ def all_faults() -> list[str]:
 def _sentences(texts: Iterable[str]) -> list[str]:
     """Their sentences with at least six words, each once, in a fixed order."""
     plain = (" ".join(text.split()).replace("``", "`") for text in texts)
-    parts = (part for text in plain for part in re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", text))
+    ends = r"(?:(?<=[.!?])|(?<=[.!?]\)))(?<!Dr\.)(?<!\*\*\d\.)\s+(?=[A-Z`*\[(])"
+    parts = (part for text in plain for part in re.split(ends, text))
     return sorted({part for part in parts if len(part.split()) >= 6 and "|" not in part})
 
 
@@ -131,7 +132,7 @@ def _page_texts() -> Iterator[str]:
     """The paragraphs and list items of README.md and docs/, without tables, headings and code blocks."""
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         text = re.sub(
-            r"^```.*?^```|^<!-- (.+?):begin -->.*?^<!-- \1:end -->|<!--.*?-->",
+            r"^ *```.*?^ *```|^<!-- (.+?):begin -->.*?^<!-- \1:end -->|<!--.*?-->",
             "",
             page.read_text(),
             flags=re.DOTALL | re.MULTILINE,
@@ -149,10 +150,22 @@ def _code_texts(*packages: str) -> tuple[list[str], list[str]]:
         owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found = [node for node in ast.walk(tree) if isinstance(node, owners)]
         public = [node for node in found if getattr(node, "name", "module")[0] != "_"]
-        docstrings += [ast.get_docstring(node) or "" for node in public]
+        docstrings += [text for node in public for text in _docstring_texts(ast.get_docstring(node) or "")]
         if path.name not in ("sections.py", "metrics.py"):
             messages += [_filled(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return messages, docstrings
+
+
+def _docstring_texts(docstring: str) -> Iterator[str]:
+    """The paragraphs, list items and argument entries of a docstring, without indented formulas."""
+    for part in re.split(r"\n\s*\n", docstring):
+        heading, _, entries = part.partition(":\n")
+        if heading in ("Args", "Attributes", "Raises"):
+            yield from re.split(r"\n {4}(?=\S)", "\n" + entries)
+        elif heading in ("Returns", "Yields"):
+            yield entries
+        elif not part.startswith(" "):
+            yield from re.split(r"\n- ", part)
 
 
 def _filled(call: ast.Call) -> str:

@@ -1,6 +1,6 @@
 """GRPO's equations as the papers write them: arrays and scalars in, arrays out.
 
-Imports only the root helpers: no model, no device, no backend.
+This package imports only the root helpers: no model, no device, no backend.
 """
 
 from grpo_fn.algorithm.advantages import (

@@ -1,8 +1,8 @@
 """Baselines and scales of the advantages: A = (R − baseline) / scale.
 
 Each function accepts rewards [P,G] (0 if missing) and `given` [P,G] (True if present), and returns
-an array that broadcasts to [P,G]. With S steps per completion, both arguments are [P,G,S]. To add
-one, write the function and add a line to BASELINES or SCALES.
+an array that broadcasts to [P,G]. With S steps per completion, both arguments are [P,G,S]. To add a
+baseline or a scale, write the function and add a line to BASELINES or SCALES.
 """
 
 from collections.abc import Callable

@@ -83,9 +83,9 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of the loss `total / denominator`, without a gradient. They are computed from
-    the ratios r, the KL before any bias correction, the correction's weights, and the mask of
-    tokens inside the surrogate's trust region, if it has one.
+    """The diagnostics of the loss `total / denominator`, without a gradient. The inputs are the
+    ratios r, the KL before any bias correction, the correction's weights, and the mask of tokens
+    inside the surrogate's trust region, if it has one.
     """
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row

@@ -5,7 +5,7 @@ balances the shares.
                                     P_e = mean over tokens of softmax(router logits)_e
 
 The loss is Switch Transformer's (arXiv 2101.03961, eq. 4–6), with k choices per token instead of
-one. The value is 1 for even shares, and up to E/k if all tokens use the same k experts.
+one. The loss is 1 for even shares, and up to E/k if all tokens use the same k experts.
 """
 
 import mlx.core as mx
@@ -41,7 +41,7 @@ def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token
     """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted
     tokens.
 
-    It is differentiable in the logits only through P. For arguments and errors, see
+    The loss is differentiable in the logits only through P. For arguments and errors, see
     `expert_shares`.
     """
     share_e = expert_shares(logits_ne, mask_n, experts_per_token)

@@ -1,8 +1,8 @@
 """Per-token estimators of KL(π_θ ‖ π_ref) from the log-probabilities of sampled tokens.
 
 Source: J. Schulman, "Approximating KL divergence" (2020). Let y = log π_ref − log π_θ for a token
-    sampled from π_θ. The mean of each estimator is the KL (for k2, to second order); the estimators
-    differ in variance and sign.
+sampled from π_θ. The mean of each estimator is the KL (for k2, to second order); the estimators
+differ in variance and sign.
 
 Far from y = 0, k2 and k3 continue as straight lines. Clipping them would remove the gradient where
 the KL is largest, but without a limit, a single token could dominate a batch. To add an estimator,

@@ -76,7 +76,7 @@ def policy_loss(
             denominators use all tokens.
         teacher_kl_bt: KL(π_θ ‖ teacher) at each position, [B,T], nats: `reverse_kl`,
             differentiable, or an estimate that is only logged.
-        teacher_coef: its coefficient in the loss.
+        teacher_coef: the coefficient of the teacher's KL in the loss.
 
     Returns:
         (loss, stats), float32; if no token counts, the loss and its gradient are 0.

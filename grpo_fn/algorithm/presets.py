@@ -10,7 +10,7 @@ from grpo_fn.checks import check_choice
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """A published algorithm: its loss, and its steps before the loss."""
+    """A published algorithm: its loss, and the steps that precede the loss."""
 
     spec: LossSpec
     baseline: str = "group_mean"

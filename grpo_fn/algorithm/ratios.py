@@ -2,8 +2,8 @@
 
 A correction for a sampler μ that differs from π_old is a weight for each token's policy term. A
 correction's function accepts π_old/μ of the tokens, [B,T], and of their sequences, [B,1]; the
-LossSpec fields that it needs are keywords. It returns the weight [B,T]. To add one, write the
-function and add a line to CORRECTIONS.
+LossSpec fields that it needs are keywords. It returns the weight [B,T]. To add a correction, write
+the function and add a line to CORRECTIONS.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def policy_ratio(
     2507.18071, eq. 7). The product over a row, without the mean, is not supported, because it
     exceeds float32 after a few dozen tokens.
 
-    All three arrays are [B,T]; masked positions must contain finite numbers.
+    The three arguments are [B,T] arrays; masked positions must contain finite numbers.
     """
     log_ratio = logp_bt - old_logp_bt
     if level == "sequence":
@@ -59,7 +59,7 @@ def rollout_mismatch(
     """The ratio π_old/μ = exp d of each token, and the ratio q of each sequence: exp(mean of d)
     (`geometric`) or exp(Σ d) (`product`).
 
-    All arrays are float32 [B,T], finite at masked positions.
+    All arguments are float32 [B,T], finite at masked positions.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
     log_q_b1 = (sequence_sum if sequence_ratio == "product" else sequence_mean)(d_bt, mask_bt)

@@ -1,7 +1,7 @@
 """Surrogate objectives ℓ of one token, which are minimised instead of −E[A].
 
 Each function accepts the ratio r at the spec's level, the advantage A and log π_θ of the token,
-broadcast to one shape; the required LossSpec fields and arrays are keywords. It returns
+broadcast to one shape; the required LossSpec fields and arrays are keywords. The function returns
 ℓ; gradients flow through r and log π_θ. A trust region may set ℓ to 0. To add a surrogate, write
 the function and add a line to SURROGATES.
 """

@@ -1,9 +1,9 @@
 """Faster implementations for one kind of device; results differ only by rounding.
 
-`find(name, *arguments)` returns this machine's fast function for a named operation. If it returns
-None, the caller computes the composed form. Code outside this folder imports neither `backends.cpu`
-nor `backends.cuda`, and does not check the device; this folder imports only the root helpers.
-Either folder can be deleted.
+`find(name, *arguments)` returns this machine's fast function for a named operation. If `find`
+returns None, the caller computes the composed form. Code outside this folder imports neither
+`backends.cpu` nor `backends.cuda`, and does not check the device; this folder imports only the root
+helpers. Either folder can be deleted.
 """
 
 from importlib.util import find_spec

@@ -38,7 +38,7 @@ class SoftmaxSums(NamedTuple):
 
 
 def softmax_sums(z: mx.array) -> SoftmaxSums:
-    """Sums over float32 logits; a logit of −∞ contributes nothing."""
+    """The `SoftmaxSums` of float32 logits; a logit of −∞ contributes nothing."""
     top = mx.stop_gradient(z.max(axis=-1, keepdims=True))
     below = z - top
     weight = exp(below)

@@ -1,10 +1,10 @@
 """The only interface of the backends: finds this machine's fast function for a named operation.
 
-A backend is a folder next to this file, named after its device. Its `__init__` contains two tables:
-MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS contains
-the constants that differ from those below. The predicate is a function of the submodule that checks
-whether the mechanism supports the arguments of `find`; "" means that it supports all arguments.
-Submodules are imported at their first use.
+A backend is a folder next to this file, named after its device. A backend's `__init__` contains two
+tables: MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS
+contains the constants that differ from those below. The predicate is a function of the submodule
+that checks whether the mechanism supports the arguments of `find`; "" means that it supports all
+arguments. Submodules are imported at their first use.
 """
 
 import difflib

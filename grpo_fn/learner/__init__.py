@@ -1,7 +1,7 @@
 """The learner: the state of a run, batches, and the pure steps from one state to the next.
 
-Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the root helpers; not
-`grpo_fn.rollout`.
+This package imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the root
+helpers; not `grpo_fn.rollout`.
 """
 
 from grpo_fn.learner.batch import Batch, as_teacher_reads, batch_of, make_batch

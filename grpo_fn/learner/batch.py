@@ -59,16 +59,17 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """All rows of a rollout as one batch. Tokens from an environment are context and masked.
+    """Puts all rows of a rollout into one batch. Tokens from an environment are context and masked.
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G], or of each token [P,G,T]; for those of turns, see
-            `spread_over_turns`.
+        adv_pg: advantages [P,G], or one for each token, [P,G,T]; `spread_over_turns` expands the
+            advantages of turns.
         mask_truncated: completions that reach the length limit are masked (but count in the number
             of sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy
-            term (arXiv 2506.01939). It requires the rollout's entropies. 1.0 keeps all tokens.
+            term (arXiv 2506.01939). Values below 1 require the rollout's entropies; 1.0 keeps all
+            tokens.
 
     Raises:
         ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is
@@ -140,7 +141,7 @@ def batch_of(
         advantages: the advantages of each completion's tokens; 1 for `SFT`.
         weights: the weights of the same tokens, at least 0; None means 1 each.
         logp: log-probs of the same tokens under the policy that sampled them, in nats: μ, and π_old
-            of the ratio. If it is None, π_old is π_θ.
+            of the ratio. If `logp` is None, π_old is π_θ.
 
     Raises:
         ValueError: a prompt, completion or number is missing; and the errors of `given_rollout` and

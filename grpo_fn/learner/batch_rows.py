@@ -1,4 +1,4 @@
-"""Selects, splits and pads the rows of a batch."""
+"""Functions that select, split and pad the rows of a batch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -38,9 +38,9 @@ _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     """Removes the rows without a gradient; they still count in the denominators.
 
-    These are the rows without counted tokens and, if there is no KL term or entropy bonus, the rows
-    with A = 0 (all rows of a group whose rewards are equal). It reads the advantages and therefore
-    waits for the device.
+    Rows without a gradient are those without counted tokens and, if there is no KL term or entropy
+    bonus, the rows with A = 0 (all rows of a group whose rewards are equal). The function reads the
+    advantages and therefore waits for the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -80,8 +80,8 @@ def counted_alone(batch: Batch) -> Batch:
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """The given rows, in that order; the counts for the denominators remain the whole batch's.
 
-    This is only for batches in which each row has its own prompt, that is, before `split_batch`
-    shares them.
+    Use `take_rows` only for batches in which each row has its own prompt, that is, before
+    `split_batch` shares them.
     """
     return take_part(batch, rows, rows)
 
@@ -93,7 +93,7 @@ def take_part(
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
     """Selects, cuts and pads the fields of a batch along their `AXES`; the counts remain the whole
-    batch's. No other function does this.
+    batch's. No other function cuts or pads a batch.
 
     Args:
         rows: the rows of `targets_bt`.

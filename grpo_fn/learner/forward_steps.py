@@ -36,8 +36,8 @@ def make_logprob_step(
     """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without a
     gradient.
 
-    It computes π_old if a rollout is used for several updates, and π_ref if there is a reference
-    model. Pure, compiled once per shape.
+    The step computes π_old if a rollout is used for several updates, and π_ref if there is a
+    reference model. Pure, compiled once per shape.
     """
     step = compiled_step(
         lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
@@ -73,8 +73,8 @@ class RoutingStats(NamedTuple):
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
-    """The load of a model's experts over the counted tokens of a batch. It runs eagerly, because
-    shapes change between calls.
+    """The load of a model's experts over the counted tokens of a batch. The computation is eager,
+    because shapes change between calls.
 
     Raises:
         ValueError: the batch shares prompts; and the errors of `Policy.hidden_and_routing`.
@@ -93,11 +93,11 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
-    """The experts that this policy's routers choose, for `Batch.experts_blnk`: uint16 [B,L,N,k]. It
-    runs eagerly, like `routing_stats`.
+    """The experts that this policy's routers choose, for `Batch.experts_blnk`: uint16 [B,L,N,k].
+    The computation is eager, like that of `routing_stats`.
 
-    With a sampler's policy and parameters, these are the experts that were used for sampling, and
-    the learner can use the same ones (R3, arXiv 2510.11370).
+    With a sampler's policy and parameters, the result contains the experts that were used for
+    sampling, so that the learner can use the same experts (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: see `routing_stats`.

@@ -75,7 +75,6 @@ class GradStep:
             submitted: called after each micro-batch except the last, with a 0-d array that depends
                 on the micro-batch. Evaluate the array of the previous call to stay at most one
                 micro-batch ahead of the device.
-
             logprobs: a list to which the log π_θ [B,T] of each micro-batch's tokens is appended, as
                 in the loss.
 
@@ -152,11 +151,11 @@ def make_grad_step(
         spec: the algorithm.
         temperature: the sampler's temperature; it also divides the learner's logits.
         max_completion_length: L_max, required by the aggregation `constant`.
-        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None:
+        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None means
             `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
             counted tokens, averaged over its routers. Each micro-batch balances its own tokens,
-            weighted by its share of the loss. 0 disables it.
+            weighted by its share of the loss. A coefficient of 0 disables this loss.
         teacher: if its `kl_coef` > 0, the exact KL to the teacher is part of each token's loss.
         compile: False runs the same Python eagerly.
 

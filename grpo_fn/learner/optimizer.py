@@ -67,8 +67,9 @@ def adamw(
 ) -> Optimizer:
     """AdamW (arXiv 1711.05101, algorithm 2).
 
-    Decay is decoupled and applies to every leaf, as in mlx.optimizers; with weight_decay = 0 this
-    is Adam. It computes in float32 for all dtypes of parameters and moments, one leaf at a time.
+    Decay is decoupled and applies to every leaf, as in mlx.optimizers. With weight_decay = 0, the
+    algorithm is Adam. The arithmetic is in float32 for all dtypes of parameters and moments, one
+    leaf at a time.
 
     Args:
         learning_rate: a number, or a schedule (a function of the update number).

@@ -204,8 +204,8 @@ def split_batch(
     not count. A single row longer than `max_tokens` forms its own micro-batch.
 
     With `share_prompts`, a group's rows may stay together and use one copy of their prompt, if that
-    takes fewer tokens. The model must support this: see `can_share`. Rows with given experts are
-    not shared.
+    takes fewer tokens. The model must support shared prompts: see `can_share`. Rows with given
+    experts are not shared.
 
     Any split results in the same update, because the micro-batches' counts add up to the batch's.
 
@@ -252,7 +252,7 @@ def halve_batch(piece: Batch) -> list[Batch]:
     """Two micro-batches with half of the rows each, to save memory; a single row is returned
     unchanged.
 
-    Both keep all shared prompts. Their counts add up to those of `piece`.
+    Both halves keep all shared prompts, and the counts of the halves add up to those of `piece`.
     """
     rows = piece.mask_bt.shape[0]
     if rows < 2:

@@ -1,4 +1,4 @@
-"""TrainState: a training run as one immutable value, and the syncs between its policies."""
+"""TrainState: a training run as one immutable value, and functions that sync its policies."""
 
 from collections.abc import Callable
 
@@ -43,7 +43,7 @@ def init_state(
         optimizer: see `adamw`.
         key: PRNG key, `mx.random.key(seed)`.
         ref_params: the reference of the KL term, usually `params` itself (shared until the first
-            update). If it is omitted, there is no reference and `beta` must be 0.
+            update). If `ref_params` is omitted, there is no reference and `beta` must be 0.
     """
     return TrainState(
         params=params,
@@ -105,6 +105,6 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shapes of `params`. They need no memory, because each is one number,
-    broadcast."""
+    """Float32 zeros in the shapes of `params`. The zeros need no memory, because each array is one
+    broadcast number."""
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

@@ -29,15 +29,15 @@ def make_update_step(
 ) -> Callable[..., tuple[TrainState, UpdateStats]]:
     """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
 
-    It divides the accumulated gradient by its weight, clips it and applies the optimizer. `Rates`
-    replace the optimizer's learning rate and constants, and the norm bound, for this update; new
-    values do not cause a new trace.
+    The step divides the accumulated gradient by its weight, clips it and applies the optimizer.
+    `Rates` replace the optimizer's learning rate and constants, and the norm bound, for this
+    update; new values do not cause a new trace.
 
     If a loss, a gradient or the learning rate is not finite, parameters and moments do not change.
-    Only the counters and the accumulated sums change, and the stats report it. A leaf also keeps
-    its values if its new values are not finite. This is decided per leaf, because waiting for all
-    leaves would need memory for all of them. Leaves of 16 bits are rounded stochastically, with a
-    key from the state's key and the update's number.
+    Only the counters and the accumulated sums change, and the stats report the skipped update. A
+    leaf also keeps its values if its new values are not finite. The decision is made per leaf,
+    because waiting for all leaves would need memory for all of them. Leaves of 16 bits are rounded
+    stochastically, with a key from the state's key and the update's number.
 
     Args:
         optimizer: see `adamw`.

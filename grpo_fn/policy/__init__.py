@@ -1,8 +1,8 @@
 """A model as a pure function of a parameter tree: the policy, its head, quantized roles and
 decoding.
 
-Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `grpo_fn.learner` or
-`grpo_fn.rollout`.
+This package imports the backends' interface and the root helpers; not `grpo_fn.algorithm`,
+`grpo_fn.learner` or `grpo_fn.rollout`.
 """
 
 from grpo_fn.policy.caches import kv_caches

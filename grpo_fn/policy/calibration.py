@@ -3,10 +3,10 @@ inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
 largest inputs first, and later columns compensate for each error according to the inputs' second
-moments. Here, this is done within blocks of at most `WIDTH` columns, so the moments of D inputs
-need D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's range is
-first shrunk to minimize the error. Formats and kernels are mlx's affine ones; only the stored
-numbers differ.
+moments. Here, columns are rounded within blocks of at most `WIDTH` columns, so the moments of D
+inputs need D·WIDTH numbers, and the blocks of all layers are rounded in parallel. Each group's
+range is first shrunk to minimize the error. Formats and kernels are mlx's affine ones; only the
+stored numbers differ.
 """
 
 import functools
@@ -36,8 +36,8 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors. They are computed once from the moments of blocks,
-    and used by each rounding.
+    """Factors that distribute rounding errors. The factors are computed once from the moments of
+    blocks, and used by each rounding.
     """
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
@@ -145,7 +145,7 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries for layers with these moments. Layers that share their inputs share their
+    """The carries of the layers that have these moments. Layers that share their inputs share their
     carries.
 
     Blocks of the same width are factored in parallel, at most an eighth of them and `PART` numbers

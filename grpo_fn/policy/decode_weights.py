@@ -174,7 +174,7 @@ def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None)
     """Whether this machine's compiled decoding steps support a model that shares prefixes,
     determined by a trial.
 
-    `compute` is its compute dtype; None means its weights' own.
+    `compute` is the model's compute dtype; None means the weights' own dtype.
     """
     program = find("kernel_steps")
     if program is None:

@@ -2,8 +2,8 @@
 found by trial.
 
 mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
-soft-capped. None of that is reimplemented here: the head is the model itself, with its backbone
-replaced by an object that returns the given hidden states.
+soft-capped. Nothing is reimplemented here: the head is the model itself, with its backbone replaced
+by an object that returns the given hidden states.
 """
 
 import functools
@@ -57,12 +57,15 @@ def linear_head(weight_vd: mx.array) -> Head:
 class HeadSplit:
     """The location of the head in an architecture.
 
-    path: attributes from the root to the backbone; None if the head is inside it (the whole model
-        is then the backbone, and its logits are the hidden states). trainable: names of the
-        trainable leaves that the head uses. weight: name of the leaf [V,D] if the logits are cap ·
-        tanh(scale · x / cap) of the product x with it, or scale · x without a cap; else None.
-        scale: that number. cap: that number, or None. over_caches: whether the model needs its own
-        caches to compute what it decodes.
+    Attributes:
+        path: attributes from the root to the backbone; None if the head is inside the backbone (the
+            backbone is then the whole model, and its logits are the hidden states).
+        trainable: names of the trainable leaves that the head uses.
+        weight: name of a leaf [V,D] such that the logits are cap · tanh(scale · x / cap) of the
+            product x with this leaf, or scale · x without a cap; None if there is no such leaf.
+        scale: the number in these formulas.
+        cap: the number in the first formula, or None.
+        over_caches: whether the model needs its own caches to compute what it decodes.
     """
 
     path: tuple[str, ...] | None
@@ -102,8 +105,9 @@ def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
 
     Args:
         module: an mlx-lm model with its weights.
-        trainable: names of its trainable leaves; without any, `weight` is not determined, because
-            that requires several products with the head's matrix and only the learner uses it.
+        trainable: names of the module's trainable leaves; without any, `weight` is not determined,
+            because that requires several products with the head's matrix and only the learner uses
+            it.
     """
     return attrs.evolve(_split(module, trainable), over_caches=needs_caches(module))
 

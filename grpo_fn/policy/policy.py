@@ -62,8 +62,8 @@ class Policy:
         """Splits a module into its function and its leaves.
 
         To train only some leaves, first freeze the others (`module.freeze()`, mlx-lm's
-        `linear_to_lora_layers`). The arrays are shared with the module, not copied. Afterwards, its
-        layers call this library's functions (`patch_layers`), unless `patched` is False.
+        `linear_to_lora_layers`). The arrays are shared with the module, not copied. Afterwards, the
+        module's layers call this library's functions (`patch_layers`), unless `patched` is False.
 
         Raises:
             ValueError: nothing is trainable.
@@ -107,17 +107,17 @@ class Policy:
         )
 
     def without_weights(self) -> "Policy":
-        """The same function without the initial parameters, over a module without trainable
-        weights.
+        """The same policy without the initial parameters, over a module without trainable weights.
 
-        Use it for long runs; otherwise, `params` and the module would keep the initial weights in
-        memory. The module loses its weights in place; afterwards, use it through `bound`.
+        Use this method for long runs; otherwise, `params` and the module would keep the initial
+        weights in memory. The module loses its weights in place; afterwards, use it through
+        `bound`.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
 
     def twin(self) -> "Policy":
-        """The same function over its own module, which shares all arrays with this one.
+        """The same policy over its own module, which shares all arrays with this policy's module.
 
         A call replaces the leaves of the policy's module. Therefore, two threads, or a learner and
         a rollout that is suspended between two steps, need separate modules.
@@ -131,7 +131,7 @@ class Policy:
         return self.compiled_programs[name]
 
     def bound(self, params: Tree, frozen: Tree | None = None) -> AbstractContextManager[nn.Module]:
-        """The module with these parameters inside the `with` block."""
+        """Inside the `with` block, the module has these parameters."""
         frozen = self.frozen if frozen is None else frozen
         return parameters_replaced(self.module, self.cast(frozen), self.cast(params))
 
@@ -154,7 +154,7 @@ class Policy:
             yield module
 
     def cast(self, params: Tree) -> Tree:
-        """The parameters for the forward pass: floating leaves in the compute dtype."""
+        """The parameters for the forward pass, with floating leaves cast to the compute dtype."""
         dtype = self.compute_dtype
         if dtype is None:
             return params

@@ -3,11 +3,11 @@ never rounded.
 
 The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
 head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
-with them at full speed; `packed` keeps them small (see `packed`). Both compute with the same
-rounded weights.
+with them at full speed; `packed` keeps them small (see `packed`). Both storages compute with the
+same rounded weights.
 
-Each weight can have its own format. It is chosen by the effect of rounding on log-probs, within a
-budget of bits.
+Each weight can have its own format, which is chosen by the effect of rounding on log-probs, within
+a budget of bits.
 """
 
 import copy
@@ -331,7 +331,7 @@ def formats_within(
         group_size: number of weights that share a scale and a bias of 16 bits each.
         budget: average bits per weight, including scales and biases.
 
-    Raises ValueError if not even the coarsest format fits.
+    Raises ValueError if not even the coarsest format fits the budget.
     """
     shared = 32 / group_size
     levels = list(LEVELS)

@@ -1,7 +1,7 @@
 """From prompts to completions: prefill, decoding steps, the decode loop, sampling.
 
-Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grpo_fn.algorithm` or
-`grpo_fn.learner`.
+This package imports `grpo_fn.policy`, the backends' interface and the root helpers; not
+`grpo_fn.algorithm` or `grpo_fn.learner`.
 """
 
 from grpo_fn.completions import Ended, rollout_of

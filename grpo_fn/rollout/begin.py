@@ -1,4 +1,5 @@
-"""Starts rows: groups entries that share one prefill, and creates the steps for their rows."""
+"""Starts rows: groups the entries that can share one prefill, and creates the decoding steps for
+their rows."""
 
 from collections.abc import Sequence
 from typing import Any

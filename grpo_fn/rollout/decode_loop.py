@@ -37,16 +37,16 @@ Columns = Generator[Column | None, None, T]
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. It affects only speed and memory; results are the same up to
-    rounding.
+    """How completions are decoded. These settings affect only speed and memory; results are the
+    same up to rounding.
 
     Attributes:
         max_batch: the maximum number of rows decoded together; 0 for all. Groups are not split; at
             least one group is decoded.
         check_every: steps between checks for finished rows and for rows that can start; a check
             waits for the device.
-        pipelined: submit each step to the device before the previous one is finished. This hides
-            launch time on a GPU, but requires a copy of the cache.
+        pipelined: submit each step to the device before the previous one is finished. Pipelining
+            hides launch time on a GPU, but requires a copy of the cache.
         share_prefix: keep a single copy of a prompt's keys and values for all its completions, if
             the model supports it; None enables it on CPU and CUDA.
         turns_together: in conversations, start turns once no row is decoding and all replies have
@@ -54,7 +54,7 @@ class Decoding:
             its reply has arrived, so that a slow reply does not delay other rows; rounding then
             depends on timing.
         few_sizes: with a backend's compiled steps, pad a batch with unused rows to one of few
-            sizes. This is for servers, because a program is compiled for each size and any number
+            sizes. Use this option for servers: a program is compiled for each size, and any number
             of requests may arrive at once.
     """
 

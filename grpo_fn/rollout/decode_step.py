@@ -2,7 +2,8 @@
 steps.
 
 A step feeds each row a token and returns the logits after it. `CacheSteps` calls the unmodified
-model with any caches. A backend may have a compiled program for steps with one copy of each prompt.
+model, and works with any kind of caches. A backend may have a compiled program for steps with one
+copy of each prompt.
 
 The prefill functions are generators that yield after each layer, because a long prefill takes
 seconds.
@@ -43,7 +44,7 @@ class Steps(Protocol):
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keeps these rows, in ascending order."""
+        """Keeps only these rows, in ascending order."""
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
         """Adds the rows of other steps; returns None and changes nothing if they cannot be decoded
@@ -61,7 +62,7 @@ class Steps(Protocol):
 
 
 class CacheSteps:
-    """Steps of a model with a copy of the prompt for each row."""
+    """Decoding steps in which each row has its own copy of the prompt."""
 
     drops_rows = True
 
@@ -92,7 +93,7 @@ class CacheSteps:
 
 
 class PrefixSteps(CacheSteps):
-    """Steps of a model with one copy of each prompt."""
+    """Decoding steps in which rows share one copy of each prompt."""
 
     def keep_rows(self, rows: list[int]) -> None:
         keep_prefix_rows(self.caches, rows)
@@ -257,7 +258,7 @@ def result_of(steps: Generator[Any, None, T]) -> T:
 
 
 def computed(layers: Iterable[Any]) -> Prefill[None]:
-    """Evaluates the arrays of each layer in turn."""
+    """Evaluates the arrays of one layer after another."""
     for layer in layers:
         mx.eval(list(arrays_of(layer)))
         yield

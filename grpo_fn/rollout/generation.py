@@ -3,8 +3,8 @@
     prompts ─prefill→ caches [P] ─fork→ caches [P·G] ─decode, drop finished rows→ completions
 
 Everything is explicit: caches are passed in and out, random keys are numbered, and there is no
-    global state. A completion depends only on its key, its prompt and the model (up to the rounding
-    of batched products).
+global state. A completion depends only on its key, its prompt and the model (up to the rounding of
+batched products).
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def generate(
         replies: returns the tokens that follow a finished turn; with None, turns have no replies.
             The random numbers of a conversation continue over its turns. Conversations are decoded
             with a copy of the prompt for each row.
-        images: the images of each prompt, or None; None if no prompt has any. Completions of
+        images: for each prompt, its images or None; None if no prompt has images. Completions of
             prompts with images are decoded with one copy of each prompt, and without a backend's
             compiled steps.
         decoding: settings for speed and memory; None means `Decoding()`. Results are the same up to
@@ -101,8 +101,8 @@ def decode(
 ) -> Columns[Rollout]:
     """`generate` step by step: yields each step's tokens, and returns the rollout.
 
-    Between the steps, the policy's module contains the parameters. If `Interrupted` is thrown in,
-    it returns the tokens sampled up to the last check for finished rows.
+    Between the steps, the policy's module contains the parameters. If `Interrupted` is thrown into
+    the generator, it returns the tokens sampled up to the last check for finished rows.
     """
     check_process()
     check_prompts(policy, prompts, sampling.max_new_tokens)

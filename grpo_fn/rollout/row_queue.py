@@ -4,8 +4,8 @@
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-The queue exists on the host and computes nothing. It tells `decode_queue` which rows start, and
-`decode_queue` reports finished rows to it.
+The queue exists on the host and computes nothing. The queue tells `decode_queue` which rows start,
+and `decode_queue` reports finished rows to it.
 """
 
 import bisect
@@ -94,7 +94,7 @@ class Start:
 
 
 class RowQueue:
-    """Entries in the order of their addition, and their rows until they are taken."""
+    """Entries in the order in which they were added, and their rows until `take` returns them."""
 
     def __init__(self, policy: Policy) -> None:
         """`policy` defines the valid token ids, positions and images."""
@@ -197,7 +197,7 @@ class RowQueue:
         return self._starts(begun)
 
     def rows_due(self, decoding: int, most: int) -> int:
-        """The number of rows that could start now; see `due`."""
+        """The number of waiting rows that could start now; see `due`."""
         return sum(len(entry.rows) for entry in self._fitting(decoding, most))
 
     def _fitting(self, decoding: int, most: int) -> list[Entry]:
@@ -285,7 +285,7 @@ class RowQueue:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix of both."""
+    """The length of the common prefix of two lists of tokens."""
     first = list(one)
     second = list(other)
     places = range(min(len(first), len(second)))

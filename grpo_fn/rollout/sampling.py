@@ -1,5 +1,5 @@
-"""`Sampling`, and sampling with explicit random keys, one per row and step, so that a row's tokens
-do not depend on other rows.
+"""`Sampling`, and functions that sample with explicit random keys, one per row and step, so that a
+row's tokens do not depend on other rows.
 """
 
 import functools
@@ -188,14 +188,14 @@ def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
 
 
 def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
-    """`seen_bv` with one more token per row."""
+    """Marks one more token of each row in `seen_bv`."""
     return mx.put_along_axis(seen_bv, token_b[:, None], mx.array(True), axis=-1)
 
 
 def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
     """Logits with the repetition penalty: for seen tokens, z/penalty if z > 0, else z·penalty.
 
-    This is CTRL's penalty (arXiv 1909.05858, section 4.1), in the sign-dependent form of
+    The penalty is CTRL's (arXiv 1909.05858, section 4.1), in the sign-dependent form of
     transformers and mlx-lm.
     """
     scaled_bv = mx.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
@@ -218,11 +218,11 @@ def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.a
     into blocks of `WIDTH` groups. First a block is sampled, then one of its groups, then one of its
     tokens, each with its own 32 random bits.
 
-    It uses integers, whose sums are exact: each weight is its share of 2^30, rounded up, so no
-    token with a positive weight becomes impossible. Weights below 2^−30 at their level are sampled
-    too often, in at most 2e-7 of all samples.
+    The sums are exact, because they use integers: each weight is its share of 2^30, rounded up, so
+    no token with a positive weight becomes impossible. Weights below 2^−30 at their level are
+    sampled too often, in at most 2e-7 of all samples.
 
-    The token of a row without a positive weight is 0. Returns (int32 [B], float32 [B]).
+    If a row has no positive weight, its token is 0. Returns (int32 [B], float32 [B]).
 
     Args:
         weights_bv: float32, not negative; they need not add up to 1.

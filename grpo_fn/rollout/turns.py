@@ -83,7 +83,8 @@ class Turns(RowQueue):
     """A queue whose rows are turns of conversations. If a reply follows a finished turn, the next
     turn is added.
 
-    Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
+    With B conversations, row b is the first turn of conversation b, and the rows b + B, b + 2B, …
+    are its next turns.
     """
 
     def __init__(self, policy: Policy, replies: Replies, together: bool) -> None:

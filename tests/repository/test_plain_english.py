@@ -66,3 +66,19 @@ def test_a_draw_can_be_repeated():
     """The same seed gives the same sentences, the same number from each source."""
     first, again = ([*plain_english.draw(7, count=3)] for _ in range(2))
     assert first == again and len([line for line in first if line.startswith("- ")]) == 12
+
+
+def test_a_draw_reads_a_docstring_by_its_structure(tmp_path, monkeypatch):
+    """Entries of arguments are texts of their own; formulas, and code that is indented, are left out."""
+    (tmp_path / "code.py").write_text(
+        '"""Sums two numbers. (Neither may be NaN.)\n\n    x = a + b\n\nArgs:\n    a: the first\n'
+        '        of two numbers.\n    b: the other number.\n\nReturns:\n    The sum of\n    both.\n"""\n'
+    )
+    monkeypatch.setattr(plain_english, "ROOT", tmp_path)
+    texts = plain_english._code_texts(".")[1]
+    assert [" ".join(text.split()) for text in texts if text.strip()] == [
+        "Sums two numbers. (Neither may be NaN.)",
+        "a: the first of two numbers.",
+        "b: the other number.",
+        "The sum of both.",
+    ]

@@ -36,7 +36,7 @@ def attention(
         queries: [B,H,L,D].
         keys: [B,K,S,D], H a multiple of K.
         values: [B,K,S,Dv].
-        scale: the factor of the scores.
+        scale: the factor of the attention scores.
         mask: booleans, broadcast to [B,H,L,S]; "causal", where the L queries are the last of the S
             tokens; or None for no mask.
 

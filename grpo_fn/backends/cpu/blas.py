@@ -1,7 +1,8 @@
 """The BLAS for MLX's products on a Linux CPU: the only side effect of `import grpo_fn`.
 
 The reference BLAS in MLX's CPU wheel is about 30 times slower than OpenBLAS or MKL, and rounds
-differently. Another library replaces it only if its symbols are global before MLX is imported.
+differently. Another library replaces the reference BLAS only if its symbols are global before MLX
+is imported.
 """
 
 import ctypes

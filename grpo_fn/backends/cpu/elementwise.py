@@ -1,8 +1,8 @@
 """exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, vectorized for CPUs.
 
 MLX's CPU kernels call the C library's `exp` one element at a time, which takes most of a small
-model's time. The exponential below uses only sums and products, which `mx.compile` turns into
-vector instructions. Everything here is for float32: see `on_cpu`.
+model's time. The exponential here uses only sums and products, which `mx.compile` turns into vector
+instructions. All functions here are for float32: see `on_cpu`.
 
     e^x = 2^n · e^r,   n = round(x / ln 2),   r = x − n ln 2 ∈ [−ln 2 / 2, ln 2 / 2]
 
@@ -39,8 +39,8 @@ def exp(x: mx.array) -> mx.array:
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which is removed. It is computed as a product with a column, because
-    MLX adds one number at a time."""
+    """Σ x along the last axis, which is removed. The sum is computed as a product with a column,
+    because MLX adds one number at a time."""
     return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
 
 
@@ -195,7 +195,8 @@ def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
     CPU.
 
     A sum of two such products is rounded to 16 bits once, like a single product over copied
-    prompts. If it were rounded twice, log-probs would differ from the learner's by up to 0.12 nats.
+    prompts. If the sum were rounded twice, log-probs would differ from the learner's by up to 0.12
+    nats.
     """
     return weights.astype(mx.float32) @ values.astype(mx.float32)
 

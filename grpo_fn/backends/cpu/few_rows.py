@@ -1,9 +1,9 @@
 """Weights in blocks, for products with few rows while a model samples.
 
 Before a product, OpenBLAS copies the matrix into another layout, which takes longer than the
-product itself if there are few rows. On processors with AVX-512, it makes no copy for a product of
-less than a million multiplications. Therefore, a weight [out,in] is stored as blocks [N,in,W], and
-each block is multiplied separately.
+product itself if there are few rows. On processors with AVX-512, OpenBLAS makes no copy for a
+product of less than a million multiplications. Therefore, a weight [out,in] is stored as blocks
+[N,in,W], and each block is multiplied separately.
 """
 
 import copy

@@ -1,7 +1,8 @@
 """Custom CUDA kernels: NVRTC compiles their source, and MLX launches the result.
 
-`mx.fast.cuda_kernel` does both, but it takes 1.3 s per kernel and process, because it reads MLX's
-headers each time. These sources need no headers and compile in a small fraction of that time.
+`mx.fast.cuda_kernel` also compiles and launches kernels, but takes 1.3 s per kernel and process,
+because it reads MLX's headers each time. The sources here need no headers, and compile in a small
+fraction of that time.
 """
 
 import ctypes
@@ -63,7 +64,8 @@ def literal(number: float) -> str:
 
 
 class CudaKernel:
-    """A kernel. Its source is the body of a function that refers to inputs and outputs by name."""
+    """A CUDA kernel; the source is the body of a function that refers to inputs and outputs by
+    name."""
 
     def __init__(
         self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str

@@ -1,5 +1,5 @@
-"""Kernels for calibrated rounding. In the first, a block of threads rounds some rows of a block of
-columns. In the second, each thread computes the range of one group of columns.
+"""Kernels for calibrated rounding. One kernel rounds: a block of threads processes some rows of a
+block of columns. The other kernel computes ranges: each thread processes one group of columns.
 """
 
 import functools

@@ -6,8 +6,8 @@ With shared prompts, a group's prompt is computed once, and its completions atte
     completions [B,T−1] ─backbone over them→ hidden
 
 The layers below replace caches and provide mlx-lm's attention layers with an offset, a mask, and
-keys and values to attend to. They contain traced arrays, so gradients flow from completions into
-prompts.
+keys and values to attend to. These layers contain traced arrays, so gradients flow from completions
+into prompts.
 """
 
 from typing import cast
@@ -60,8 +60,8 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
 def completion_hidden_and_routing(
     policy: Policy, params: Tree, frozen: Tree, batch: Batch
 ) -> tuple[mx.array, list[mx.array]]:
-    """`completion_hidden`, and the routers' logits [B·T,E] of each layer with experts, at the same
-    tokens.
+    """Like `completion_hidden`, but also returns the routers' logits [B·T,E] of each layer with
+    experts, at the same tokens.
 
     Raises:
         ValueError: the batch shares prompts or has images; and the errors of
@@ -123,7 +123,8 @@ def _last(size: int) -> mx.array:
 def can_share(module: nn.Module) -> bool:
     """Whether every layer has its own plain key-value cache and accepts a mask for each row.
 
-    Sliding windows, recurrent states, and layers that use other layers' caches do not allow this.
+    Sliding windows, recurrent states, and layers that use other layers' caches do not allow shared
+    prompts.
     """
     from mlx_lm.models.cache import KVCache
 

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, and the KL to a teacher, without keeping all logits in memory.
 
-The logits of N positions × V tokens are the largest arrays of the learner. Here they are computed
-for a chunk of positions at a time, and again in the backward pass, with the gradient in closed
-form:
+The logits of N positions × V tokens are the largest arrays of the learner. Here, logits are
+computed for a chunk of positions at a time, and again in the backward pass, with the gradient in
+closed form:
 
     z = head(hidden) / temperature
     log p_t = z_t − lse(z)          ∂/∂z_j = 1[j = t] − p_j
@@ -25,8 +25,9 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 def chunk_rows(vocabulary: int) -> int:
     """The default number of positions per chunk.
 
-    On a CPU, it is 96; fewer if their logits exceed 16 MB, and more if these need less than 1 MB.
-    On a GPU, it is the number of positions whose logits fit in 128 MB (Metal) or 512 MB (CUDA).
+    On a CPU, a chunk has 96 positions, or fewer if their logits exceed 16 MB, or more if their
+    logits need less than 1 MB. On a GPU, a chunk has as many positions as fit in 128 MB (Metal) or
+    512 MB (CUDA) of logits.
     """
     if not enabled("logit_chunks"):
         return 2**31 - 1
@@ -72,8 +73,8 @@ def token_logprobs_and_entropy(
     """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt,
     entropy_bt).
 
-    Both float32, nats, at the given temperature. With `entropy_gradient=False`, the entropy is
-    treated as a constant, which saves two passes over the logits.
+    Both arrays are float32, in nats, at the given temperature. With `entropy_gradient=False`, the
+    entropy is treated as a constant, which saves two passes over the logits.
     """
     entropy = "differentiable" if entropy_gradient else "constant"
     logp_bt, entropy_bt = _apply(hidden_btd, head, targets_bt, temperature, chunk, entropy)
@@ -194,9 +195,9 @@ def reverse_kl(
 
     p = softmax(head(hidden)/temperature), and q is the teacher's.
 
-    This is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and data only from
-    the student, or MiniLLM's divergence (arXiv 2306.08543) per token. Vocabularies with different
-    padding are compared on the ids that both contain.
+    The reverse KL is the loss of on-policy distillation: GKD (arXiv 2306.13649) with β = 1 and data
+    only from the student, or MiniLLM's divergence (arXiv 2306.08543) per token. Vocabularies with
+    different padding are compared on the ids that both contain.
 
     Args:
         hidden_btd: the student's final hidden states [B,T,D].

@@ -24,9 +24,9 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     """Splits a batch into `number` parts with similar numbers of tokens; the rows of a prompt stay
     together.
 
-    It assigns the largest groups first, each to the part with the fewest tokens so far. The parts'
-    counts add up to the batch's, and the first part also counts the rows that were dropped. Parts
-    without a row are omitted, except the first. Waits for the device.
+    The largest groups are assigned first, each to the part with the fewest tokens so far. The
+    parts' counts add up to the batch's, and the first part also counts the rows that were dropped.
+    Parts without a row are omitted, except the first. Waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -121,11 +121,11 @@ class Collectives(Protocol):
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and the results
-    afterwards.
+    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and results after
+    they are received.
 
-    If they were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank, and
-    macOS ends a buffer that waits for several seconds.
+    If arrays were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank,
+    and macOS ends a buffer that waits for several seconds.
     """
 
     group: mx.distributed.Group
@@ -151,8 +151,8 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """Creates the collectives of a group. They run on the GPU (NCCL) if MLX is built for CUDA,
-    otherwise on the CPU.
+    """Creates the collectives of a group. Collectives run on the GPU (NCCL) if MLX is built for
+    CUDA, otherwise on the CPU.
 
     For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with
     its own stream.
@@ -165,10 +165,10 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
 def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 
-    Call it between the grad step and the update step, once per update. With one rank it returns the
-    state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine small
-    leaves; a larger leaf is sent separately. If a loss is not finite on one rank, the sum of the
-    denominators is NaN on all ranks, and all ranks skip the update.
+    Call `all_reduce` between the grad step and the update step, once per update. With one rank, it
+    returns the state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine
+    small leaves; a larger leaf is sent separately. If a loss is not finite on one rank, the sum of
+    the denominators is NaN on all ranks, and all ranks skip the update.
 
     Args:
         state: this rank's state after its grad steps.

@@ -40,9 +40,9 @@ def takes_ragged(model: nn.Module) -> bool:
     """Whether rows of different lengths can share a batch: both the caches and the model must
     support it.
 
-    This is determined by building a call without evaluating it, because some attention layers do
-    not accept a mask for each row. Only a model for which `shares_keys` is true is evaluated,
-    because it may derive a position from the number of keys (afm7).
+    The function builds a call without evaluating it, because some attention layers do not accept a
+    mask for each row. Only a model for which `shares_keys` is true is evaluated, because it may
+    derive a position from the number of keys (afm7).
     """
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False

@@ -3,8 +3,8 @@
     attention of a row = softmax over [its prompt's keys | its own keys]
 
 The prompt's part is a product of all its rows' queries with a single matrix, instead of one matrix
-per row with copied prompts. It therefore needs and reads G times less memory (Hydragen, arXiv
-2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
+per row with copied prompts. Attention therefore needs and reads G times less memory (Hydragen,
+arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
 """
 
 from collections.abc import Sequence
@@ -73,9 +73,7 @@ class Layout:
         )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
-        """Converts [B,...] to [P,G,...], each prompt's rows; smaller groups repeat their last
-        row.
-        """
+        """Converts [B,...] to [P,G,...], grouped by prompt; smaller groups repeat their last row."""
         if self.grid_n is not None:
             row_bx = row_bx[self.grid_n]
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
@@ -191,9 +189,9 @@ def shares_prefix(module: nn.Module) -> bool:
     """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in
     every layer.
 
-    This is determined by building a call without evaluating it. Every layer must let its cache
-    compute attention: a layer that reads the keys and computes attention itself (phi3small) would
-    miss the prompt.
+    The function builds a call without evaluating it. Every layer must let its cache compute
+    attention: a layer that reads the keys and computes attention itself (phi3small) would miss the
+    prompt.
     """
     from mlx_lm.models.cache import KVCache
 

@@ -46,8 +46,8 @@ def gated_delta_update(
     """Replaces mlx-lm's function of the same name, and computes in chunks where mlx-lm loops over
     tokens.
 
-    mlx-lm's function is still used for one token, and for inputs of its Metal kernel. That kernel
-    has no gradient; a layer requests it with `use_kernel` only outside training.
+    mlx-lm's function is still used for one token, and for inputs of its Metal kernel. The Metal
+    kernel has no gradient; a layer requests the kernel with `use_kernel` only outside training.
     """
     # what its kernel takes
     kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0

@@ -1,7 +1,7 @@
 """The form of a model for the learner: layers with a gradient, and blocks that save memory.
 
 If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
-that has no gradient. Only these layers are switched; dropout, which also depends on it, is
+that has no gradient. Only these layers are switched; dropout, which also depends on `training`, is
 unchanged.
 
 Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. If only gated
@@ -25,7 +25,8 @@ _GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, `training` is turned on in the layers of mlx-lm that depend on it."""
+    """Inside the `with` block, `training` is turned on in the layers of mlx-lm that depend on
+    it."""
     switched = [
         part for part in module.modules() if asks_for_training(type(part)) and not part.training
     ]
@@ -84,7 +85,7 @@ def checkpoint_mlps(module: nn.Module) -> int:
 
 
 def gated_mlps(module: nn.Module) -> list[nn.Module]:
-    """The MLPs that consist of a gate and two projections, except those of experts."""
+    """The MLPs that consist of a gate and two projections, except the MLPs of experts."""
     return [part for part in module.modules() if set(part.children()) == _GATED]
 
 

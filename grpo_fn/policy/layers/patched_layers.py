@@ -50,7 +50,7 @@ def patch_layers(module: nn.Module) -> int:
 def attends_through_cache(module: nn.Module) -> bool:
     """Whether every attention layer of the model lets its cache compute attention if the cache can.
 
-    It counts these layers, because each block contains one.
+    The function counts attention layers, because each block contains one.
     """
     layers = getattr(module, "layers", None) or []
     return bool(layers) and all(
@@ -78,7 +78,7 @@ def attention(
     A cache with a method `attend(queries, keys, values, scale)` computes the attention itself,
     because its keys and values are not in one array.
 
-    Raises ValueError for a mask or sinks with such a cache, because it does not support them.
+    Raises ValueError for a mask or sinks with such a cache, which supports neither.
     """
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:

@@ -26,11 +26,11 @@ def unpack_rows() -> int:
 
 
 def is_unpacked(x: mx.array, group_size: int) -> bool:
-    """Whether a product of these rows, [...,width], with a packed weight first unpacks the weight.
+    """Whether a product of these rows, [...,width], and a packed weight unpacks the weight first.
 
-    Always true if a row of the weight is a single group: on CUDA, the packed product of MLX 0.32.4
-    is then wrong for more than one row (benchmarks/architectures/upstream.md), and such a weight is
-    small.
+    If a row of the weight is a single group, the weight is always unpacked: for such weights, the
+    packed product of MLX 0.32.4 on CUDA is wrong for more than one row
+    (benchmarks/architectures/upstream.md). These weights are small.
     """
     rows = x.size // x.shape[-1]
     return 0 < unpack_rows() <= rows or (x.shape[-1] == group_size and rows > 1)
@@ -76,7 +76,7 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     """A function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] in
     parts.
 
-    Its backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
+    The backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
     size. Packed weights have no gradient.
     """
 

@@ -1,8 +1,8 @@
 """Records or replaces the decisions of a model's routers, in one instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
-outputs. During a call, that layer is replaced by one that records the outputs or excludes all
-experts except those chosen before. Blocks that add biases or choose by groups are not supported.
+outputs. During a call, this layer is replaced by a layer that records the outputs, or that excludes
+all experts except the given ones. Blocks that add biases or choose by groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def check_replay(module: nn.Module) -> None:
 
 @contextmanager
 def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterator[None]:
-    """Inside the block, each token uses these experts, weighted by the current routers.
+    """Inside the `with` block, each token uses these experts, weighted by the current routers.
 
     Args:
         module: a model that `check_replay` accepts.
@@ -92,8 +92,8 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterat
 
 @contextmanager
 def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
-    """Inside the block, a list that receives each router's logits [...,E] in the order of the
-    calls.
+    """Yields a list that receives each router's logits [...,E] in the order of the calls, inside
+    the `with` block.
 
     Raises:
         ValueError: the model's experts are not chosen in a supported way, or its blocks are

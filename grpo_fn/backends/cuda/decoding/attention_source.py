@@ -9,7 +9,7 @@ numbers in a product is arbitrary, so a lane reads 16 consecutive bytes of a key
 rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
 
 Names in capitals are constants of the kernel: HD (size of a head), R (query heads that share keys),
-    SCALE, and MMA (the dtype's name in PTX).
+SCALE, and MMA (the dtype's name in PTX).
 """
 
 import mlx.core as mx

@@ -1,8 +1,9 @@
 """One CUDA kernel for a whole decoder block at one token per row: norms, products, attention and
 MLP.
 
-In MLX, a decoding step launches about 300 operations. Each costs the host 5 to 13 µs, which adds up
-to twice the time that the device needs. This kernel computes a whole block in a single launch.
+In MLX, a decoding step launches about 300 operations. Each operation costs the host 5 to 13 µs,
+which adds up to twice the time that the device needs. The kernel here computes a whole block in a
+single launch.
 
     n = norm(x);   q, k, v = n W_qkv (+ b);   a = attention(rope(q), rope(k), v);   h = x + a W_o
     n = norm(h);   f = silu(n W_gate) · n W_up, or relu(n W_up)²;                   y = h + f W_down

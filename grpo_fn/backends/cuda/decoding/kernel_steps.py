@@ -2,9 +2,9 @@
 also writes the row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
-them. A compiled program is launched without running the Python code that describes it. If its
-buffers keep their addresses, the host can launch it before the device has finished the previous
-step.
+them. A compiled program is launched without running the Python code that describes it. If the
+program's buffers keep their addresses, the host can launch the program before the device has
+finished the previous step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -234,8 +234,8 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether `KernelSteps` can decode a model that shares prefixes.
 
-    This is determined by building a compiled step without evaluating it, because a model that reads
-    values while it runs cannot be compiled. `caches` are plain and empty.
+    The function builds a compiled step without evaluating it, because a model that reads values
+    while it runs cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:

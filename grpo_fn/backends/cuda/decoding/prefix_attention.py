@@ -8,8 +8,8 @@ and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the en
 are combined. The rows of a prompt read the same keys, mostly from the device's cache.
 
 The new key and value are written into the row's own buffers, which are inputs; MLX does not know
-this. This is correct only if no other code uses these buffers and steps do not overlap. A step's
-tokens depend on the previous step's tokens, which orders the steps.
+this. Writing in place is correct only if no other code uses these buffers and steps do not overlap.
+A step's tokens depend on the previous step's tokens, which orders the steps.
 """
 
 import mlx.core as mx
