@@ -132,7 +132,7 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
             name: statistics.median(taken[1:]) for name, taken in seconds.items()
         }  # the first compiles
         own = {"seconds": medians, "peak": mx.get_peak_memory()}
-        return [message.value for message in ranks.all_gather_object("the result", own)]
+        return ranks.all_gather_object("the result", own)
 
 
 def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, Any]]:
