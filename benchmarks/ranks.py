@@ -115,7 +115,7 @@ def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
         timed = steps[1:]  # the first compiles
         medians = {name: statistics.median(each[name] for each in timed) for name in steps[0]}
         own = {"seconds": medians, "peak": mx.get_peak_memory()}
-        return [message.value for message in ranks.all_gather_object("the result", own)]
+        return ranks.all_gather_object("the result", own)
 
 
 def start(ranks: int, case: Case) -> list[dict[str, Any]]:

@@ -66,8 +66,8 @@ class Stepping:
             self.state = release_sampler(plan, self.state)
             summed = [gradients(plan, self.state)]
             self.state = attrs.evolve(self.state, train=None)
-            state, updated = update(plan, summed.pop())
-            self.state = sync(plan, judge_sampler(plan, state, updated.loss))
+            state, loss_stats, _ = update(plan, summed.pop())
+            self.state = sync(plan, judge_sampler(plan, state, loss_stats))
         return {**plan.times.take(), "tokens": tokens, "learned": learned, "columns": columns}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,8 +81,8 @@ def write_checkpoint(
         save_arrays(folder / STATE_FILE, arrays, metadata)
         if prompt is not None:
             write_prompt(folder, prompt)
-        line = to_json({"version": VERSION, "step": step, **trainer_state})
-        (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        facts = {"version": VERSION, "step": step, **trainer_state}
+        (folder / TRAINER_STATE).write_text(to_json(facts) + "\n", encoding="utf-8")
         if (run_dir / BEST).is_dir():
             link_folder(run_dir / BEST, folder / BEST)
         write_manifest(folder)
@@ -96,9 +97,9 @@ def pack_state(
     """
     arrays: dict[str, mx.array] = {}
     known = {id(array): f"weights:{name}" for name, array in weights.items()}
-    names = [field.name for field in attrs.fields(type(state))]
+    trees = attrs.asdict(state, recurse=False)
     shapes = {
-        "state": {name: pack(getattr(state, name), name, arrays, known) for name in names},
+        "state": {name: pack(tree, name, arrays, known) for name, tree in trees.items()},
         "loop": {name: pack(tree, f"loop.{name}", arrays, known) for name, tree in loop.items()},
     }
     return arrays, {"structure": json.dumps(shapes)}
@@ -113,19 +114,14 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     from grpo_fn.learner import TrainState
 
     arrays, metadata = load_arrays(folder / STATE_FILE)
-    for file in WEIGHT_FILES:
-        if (folder / file).is_file():
-            arrays |= {
-                f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()
-            }
+    for file in filter(Path.is_file, (folder / name for name in WEIGHT_FILES)):
+        arrays |= {f"weights:{name}": array for name, array in load_arrays(file)[0].items()}
     # A sum of gradients may hold NaN until its update is skipped.
     check_finite({n: a for n, a in arrays.items() if not n.startswith(_MAY_BE_NAN)}, folder)
     try:
         shapes = json.loads(metadata["structure"])
-        state = TrainState(
-            **{name: unpack(shape, arrays) for name, shape in shapes["state"].items()}
-        )
-        return state, {name: unpack(shape, arrays) for name, shape in shapes["loop"].items()}
+        state = TrainState(**unpack({"dict": shapes["state"]}, arrays))
+        return state, unpack({"dict": shapes["loop"]}, arrays)
     except (
         KeyError,
         ValueError,
@@ -200,8 +196,7 @@ def _is_spread_zero(array: mx.array) -> bool:
     if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
         return False
     # Compares bits, not values, so that -0.0 is restored exactly.
-    first = array[tuple([slice(0, 1)] * array.ndim)]
-    return not mx.any(first.view(mx.uint8)).item()
+    return not array[(slice(0, 1),) * array.ndim].view(mx.uint8).any().item()
 
 
 @attrs.frozen(kw_only=True)
@@ -262,17 +257,14 @@ def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) 
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:
         return
-    ranked = sorted(
-        folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True
-    )
+    ranked = sorted(reversed(folders), key=_score, reverse=True)
     for folder in {*folders} - {*folders[-keep_last:], *ranked[:keep_best]}:
         remove_folder(folder)
 
 
 def _score(folder: Path) -> list[float]:
-    try:
+    state = {}
+    with suppress(UserError):  # a damaged one is deleted first
         state = read_json(folder / TRAINER_STATE)
-    except UserError:  # a damaged one is deleted first
-        state = {}
     numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
     return [-math.inf if number is None else number for number in numbers]

@@ -90,23 +90,17 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
 
     `key` is the config key for the message.
     """
-    checkpoint = interrupted(folder)
-    left = [
-        METRICS,
-        COMPLETIONS,
-        "final",
-        *(path.name for path in checkpoint_folders(folder).values()),
-    ]
-    there = [name for name in left if (folder / name).exists()]
-    name = checkpoint
-    if name is None and there and not replace_finished:
-        name = there[0]
+    found = "an interrupted run"
+    name = interrupted(folder)
+    if name is None and not replace_finished:
+        found = "a run"
+        left = [folder / METRICS, folder / COMPLETIONS, folder / "final"]
+        left += checkpoint_folders(folder).values()
+        name = next((path.name for path in left if path.exists()), None)
     if name is not None:
-        found = "an interrupted run" if checkpoint else "a run"
         raise UserError(
             f"{key}: {folder} already contains {found} ({name}); --resume continues it, "
-            f"--overwrite "
-            f"starts over, and a different run.name keeps it"
+            "--overwrite starts over, and a different run.name keeps it"
         )
 
 
@@ -122,27 +116,23 @@ def compare_config(
     now = flattened(config.to_dict())
     # For keys that the config left open, config.resolved.json has the values that the run used.
     resolved = flattened(recorded_in(origin.folder.parent))
-    found = []
-    matter = []
+    changes: dict[str, str] = {}
     for key in sorted(was.keys() | now.keys()):
         before = was.get(key, defaults.get(key))
         after = now.get(key, defaults.get(key))
-        if (
-            before == after
-            or before == {}
-            or (before in LEFT_OPEN and after == resolved.get(key, before))
-        ):
-            continue
-        found.append(_change(key, before, after))
-        if not (key in HARMLESS or key.partition(".")[0] in HARMLESS):
-            matter.append(found[-1])
+        chosen = before in LEFT_OPEN and after == resolved.get(key, before)
+        if before not in (after, {}) and not chosen:
+            changes[key] = _change(key, before, after)
+    matter = [
+        change for key, change in changes.items() if not HARMLESS & {key, key.partition(".")[0]}
+    ]
     if matter and not allowed:
         raise UserError(
             f"the config differs from {origin.folder}: {', '.join(matter)}; "
             f"--allow-config-change continues anyway"
         )
-    if found:
-        note(f"the config differs from {origin.folder}: {', '.join(found)}")
+    if changes:
+        note(f"the config differs from {origin.folder}: {', '.join(changes.values())}")
 
 
 def compare_inputs(
@@ -158,8 +148,7 @@ def compare_inputs(
 
     Raises UserError if weights or completions depend on such an input, unless `allowed`.
     """
-    was = origin.facts.inputs
-    found = [name for name, value in inputs.items() if was.get(name) != value]
+    found = [name for name, value in inputs.items() if origin.facts.inputs.get(name) != value]
     line = f"{', '.join(found)}: changed since {origin.folder} was trained"
     if {*found} - {HELD_OUT} and not allowed:
         raise UserError(f"{line}; --allow-config-change continues anyway")
@@ -187,11 +176,8 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
     [rollout] have changed.
     """
     asked = origin.facts.config.get("rollout")
-    if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(
-        config
-    ):
-        return None
-    return attrs.asdict(origin.facts.decided)
+    same = isinstance(asked, Mapping) and decisions(config).items() <= asked.items()
+    return attrs.asdict(origin.facts.decided) if same else None
 
 
 def decisions(config: Config) -> dict[str, Any]:

@@ -82,8 +82,7 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
     """All folders with a checkpoint's name, by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
-    found = {int(match[1]): path for match, path in matches if match}
-    return dict(sorted(found.items()))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

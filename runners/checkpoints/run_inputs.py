@@ -35,7 +35,7 @@ def run_inputs(
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, keyed by their names in messages."""
-    # one is compared with the prompts, and reading images takes long
+    # `data_digest` covers the answers, and reading the images would take long.
     others = {"answer", config.data.image}
     columns = sorted(examples[0].columns.keys() - others) if examples else []
     values = ([(name, example.columns[name]) for name in columns] for example in examples)
@@ -47,11 +47,8 @@ def run_inputs(
         ),
         "the tokens that end a completion": list(loaded.eos_ids),
     }
-    processor = loaded.vision.processor if loaded.vision else None
-    template = (
-        processor.template if processor and processor.template else loaded.tokenizer.chat_template
-    )
-    if writes_date(template):
+    template = loaded.vision.processor.template if loaded.vision else None
+    if writes_date(template or loaded.tokenizer.chat_template):
         found[START] = loaded.tokenizer.start.isoformat()
     if gold:
         found["the reference completions"] = _digest(

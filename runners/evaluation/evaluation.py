@@ -93,7 +93,7 @@ def evaluate_on_ranks(
     if ranks.is_alone:
         return result
     plain = attrs.asdict(result, filter=lambda field, _: field.name != "messages")
-    return of_ranks([message.value for message in ranks.all_gather_object("the evaluation", plain)])
+    return of_ranks(ranks.all_gather_object("the evaluation", plain))
 
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:

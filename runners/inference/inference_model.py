@@ -65,14 +65,14 @@ class InferenceModel:
 
     module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
     policy: g.Policy  # over the same module
-    engine: Engine  # it samples with these weights
+    engine: Engine  # samples with these weights
     tokenizer: TokenizerWrapper
     decoder: TextDecoder
     path: Path  # the folder it was loaded from
     eos_ids: tuple[int, ...]
-    prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
+    prompt: PromptSettings | None  # the prompt format of its training; None: unknown or not read
     notices: tuple[str, ...]
-    vision: VisionPart | None = None  # its vision part, if it was asked for
+    vision: VisionPart | None = None  # the vision part, if requested
 
     def check(self, prompts: Sequence[Sequence[int]], most: int) -> None:
         """See `check_prompts`."""
@@ -106,9 +106,14 @@ class InferenceModel:
             raw=raw,
         )
         self.check([tokens], most)
-        begun = opening(self.tokenizer, template_kwargs, raw=raw)
         return Example(
-            tuple(messages), text, tokens, "", dict(columns), tuple(images), opening=begun
+            tuple(messages),
+            text,
+            tokens,
+            "",
+            dict(columns),
+            tuple(images),
+            opening=opening(self.tokenizer, template_kwargs, raw=raw),
         )
 
 
@@ -160,9 +165,9 @@ def load_inference(
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy inspects the model
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
-    launch = usual_launch(platform)
     # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
-    decoding = g.Decoding(pipelined=launch == "async", check_every=8 if launch == "async" else 1)
+    is_async = usual_launch(platform) == "async"
+    decoding = g.Decoding(pipelined=is_async, check_every=8 if is_async else 1)
     policy = g.Policy.for_inference(module)
     decoder = TextDecoder(tokenizer)
     engine = LocalEngine(decoder, decoding)

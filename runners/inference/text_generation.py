@@ -16,12 +16,12 @@ from grpo_fn.checks import TooLong
 from grpo_fn.prng import GENERATION, fold_in
 from grpo_fn.trees import on_host
 from runners.data.messages import Message
-from runners.data.prompts import Example
+from runners.data.prompts import Example, repeated
 from runners.data.rendering import NO_KWARGS
 from runners.engines.engine import DEFAULT_ROWS, Engine, ShouldStop, Ticket, Token, never
 from runners.engines.rollouts import Cancelled, generate, requests_of
 from runners.environments.environments import Player
-from runners.errors import UserError, gigabytes
+from runners.errors import gigabytes, user_errors
 from runners.images.image_files import ImageFile
 from runners.images.tower import VisionPart
 from runners.inference.inference_model import InferenceModel
@@ -42,13 +42,35 @@ class Batch:
 
     examples: Sequence[Example]
     rollout: g.Rollout
-    # of each row, its first words in front; of a conversation the model's last turn
+    # the text of each row, including its first words; the last turn of a conversation
     texts: list[str]
-    lengths: list[int]  # tokens of each row that were sampled
+    lengths: list[int]  # number of sampled tokens of each row
     # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
     finish: list[str]
     seconds: float
-    played: Sequence[FinishedEpisode] | None  # the conversations; None: there are no tools
+    played: Sequence[FinishedEpisode] | None  # the conversations; None: there are no environments
+
+
+def sample(
+    engine: Engine,
+    examples: Sequence[Example],
+    sampling: g.Sampling,
+    *,
+    key: mx.array,
+    numbers: Sequence[int],
+    environments: Player | None,
+    vision: VisionPart | None,
+    should_stop: ShouldStop,
+) -> tuple[g.Rollout, list[FinishedEpisode] | None]:
+    """Completions of the examples, or conversations if there are `environments`; see
+    `sample_batches`.
+    """
+    if environments is not None:
+        return environments.play(
+            engine, examples, sampling, key=key, numbers=numbers, should_stop=should_stop
+        )
+    requests = requests_of(examples, sampling, key, numbers, vision)
+    return generate(engine, requests, sampling, should_stop=should_stop), None
 
 
 def sample_batches(
@@ -81,13 +103,16 @@ def sample_batches(
         numbers = (numbered or range(len(examples)))[start : start + len(part)]
         played = None
         try:
-            if environments is None:
-                requests = requests_of(part, sampling, key, numbers, vision)
-                rollout = generate(engine, requests, sampling, should_stop=should_stop)
-            else:
-                rollout, played = environments.play(
-                    engine, part, sampling, key=key, numbers=numbers, should_stop=should_stop
-                )
+            rollout, played = sample(
+                engine,
+                part,
+                sampling,
+                key=key,
+                numbers=numbers,
+                environments=environments,
+                vision=vision,
+                should_stop=should_stop,
+            )
         except Cancelled as cancelled:
             if environments is not None:
                 return
@@ -95,9 +120,12 @@ def sample_batches(
             cut = True
         if played is None:
             sampled = rollout.completions()
-            said = [nudge + decoder.decode(tokens) for tokens in sampled]
-            size = sampling.num_generations
-            texts = [part[row // size].opening + text for row, text in enumerate(said)]
+            texts = [
+                example.opening + nudge + decoder.decode(tokens)
+                for example, tokens in zip(
+                    repeated(part, sampling.num_generations), sampled, strict=True
+                )
+            ]
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
@@ -119,12 +147,10 @@ def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
     rows.
     """
 
-    def end_of(finished: bool, length: int) -> str:
-        if finished:
-            return STOP
-        return INTERRUPTED if cut and length < most else LENGTH
-
-    return list(map(end_of, on_host(rollout.finished_b), on_host(rollout.lengths_b)))
+    lengths = on_host(rollout.lengths_b)
+    ends = [INTERRUPTED if cut and length < most else LENGTH for length in lengths]
+    finished = on_host(rollout.finished_b)
+    return [STOP if done else end for done, end in zip(finished, ends, strict=True)]
 
 
 @attrs.define
@@ -151,9 +177,10 @@ class Speed:
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        peak = gigabytes(mx.get_peak_memory())
-        completion = f"completion {self.tokens:,} tokens ({rate:,.1f} tok/s)"
-        return f"{prompts}, {completion}, peak memory {peak}"
+        return (
+            f"{prompts}, completion {self.tokens:,} tokens ({rate:,.1f} tok/s), "
+            f"peak memory {gigabytes(mx.get_peak_memory())}"
+        )
 
 
 def generation_key(seed: int) -> mx.array:
@@ -216,27 +243,24 @@ class Conversation:
         one = attrs.evolve(self.sampling, num_generations=1)
         (first,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
         request = attrs.evolve(first, keep=True, continues=self._last)
-        stream = TextStream(self.model.decoder)
         tokens: list[Token] = []
         times = [time.perf_counter()]
-        pieces = [prompt.opening + self.nudge]
-        if pieces[0]:
-            yield pieces[0]
-        try:
-            self._last = self.model.engine.submit(request, one)
-            for token in self.model.engine.tokens(self._last, should_stop=should_stop):
-                tokens.append(token)
-                times.append(time.perf_counter())
-                piece = stream.add(token.id)
-                if piece:
-                    pieces.append(piece)
-                    yield piece
-        except TooLong as error:
-            raise UserError(f"{self.model.path}: {error}") from error
-        rest = stream.finish()
-        if rest:
-            pieces.append(rest)
-            yield rest
+
+        def streamed() -> Iterator[str]:
+            stream = TextStream(self.model.decoder)
+            yield prompt.opening + self.nudge
+            with user_errors(str(self.model.path), TooLong):
+                self._last = self.model.engine.submit(request, one)
+                for token in self.model.engine.tokens(self._last, should_stop=should_stop):
+                    tokens.append(token)
+                    times.append(time.perf_counter())
+                    yield stream.add(token.id)
+            yield stream.finish()
+
+        pieces: list[str] = []
+        for piece in filter(None, streamed()):
+            pieces.append(piece)
+            yield piece
         if speed is not None and tokens:
             speed.prompt_tokens += tokens[0].prompt_tokens
             speed.prompt_seconds += times[1] - times[0]

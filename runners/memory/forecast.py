@@ -27,7 +27,7 @@ from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
 # memory. On a GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16
 # s for 30 blocks): the micro-batches of a small model must be large to keep the device busy.
 CPU_ACTIVATIONS = 75e6  # bytes that a micro-batch saves for the backward pass
-CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
+CPU_COMPLETIONS = 3  # computed together with their prompt, even if they need more memory
 LEAST_TOKENS = 256
 MOST_TOKENS = 16384
 GPU_TOKENS = 8192
@@ -40,12 +40,12 @@ MOST_GPU_TOKENS = 65536
 ROOM_TO_LEARN = 0.85
 ROOM_FOR_SPEED = 0.5  # the same for one of more than GPU_TOKENS, which only saves launches
 ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
-CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
+CACHE_STEP = 256  # positions by which mlx-lm's caches grow
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
-UPDATED = 11  # bytes of a weight while its update is computed (measured)
-RANDOM_BITS = 2  # bytes of its random bits
-DRAW_ARRAYS = 5  # [rows,V] float32 arrays of a draw, the logits and an exponential included
-FILTER_ARRAYS = 8  # more of them for what sorts: top-k, top-p, entropies to compare
+UPDATED = 11  # bytes per weight while its update is computed (measured)
+RANDOM_BITS = 2  # bytes of random bits per weight
+DRAW_ARRAYS = 5  # [rows,V] float32 arrays for sampling a token, logits included
+FILTER_ARRAYS = 8  # further arrays if logits are sorted, for top-k, top-p or entropies
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
@@ -82,14 +82,16 @@ class Forecast:
     @property
     def phases(self) -> dict[str, Phase]:
         """The parts of a step by name."""
-        each = self.rollout, self.evaluation, self.gradient, self.update
-        return {phase.__name__: Phase._make(map(round, phase())) for phase in each}
+        return {
+            phase.__name__: Phase._make(map(round, phase()))
+            for phase in (self.rollout, self.evaluation, self.gradient, self.update)
+        }
 
     @property
     def peak(self) -> tuple[str, int]:
         """The phase that needs the most memory, and its bytes."""
-        totals = {name: int(sum(phase)) for name, phase in self.phases.items()}
-        return max(totals.items(), key=lambda found: found[1])
+        name, phase = max(self.phases.items(), key=lambda item: sum(item[1]))
+        return name, int(sum(phase))
 
     def having(self, section: str, **values: object) -> Forecast:
         """The forecast for the config with other values in a section."""
@@ -102,17 +104,20 @@ class Forecast:
         if rollout.max_batch:
             prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
         sorts = rollout.top_k or rollout.top_p < 1 or self.config.loss.top_entropy_quantile < 1
-        rows = prompts * rollout.num_generations
-        arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
-        copy = 0 if self.sizes.rollout else self.sizes.copy
-        return self._decoding(prompts, rows, rollout.max_new_tokens, arrays, copy)
+        return self._decoding(
+            prompts,
+            prompts * rollout.num_generations,
+            rollout.max_new_tokens,
+            arrays=DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0),
+            copy=0 if self.sizes.rollout else self.sizes.copy,
+        )
 
     def evaluation(self) -> Phase:
         """The evaluation phase, for as many held-out problems as are decoded together."""
         settings = self.config.eval
         rollout = self.config.rollout
-        bounds = (rollout.max_batch or DEFAULT_ROWS, settings.samples, self.held_out)
-        rows = min(filter(None, bounds))
+        limit = rollout.max_batch or DEFAULT_ROWS
+        rows = min(filter(None, (limit, settings.samples, self.held_out)))
         new = settings.max_new_tokens or rollout.max_new_tokens
         return self._decoding(rows, rows, new, DRAW_ARRAYS, self.sizes.copy)
 
@@ -138,14 +143,15 @@ class Forecast:
         # memory.
         growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
         prefill = block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
-        # Its cache, and none of the completions' own.
+        # The prompts' cache exists, the completions' does not.
         prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
         # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
         turns = 3 * grown if talks else 0
-        few = sizes.blocks and rows <= number("block_rows")
-        blocks = sizes.blocks + sizes.decoding if few else 0
+        weights = sizes.weights + sizes.rollout + sizes.decoding + copy
+        if sizes.blocks and rows <= number("block_rows"):
+            weights += sizes.blocks + sizes.decoding
         return Phase(
-            weights=sizes.weights + sizes.rollout + sizes.decoding + blocks + copy,
+            weights=weights,
             optimizer=sizes.moments,
             activations=max(prefill, growing, arrays * logits),
             cache=shape.layers * (copies + own + turns),
@@ -167,10 +173,9 @@ class Forecast:
         )
         each = [Row(i, i // size, prompt, new, new) for i in range(rows)]
         planned = packer.pack(each, sizes.shares_prompts)
-        sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
-        return max(
-            (self._backward(shape, sums) for shape in {run.shape for run in planned}), key=sum
-        )
+        sums_up = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
+        shapes = {run.shape for run in planned}
+        return max((self._backward(shape, sums_up) for shape in shapes), key=sum)
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
         """The larger of two moments: all activations saved, or all gradients computed."""
@@ -225,12 +230,12 @@ class Forecast:
         config = self.config
         sizes = self.sizes
         late = config.loss.sync_every > config.optim.gradient_accumulation_steps
-        lags = late or config.rollout.max_staleness
+        has_sampler = late or config.rollout.max_staleness
         ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
         number_bytes = UPDATED + (RANDOM_BITS if config.model.master != "float32" else 0)
         gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks
         return Phase(
-            sizes.weights + (sizes.rollout if lags else 0),
+            sizes.weights + (sizes.rollout if has_sampler else 0),
             sizes.moments + gradients + number_bytes * ahead,
         )
 
@@ -271,16 +276,14 @@ def forecast(
     micro-batch, the largest useful one that fits is used.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
-    new = config.rollout.max_new_tokens
-    backend = platform.backend
-    tokens = config.system.micro_batch_tokens
-    if tokens:
+    if config.system.micro_batch_tokens:
         return found
-    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, backend)
+    new = config.rollout.max_new_tokens
+    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, platform.backend)
     while True:
         found = found.having("system", micro_batch_tokens=tokens)
         room = total * (ROOM_TO_LEARN if tokens <= GPU_TOKENS else ROOM_FOR_SPEED)
-        if backend == "cpu" or tokens <= prompt + new or sum(found.gradient()) <= room:
+        if platform.backend == "cpu" or tokens <= prompt + new or sum(found.gradient()) <= room:
             return found
         tokens //= 2
 
@@ -293,11 +296,8 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         return GPU_TOKENS
     if backend != "cpu":
         parameters = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
-        return (
-            1
-            << int(min(max(GPU_WORK / parameters, 2 * GPU_TOKENS), MOST_GPU_TOKENS)).bit_length()
-            - 1
-        )
+        tokens = int(min(max(GPU_WORK / parameters, 2 * GPU_TOKENS), MOST_GPU_TOKENS))
+        return 1 << tokens.bit_length() - 1  # rounded down to a power of two
     length = prompt + new
     row = shape.layers * block_bytes(shape, saved(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
@@ -307,14 +307,12 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 def rows_that_fit(found: Forecast) -> int:
     """The largest rollout.max_batch whose rollout leaves some memory free; at least one group."""
     size = found.config.rollout.num_generations
-    prompts = found.config.optim.batch_size
-
-    def nbytes(groups: int) -> float:
-        return sum(found.having("rollout", max_batch=groups * size).rollout())
-
-    return size * max(
-        _largest(nbytes, ROOM_TO_DECODE * found.total, -(-prompts // found.sizes.ranks)), 1
+    groups = _largest(
+        lambda n: sum(found.having("rollout", max_batch=n * size).rollout()),
+        ROOM_TO_DECODE * found.total,
+        -(-found.config.optim.batch_size // found.sizes.ranks),
     )
+    return size * max(groups, 1)
 
 
 def largest_batch(found: Forecast) -> int:

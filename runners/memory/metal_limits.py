@@ -18,15 +18,6 @@ _MOST = 0.9  # of the machine's memory that macOS is asked to leave to the GPU
 _LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
 
 
-def raised_limit(needed: int) -> str:
-    """The command after which macOS allows this many bytes; empty if it already does, or if memory
-    is too small.
-    """
-    if not resident_limit() < needed <= _MOST * total_memory():
-        return ""
-    return f"sudo sysctl iogpu.wired_limit_mb={-(-needed // 2**20)}"
-
-
 @contextmanager
 def metal_limits(
     backend: str, phases: Mapping[str, Phase], note: Callable[[str], None]
@@ -41,12 +32,14 @@ def metal_limits(
     allowed = resident_limit()
     needed = int(_MARGIN * max(map(sum, phases.values()), default=0)) or allowed
     if needed > allowed:
-        command = raised_limit(needed)
-        note(
+        line = (
             f"macOS lets the GPU keep {gigabytes(allowed)} in memory, and the run is expected to "
             f"need {gigabytes(needed)}: it becomes slow once macOS swaps"
-            + (f"; until the next restart, `{command}` allows as much" if command else "")
         )
+        if needed <= _MOST * total_memory():
+            command = f"sudo sysctl iogpu.wired_limit_mb={-(-needed // 2**20)}"
+            line += f"; until the next restart, `{command}` allows as much"
+        note(line)
     resident = mx.set_wired_limit(min(needed, allowed))
     cache = mx.set_cache_limit(mx.get_memory_limit())
     try:

@@ -61,12 +61,13 @@ def make_plan(
             "largest_batch_size": best,
         }
         return json.dumps(facts, indent=1), problem
-    rows = [["phase", "in all", *Phase._fields, ""]]
-    for name, each in phases.items():
-        mark = "← peak" if name == peak else ""
-        rows.append([name, *map(gigabytes, (sum(each), *each)), mark])
-    formats = "chosen after the first rollout: see grpo bench CONFIG"
+    rows = [
+        [name, *map(gigabytes, (sum(each), *each)), "← peak" if name == peak else ""]
+        for name, each in phases.items()
+    ]
+    columns = ["phase", "in all", *Phase._fields, ""]
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
+    formats = "chosen after the first rollout: see grpo bench CONFIG"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
@@ -76,8 +77,9 @@ def make_plan(
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and estimates the run's time",
     }
+    table = aligned([columns, *rows], right=range(1, len(columns) - 1))
     named = [f"{name:<14}{text}" for name, text in lines.items() if text]
-    return "\n".join([*aligned(rows, right=range(1, len(rows[0]) - 1)), "", *named]), problem
+    return "\n".join([*table, "", *named]), problem
 
 
 def data_shape(config: Config) -> tuple[int, int]:
@@ -86,9 +88,9 @@ def data_shape(config: Config) -> tuple[int, int]:
     Both are 0 unless data and tokenizer are on this machine. Raises UserError if the data or the
     tokenizer cannot be used.
     """
-    named = (config.model.path, config.data.source)
-    if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
-        return 0, 0
+    for path in (config.model.path, config.data.source):
+        if path not in SHIPPED and not Path(path).expanduser().exists():
+            return 0, 0
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     processor = processor_of(config.data, folder, read_json(folder / "config.json"))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
@@ -132,8 +134,8 @@ def memory_outlook(
         config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out
     )
     line = _over_memory(found)
-    config = found.config
     notices = [f"memory: {line}"] if line else []
+    config = found.config
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=mx.get_active_memory() + free_memory(limit)))
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
@@ -164,11 +166,14 @@ def _over_memory(found: Forecast) -> str | None:
     phase, nbytes = found.peak
     if nbytes <= found.total:
         return None
-    tuned = "model.tune" if config.model.tune == "full" else "model.path"
-    key = {"gradient": "system.micro_batch_tokens", "update": tuned}.get(phase, "rollout.max_batch")
+    keys = {
+        "gradient": "system.micro_batch_tokens",
+        "update": "model.tune" if config.model.tune == "full" else "model.path",
+    }
     return (
         f"the run is expected to need {gigabytes(nbytes)} at its peak ({phase}), but only "
-        f"{_spelled(config, found.total)} are available; lower {key}"
+        f"{_spelled(config, found.total)} are available; lower "
+        f"{keys.get(phase, 'rollout.max_batch')}"
     )
 
 
@@ -181,6 +186,5 @@ def _all_memory(config: Config) -> int:
 
 
 def _spelled(config: Config, total: int) -> str:
-    if total == int(config.system.memory_limit_gb * 1e9):
-        return f"{gigabytes(total)} (system.memory_limit_gb)"
-    return gigabytes(total)
+    is_set = total == int(config.system.memory_limit_gb * 1e9)
+    return gigabytes(total) + (" (system.memory_limit_gb)" if is_set else "")

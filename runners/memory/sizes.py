@@ -22,7 +22,7 @@ from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
 from runners.config.names import SELF, SHIPPED
-from runners.errors import UserError, first_lines, user_errors
+from runners.errors import first_lines, user_errors
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.models.adapters import add_adapters
@@ -57,16 +57,16 @@ class ModelSizes:
     recomputes_mlps: bool  # in the backward pass
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
     trained: int  # number of trained parameters
-    embedding: int  # of these, the embedding's
-    parameters: int  # about how many the model has
+    embedding: int  # number of trained parameters of the embedding
+    parameters: int  # approximate number of all parameters
     dtype: str  # of the computation
-    compute: int  # of a number in the computation
-    # masters, weights that are not trained, and those of the reference and the teacher
+    compute: int  # bytes of a number in the computation
+    # master weights, frozen weights, and the weights of the reference and the teacher
     weights: int
     moments: int  # of the optimizer
     copy: int  # the weights in the compute dtype, 0 if the masters have it
     rollout: int  # a sampler with its own weights (quantized, or older)
-    decoding: int  # weights that are made for each rollout: `decode_weights`
+    decoding: int  # temporary weights of a rollout: `decode_weights`
     blocks: int  # copies of weights in blocks, for rollouts of at most `block_rows` rows
     ranks: int  # number of ranks of the run
     written: int  # of `final/` and `best/`
@@ -87,9 +87,8 @@ def models_bytes(config: Config, parameters: int, trained: int, size: int) -> in
     `size` is the number of bytes per number in the source's files.
     """
     final = parameters * size  # every parameter, unpacked
-    adapters = trained * FLOAT
     if config.model.tune != "full":
-        return final + 2 * adapters
+        return final + 2 * trained * FLOAT
     return 2 * final if config.checkpoint.keep_best else final
 
 
@@ -101,12 +100,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     config = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if config.get(name) is not None:
-                return int(config[name])
-        if default is None:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if value is None:
             raise ValueError(f"it contains none of {', '.join(names)}")
-        return default
+        return int(value)
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "n_heads")
@@ -148,11 +145,11 @@ def model_sizes(
         module, stated = _unloaded(config, settings.path, "model.path", settings.loader)
     else:
         module = _from_config(stated)
-    try:
+    with user_errors(
+        f"{settings.path}: the model's memory cannot be predicted from config.json",
+        *(TypeError, ValueError, AttributeError, ArithmeticError),
+    ):
         shape = model_shape(stated)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        fault = f"the model's memory cannot be predicted from config.json: {error}"
-        raise UserError(f"{settings.path}: {fault}") from error
     compute = choose_dtype(settings.dtype, platform, module)
     stored = main_dtype(module).size
     if settings.tune != "full":
@@ -175,7 +172,7 @@ def model_sizes(
         if storage != "packed":
             return part * compute.size
         mode = policy.quant_mode(name, rollout.group_size_of(name))
-        # bits a group: scale and bias, or a byte
+        # bits per group: scale and bias, or one byte
         scales = 16 * compute.size if mode.mode == "affine" else 8
         whole = 0 if rollout.quantize_head else sum(tables.values())
         if settings.tune != "full":
@@ -186,9 +183,10 @@ def model_sizes(
     weights = masters + base
     if config.data.image:
         weights += tower_bytes(stated, Path(settings.path), compute)
-    if loss.beta:
-        rounded = loss.ref_quantization != "none"
-        weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else masters
+    if loss.beta and loss.ref_quantization == "none":
+        weights += masters
+    elif loss.beta:
+        weights += role(loss.ref_quantization, loss.ref_storage, count)
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
         # The moments of the inputs of a block's seven products, each counted though some are
         # shared.
@@ -202,15 +200,15 @@ def model_sizes(
         weights += _in_dtype(named_leaves(teacher.parameters()), compute)
     rounds = rollout.quantization != "none"
     lags = loss.sync_every > config.optim.gradient_accumulation_steps
-    numbers = sum(leaf.size for leaf in leaves.values())
     sampler = masters * max(lags, rollout.max_staleness)
+    if rounds:
+        numbers = sum(leaf.size for leaf in leaves.values())
+        sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
     packed = rounds and rollout.storage == "packed"
     parameters = count + base // compute.size
-    floats = [leaf for leaf in leaves.values() if mx.issubdtype(leaf.dtype, mx.floating)]
-    blocks = FLOAT * sum(leaf.size for leaf in floats if leaf.ndim == 2)
+    matrices = [leaf for leaf in leaves.values() if leaf.ndim == 2]
+    blocks = FLOAT * sum(leaf.size for leaf in matrices if mx.issubdtype(leaf.dtype, mx.floating))
     has_blocks = compute == mx.float32 and blocks <= number("block_bytes")
-    if rounds:
-        sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
     # Prompts with images are always kept once, those of conversations never.
     once = (sharing_pays() or bool(config.data.image)) and not config.env.answers
     return ModelSizes(
@@ -241,11 +239,12 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
     It does not for checkpointed blocks, which would run again without the first run's keys, or if
     routers' decisions are recorded over whole rows.
     """
-    wish = config.system.share_prompts
     loss = config.loss
+    if config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay:
+        return False
+    wish = config.system.share_prompts
     wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
-    split = not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
-    return wanted and split and can_share(module)
+    return wanted and can_share(module)
 
 
 def checkpoints_mlps(config: Config) -> bool:
@@ -256,9 +255,9 @@ def checkpoints_mlps(config: Config) -> bool:
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of the leaves if floating leaves have this dtype."""
-    floating = {name for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
     return sum(
-        leaf.size * dtype.size if name in floating else leaf.nbytes for name, leaf in leaves.items()
+        leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
+        for leaf in leaves.values()
     )
 
 
@@ -285,7 +284,7 @@ def _unloaded(
                 get_hf_file_metadata(hf_hub_url(path, "config.json"))
             except ConnectError as error:
                 raise LocalEntryNotFoundError(str(error)) from error
-            # the download meets it too: it tries again, or names it
+            # The download meets the same error, and tries again or reports it.
             except (HTTPError, OSError, ValueError):
                 pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
@@ -300,10 +299,8 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
 
     model_class, args_class = _get_classes(stated)
     module = model_class(args_class.from_dict(stated))
-    dtype = getattr(
-        mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16
-    )
-    module.set_dtype(dtype)
+    named = str(stated.get("torch_dtype") or stated.get("dtype"))
+    module.set_dtype(getattr(mx, named, mx.bfloat16))
     packed = stated.get("quantization")
     if packed:
         plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}

@@ -15,18 +15,18 @@ from runners.errors import UserError
 from runners.ranks.watchdog import EXIT_CODE
 
 _TEXT = "message"  # the plain part's name among the arrays
-_ARRAY = "\0array"  # the key of an array in it
+_ARRAY = "\0array"  # the key of an array in the plain part
 
 
 @attrs.frozen(eq=False)
 class RankMessage:
     """One rank's message in an exchange."""
 
-    where: str  # the exchange, such as "rollout"; all ranks have to be at the same one
-    value: Any = None  # a plain JSON value, arrays in it
-    error: str | None = None  # why the rank ends; None: it does not
-    code: int = 0  # its exit code
-    asked: int = 0  # the signal that has come to the rank; 0: none
+    where: str  # the exchange, such as "rollout"; the same on all ranks
+    value: Any = None  # a plain JSON value that may contain arrays
+    error: str | None = None  # why the rank ends; None: it continues
+    code: int = 0  # the rank's exit code
+    asked: int = 0  # the signal that the rank has received; 0: none
 
 
 class RankError(UserError):
@@ -36,7 +36,7 @@ class RankError(UserError):
 
     exit_code = EXIT_CODE
     reported = False
-    seen = False  # each rank has noticed it by itself, without an exchange
+    seen = False  # whether each rank has detected it by itself
 
 
 def encode_message(message: RankMessage) -> bytes:

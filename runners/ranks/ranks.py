@@ -79,13 +79,14 @@ class Ranks:
         self._collectives = MlxCollectives(
             group, None if place.backend == "nccl" else mx.Device(mx.cpu)
         )
-        keys = self._values("the hosts' names", host_key())
+        # Signals are ignored here, so the messages do not contain them.
+        keys = self._gather(RankMessage("the hosts' names", host_key()))
         here = [rank for rank, key in enumerate(keys) if key == keys[self.number]]
         own = Scoreboard.create(self.count) if here[0] == self.number else None
         try:
-            path = self._values("the scoreboards", own)[here[0]]
-            board = Scoreboard(path, self.count, self.number)
-            self._values("open scoreboards", None)
+            paths = self._gather(RankMessage("the scoreboards", own))
+            board = Scoreboard(paths[here[0]], self.count, self.number)
+            self._gather(RankMessage("open scoreboards"))
         finally:
             if own:
                 os.unlink(own)
@@ -135,25 +136,25 @@ class Ranks:
 
     # exchanges
 
-    def all_gather_object(self, where: str, value: Any = None) -> list[RankMessage]:
-        """Every rank's message in this exchange, in order.
+    def all_gather_object(self, where: str, value: Any = None) -> list[Any]:
+        """Every rank's value in this exchange, in order.
 
         Raises Stopped on all ranks if one has received a signal. Raises RankError if a rank has
         reported its end, or if one has disappeared.
         """
         return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
-    def _gather(self, own: RankMessage) -> list[RankMessage]:
+    def _gather(self, own: RankMessage) -> list[Any]:
         if self._collectives is None:
-            return [own]
-        # an interrupted exchange would leave the others at another point
+            return [own.value]
+        # An interrupted exchange would leave the other ranks at a different point.
         with self._signals.deferred():
             messages = self._checked(self._exchange(own))
             asked = max(message.asked for message in messages)
             if asked and not self._stopping and not self._committing:
                 self._stopping = self._signals.stopping = True
                 raise Stopped(asked)
-        return messages
+        return [message.value for message in messages]
 
     def _checked(self, messages: list[RankMessage]) -> list[RankMessage]:
         """The messages of an exchange. Raises RankError if a rank ends, or is at another point."""
@@ -183,9 +184,8 @@ class Ranks:
         that has come to a rank is passed on to the process, and does not end the exchange."""
         own = RankMessage(where, value, asked=self._signals.received or 0)
         messages = self._checked(self._exchange(own))
-        for message in messages:
-            if message.asked:
-                self._signals.ask(message.asked)
+        for asked in {message.asked for message in messages} - {0}:
+            self._signals.ask(asked)
         return [message.value for message in messages]
 
     def shared(self, tree: Tree) -> Tree:
@@ -197,10 +197,6 @@ class Ranks:
         found = share(tree, self)
         self._moving = False
         return found
-
-    def _values(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value while the ranks connect; signals are ignored."""
-        return [message.value for message in self._gather(RankMessage(where, value))]
 
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, without checks."""
@@ -215,8 +211,9 @@ class Ranks:
         import mlx.core as mx
 
         assert self._collectives is not None
-        gather = self._collectives.all_gather
-        found = self._timed(f"the exchange of {where}", "waiting", gather, mx.array(own))
+        found = self._timed(
+            f"the exchange of {where}", "waiting", self._collectives.all_gather, mx.array(own)
+        )
         return np.array(found).reshape(-1, own.size)
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
@@ -255,19 +252,19 @@ class Ranks:
         return error
 
     @contextmanager
-    def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
+    def committing(self, where: str, value: Any = None) -> Iterator[list[Any]]:
         """A block that changes the run's state, on all ranks or on none; no signal interrupts it.
 
-        It receives the messages of the preceding exchange, which raises Stopped if a rank has
-        received a signal.
+        It receives every rank's value from the preceding exchange, which raises Stopped if a rank
+        has received a signal.
         """
         self._signals.check()
         with self._signals.deferred():
-            messages = self.all_gather_object(where, value)
+            values = self.all_gather_object(where, value)
             before = self._committing
             self._committing = True
             try:
-                yield messages
+                yield values
             finally:
                 self._committing = before
 
@@ -282,7 +279,7 @@ class Ranks:
 
     def any_rank(self, where: str, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return any(message.value for message in self.all_gather_object(where, flag))
+        return any(self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
         """Seconds since the last call: "waiting" for the slowest rank in exchanges, and
@@ -332,7 +329,7 @@ class Ranks:
         try:
             self._joining.close()  # raises Stopped if a signal has come meanwhile
             yield
-            with suppress(Stopped):  # all is done
+            with suppress(Stopped):  # the run has finished
                 self.all_gather_object("the end")
             self._part()
         except BaseException as error:
@@ -340,15 +337,11 @@ class Ranks:
                 error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                reports = self._is_reporter(error)
+                # Rank 0 reports why the run ends, or the lowest remaining rank of each host.
+                seen = isinstance(error, RankError) and error.seen
+                reports = self.watchdog.is_reporter() if seen else self.is_rank_zero
                 error.reported = not reports  # pyright: ignore[reportAttributeAccessIssue]
             raise error
-
-    def _is_reporter(self, error: BaseException) -> bool:
-        """Whether this rank reports why the run ends: rank 0, or the lowest one left on a host."""
-        if isinstance(error, RankError) and error.seen:
-            return self.watchdog.is_reporter()
-        return self.is_rank_zero
 
     def _report(self, error: BaseException) -> BaseException:
         """Reports a fault of this rank to the others, and returns the exception to raise."""
@@ -366,8 +359,8 @@ class Ranks:
         if self._moving:
             return error
         try:
-            code = getattr(error, "exit_code", 1)
-            messages = self._exchange(RankMessage("an error", error=line, code=code))
+            own = RankMessage("an error", error=line, code=getattr(error, "exit_code", 1))
+            messages = self._exchange(own)
         except UserError:
             return error
         self.agreed_to_end()

@@ -30,9 +30,9 @@ WAITING = 1
 ENDED = 2
 _SLOT = np.dtype(
     [
-        ("asked", "i8"),  # the signal that has come; 0: none
-        ("begun", "i8"),  # collectives
-        ("line", "S480"),  # why it has ended
+        ("asked", "i8"),  # the signal that the rank has received; 0: none
+        ("begun", "i8"),  # number of collectives that have started
+        ("line", "S480"),  # why the rank has ended
         ("state", "i8"),
     ]
 )
@@ -45,7 +45,7 @@ class Scoreboard:
         """Opens the file created by `create`, and takes this rank's lock."""
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
-        # last: a lock ends if any descriptor is closed
+        # opened last, because a lock ends if any descriptor of the file is closed
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine)
 
@@ -113,12 +113,12 @@ class Watchdog:
 
     rank: int
     timeout: float  # seconds that a collective may take
-    # a signal that comes to one rank of this host comes to those of all of them
+    # a signal to one rank of this host is passed on to all of them
     _signals: StopSignals
-    names: Sequence[str] = ()  # of all ranks; none before they have met
-    here: Sequence[int] = ()  # the other ranks of this host, which the `board` shows
+    names: Sequence[str] = ()  # of all ranks; empty before they have connected
+    here: Sequence[int] = ()  # the other ranks of this host, which share the `board`
     board: Scoreboard | None = None
-    on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
+    on_fault: Callable[[str], None] = lambda line: None  # receives the reason why the process ends
     # the main thread's current collective; "": none
     _what: str = attrs.field(default="", init=False)
     _number: int = attrs.field(default=0, init=False)  # of collectives
@@ -175,8 +175,11 @@ class Watchdog:
             return None
         lost = [(rank, *self.board.read(rank)) for rank in self.here if self.board.is_gone(rank)]
         lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
-        dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
-        lines += [f"{name} has disappeared: it was killed or crashed" for name in dead]
+        lines += [
+            f"{self.names[rank]} has disappeared: it was killed or crashed"
+            for rank, state, _, _ in lost
+            if state != ENDED
+        ]
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:

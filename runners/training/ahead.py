@@ -22,7 +22,9 @@ _of_thread = threading.local()
 
 
 class _Streams:
-    """MLX's streams of a thread. MLX may abort a process that ends soon after a thread with streams."""
+    """MLX's streams of a thread, which end with the thread. If a process ends soon after a thread
+    with open streams, MLX may abort it.
+    """
 
     def __del__(self) -> None:
         mx.clear_streams()
@@ -41,11 +43,12 @@ def admitted(plan: Plan, state: RunState) -> RunState:
     update = (state.batch_step - length.supervised) // together
     last = length.supervised + together * (update + 1 + plan.config.rollout.max_staleness)
     flights = list(state.flights)
+    position = state.position
+    if flights:
+        position = flights[-1].position + plan.config.optim.batch_size
     for step in range(state.batch_step + len(flights), min(last, length.batch_steps)):
-        position = state.position
-        if flights:
-            position = flights[-1].position + plan.config.optim.batch_size
         flights.append(Flight.of(state, step, position))
+        position += plan.config.optim.batch_size
     return attrs.evolve(state, flights=tuple(flights))
 
 
@@ -55,10 +58,11 @@ class Ahead:
     def __init__(self, plan: Plan) -> None:
         """Starts without flights."""
         self._stop = threading.Event()
-        scorers = 2 + plan.config.rollout.max_staleness
         self._sampler = ThreadPoolExecutor(1, "sampler", _free_streams_at_end)
-        self._scorers = ThreadPoolExecutor(scorers, "scorer", _free_streams_at_end)
-        self._found: dict[int, Future[Experience]] = {}
+        self._scorers = ThreadPoolExecutor(
+            2 + plan.config.rollout.max_staleness, "scorer", _free_streams_at_end
+        )
+        self._running: dict[int, Future[Experience]] = {}
         # Instances of environments are busy until their conversations are scored.
         self._pool = self._sampler if plan.run.collector.environments else self._scorers
         collector = attrs.evolve(
@@ -66,28 +70,28 @@ class Ahead:
         )
         self._plan = attrs.evolve(plan, run=attrs.evolve(plan.run, collector=collector))
 
-    def begin(self, state: RunState) -> None:
-        """Starts the flights of a state that are not running yet."""
+    def take(self, state: RunState) -> tuple[RunState, Experience]:
+        """Starts the flights that are not running yet, and waits for the experience of the first
+        one. Returns the state without that flight. Raises the exception of its thread, if any.
+        """
+        state = admitted(self._plan, state)
         for flight in state.flights:
-            if flight.batch_step not in self._found:
+            if flight.batch_step not in self._running:
                 before = flight.state(state)
                 draw = propose(self._plan, before)
                 draw = attrs.evolve(draw, weights=self._plan.weights(before))
-                self._found[flight.batch_step] = self._pool.submit(
+                self._running[flight.batch_step] = self._pool.submit(
                     experience, self._plan, self._plan.engine, draw
                 )
-
-    def result(self, flight: Flight) -> Experience:
-        """Waits for the experience of a flight and returns it. Raises the exception of its thread,
-        if any.
-        """
-        found = self._found[flight.batch_step].result()
-        del self._found[flight.batch_step]
-        return found
+        first, *rest = state.flights
+        with self._plan.times.timing("rollout"):
+            found = self._running[first.batch_step].result()
+        del self._running[first.batch_step]
+        return attrs.evolve(state, flights=tuple(rest)), found
 
     def settle(self) -> None:
         """Waits until no thread works, so that the model, rewards and environments are free."""
-        wait(self._found.values())
+        wait(self._running.values())
 
     def close(self) -> None:
         """Ends the threads; their current work is lost."""

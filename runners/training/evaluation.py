@@ -13,7 +13,6 @@ from runners.data.prompts import Example
 from runners.engines.engine import DEFAULT_ROWS, Weights
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
-from runners.rewards.calls import TrainerState
 from runners.telemetry.events import Evaluated
 from runners.telemetry.records import evaluation_records
 from runners.training.rollout import gold_experience
@@ -39,9 +38,11 @@ def evaluate(session: Session, name: str) -> None:
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
         collector = session.run.collector
-        form = session.config.answer_form
-        measures = collector.scorer.rewards or form or collector.environments
-        problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
+        problems = []
+        result = EvalResult(0.0, ())
+        if collector.scorer.rewards or session.config.answer_form or collector.environments:
+            problems = session.run.data.evaluation
+            result = _measured(session, problems)
         with session.committing("the evaluation"):
             _log(session, name, problems, result, gold)
 
@@ -65,17 +66,16 @@ def _gold_metrics(session: Session) -> dict[str, float]:
             logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
             total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
         tokens = experience.sampled_tokens
-    sums = [
-        message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])
-    ]
-    loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
+    losses, counts = zip(
+        *ranks.all_gather_object("the held-out loss", [total, tokens]), strict=True
+    )
+    loss = math.fsum(losses) / sum(counts)
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
-def _measured(session: Session) -> tuple[list[Example], EvalResult]:
-    """Evaluates the problems."""
+def _measured(session: Session, problems: Sequence[Example]) -> EvalResult:
+    """The completions of the problems, sampled with the learner's weights and scored."""
     config, run, state = session.config, session.run, session.state
-    problems = run.data.evaluation
     engine = run.learner.held_out
     engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -88,12 +88,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         rows=config.rollout.max_batch,
         environments=run.collector.environments,
         vision=run.loaded.vision,
-        state=TrainerState(
-            state.update,
-            run.length.updates,
-            run.order.epoch(state.position),
-            config.optim.num_epochs,
-        ),
+        state=session.plan.progress(state),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
@@ -108,11 +103,11 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         completions += part.completions
         lines += part.problems
     engine.load(None)
-    result = EvalResult(seconds, tuple(completions), tuple(lines))
-    notice = evaluator.notice(result.completions, problems, limit) if state.evaluated_at < 0 else ""
-    for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
+    if state.evaluated_at < 0:
+        lines += filter(None, [evaluator.notice(completions, problems, limit)])
+    for line in dict.fromkeys(lines):
         session.shown.note(line)
-    return problems, result
+    return EvalResult(seconds, tuple(completions))
 
 
 def _log(
@@ -128,20 +123,23 @@ def _log(
     seen, warnings = session.watch.see(measured, state.seen, state.update)
     if seen.progress.worse:
         record["worse"] = seen.progress.line
-    scores = state.scores if result.score is None else (*state.scores, result.score)
-    rewards = state.eval_rewards if result.reward is None else (*state.eval_rewards, result.reward)
-    session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
-    right = sum(bool(each.right) for each in result.completions)
-    records = evaluation_records(problems, result.completions, state.update)
+    session.change(
+        scores=state.scores if result.score is None else (*state.scores, result.score),
+        eval_rewards=(
+            state.eval_rewards if result.reward is None else (*state.eval_rewards, result.reward)
+        ),
+        evaluated_at=state.update,
+        seen=seen,
+    )
     session.shown.handle(
         Evaluated(
             name=name,
             score=result.score,
-            correct=right,
+            correct=sum(bool(each.right) for each in result.completions),
             total=len(result.completions),
             seconds=result.seconds,
             metrics=record,
-            problems=records,
+            problems=evaluation_records(problems, result.completions, state.update),
             reward=result.reward,
         )
     )

@@ -32,30 +32,30 @@ def gather_rollout(
 
     `part` is this rank's part, None if it has no example.
     """
-    messages = ranks.all_gather_object("the rollout", part and _packed(part))
+    packed = ranks.all_gather_object("the rollout", part and _packed(part))
     parts = {
-        rank: _unpacked(message.value, examples[rank :: ranks.count])
-        for rank, message in enumerate(messages)
-        if message.value
+        rank: _unpacked(each, examples[rank :: ranks.count])
+        for rank, each in enumerate(packed)
+        if each
     }
-    experiences = list(parts.values())
-    # Where each example's group is among those of the parts, one after the other.
+    # The place of each example's group in the joined parts.
     numbers = list(chain.from_iterable(range(rank, len(examples), ranks.count) for rank in parts))
-    whole = select_groups(join_experiences(experiences), np.argsort(numbers).tolist())
-    spent = {rank: experience.seconds for rank, experience in parts.items()}
-    longest = max(each["rollout"] for each in spent.values())
-    scored = max(each["rollout"] + each["reward"] for each in spent.values())
-    seconds = {"rollout": longest, "reward": scored - longest}
-    for rank in range(ranks.count):
-        seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
+    whole = select_groups(join_experiences(list(parts.values())), np.argsort(numbers).tolist())
+    sampling = [
+        parts[rank].seconds["rollout"] if rank in parts else 0.0 for rank in range(ranks.count)
+    ]
+    scored = max(each.seconds["rollout"] + each.seconds["reward"] for each in parts.values())
     # Environments' faults are counted over the whole batch; other lines are not repeated.
-    played = list(chain.from_iterable(experience.played or () for experience in experiences))
     others = [line for line in whole.problems if not line.startswith(FAULT)]
     return attrs.evolve(
         whole,
-        sampled_tokens=sum(experience.sampled_tokens for experience in experiences),
-        problems=dict.fromkeys([*faults_of(played), *others]),
-        seconds=seconds,
+        sampled_tokens=sum(each.sampled_tokens for each in parts.values()),
+        problems=dict.fromkeys([*faults_of(whole.played or ()), *others]),
+        seconds={
+            "rollout": max(sampling),
+            "reward": scored - max(sampling),
+            **{f"rollout_seconds/{rank}": each for rank, each in enumerate(sampling)},
+        },
     )
 
 
@@ -86,20 +86,21 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
     }
     # `reset` may have added to the examples'
     drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))
-    fields = value | {
-        "rollout": g.Rollout(**drawn),
-        "examples": tuple(examples),
-        "advantages_pg": mx.array(value["advantages_pg"]),
-        "played": played and [_unpacked_episode(each) for each in played],
-        "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
-    }
-    return Experience(**fields)
+    return Experience(
+        **value
+        | {
+            "rollout": g.Rollout(**drawn),
+            "examples": tuple(examples),
+            "advantages_pg": mx.array(value["advantages_pg"]),
+            "played": played and [_unpacked_episode(each) for each in played],
+            "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
+        }
+    )
 
 
 def _unpacked_episode(value: dict[str, Any]) -> FinishedEpisode:
     earlier = [Talk(**talk | {"prompt": tuple(talk["prompt"])}) for talk in value["earlier"]]
-    fields: dict[str, Any] = value | {"environment": None, "earlier": earlier}
-    return FinishedEpisode(**fields)
+    return FinishedEpisode(**value | {"environment": None, "earlier": earlier})
 
 
 def _fields(value: Any, *left: str) -> dict[str, Any]:

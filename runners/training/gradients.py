@@ -8,7 +8,7 @@ caught.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Generic, TypeVar, cast
 
@@ -36,15 +36,11 @@ class Computed(Generic[_Result]):
 
     value: _Result
     steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step
-    micro_batch_tokens: int  # the budget that later ones keep
+    micro_batch_tokens: int  # the budget from now on
 
 
-@attrs.frozen(eq=False)
-class Gradients:
-    """Accumulated gradients."""
-
-    train: g.TrainState  # with them
-    stats: tuple[g.LossStats, ...]  # of each batch step
+# the state with accumulated gradients, and the statistics of each batch step
+Gradients = tuple[g.TrainState, tuple[g.LossStats, ...]]
 
 
 @attrs.frozen(eq=False)
@@ -54,8 +50,8 @@ class MicroBatches:
     grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
     asked: int  # tokens: system.micro_batch_tokens
     ranks: Ranks
-    note: Callable[[str], None]  # takes a line when the budget shrinks
-    longest: float = 0.0  # seconds of one micro-batch, above which the budget shrinks; 0: any
+    note: Callable[[str], None]  # receives a message when the budget shrinks
+    longest: float = 0.0  # the budget shrinks if a micro-batch takes more seconds; 0: no limit
     advance: Advance = lambda what, done, total: None
 
     def gradients(
@@ -74,18 +70,18 @@ class MicroBatches:
                 state, stats = self.grad_step(state, pieces, submitted=submitted)
                 g.materialize(state.accum_grads, state.accum_weight, stats)
                 found.append(stats)
-            return Gradients(state, tuple(found))
+            return state, tuple(found)
 
         started = time.perf_counter()
         traces = getattr(self.grad_step, "traces", 0)
         computed = self._in_halves(act, steps, budget)
         if self.longest:
-            compiled = traces != getattr(self.grad_step, "traces", 0)  # its time says nothing
+            compiled = traces != getattr(self.grad_step, "traces", 0)  # then its time is no measure
             computed = self._paced(0.0 if compiled else time.perf_counter() - started, computed)
         if self.ranks.is_alone:
             return computed
-        merged = attrs.evolve(computed.value, stats=self._merged(computed.value.stats))
-        return attrs.evolve(computed, value=merged)
+        train, stats = computed.value
+        return attrs.evolve(computed, value=(train, self._merged(stats)))
 
     def logprobs(
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
@@ -104,12 +100,10 @@ class MicroBatches:
             return found
 
         computed = self._in_halves(act, [pieces], budget)
-        # Every rank keeps all of them, so that a checkpoint fits any number of ranks.
-        messages = (
-            self.ranks.all_gather_object("the log-probs", computed.value) if count > 1 else ()
-        )
-        for message in messages:
-            computed.value.update({int(n): mx.array(array) for n, array in message.value.items()})
+        # Every rank keeps all log-probs, so that a checkpoint fits any number of ranks.
+        if count > 1:
+            for found in self.ranks.all_gather_object("the log-probs", computed.value):
+                computed.value.update({int(n): mx.array(array) for n, array in found.items()})
         return computed
 
     def _reported(self, total: int) -> Callable[[mx.array], None]:
@@ -130,11 +124,10 @@ class MicroBatches:
     def _merged(self, found: Sequence[g.LossStats]) -> tuple[g.LossStats, ...]:
         """Each step's statistics over all ranks' parts, the same on every rank."""
         rows = np.array([[value.item() for value in stats] for stats in found], np.float32)
-        messages = self.ranks.all_gather_object("the statistics", rows)
         merged = []
-        for number in range(len(found)):
-            parts = [g.LossStats._make(map(mx.array, m.value[number].tolist())) for m in messages]
-            merged.append(g.merge_stats(parts))
+        for parts in zip(*self.ranks.all_gather_object("the statistics", rows), strict=True):
+            stats = [g.LossStats._make(map(mx.array, part.tolist())) for part in parts]
+            merged.append(g.merge_stats(stats))
         g.materialize(merged)
         return tuple(merged)
 
@@ -145,8 +138,8 @@ class MicroBatches:
         down to one row each.
         """
         while True:
-            if budget < self.asked:  # they were made when it was larger
-                steps = [_all_fitting(pieces, budget) for pieces in steps]
+            if budget < self.asked:  # the micro-batches were made for a larger budget
+                steps = [list(_fitting(pieces, budget)) for pieces in steps]
             fault = result = None
             try:
                 result = act(steps)
@@ -154,10 +147,8 @@ class MicroBatches:
                 if not is_out_of_memory(error):
                     raise
                 fault = str(error)
-            messages = self.ranks.all_gather_object("the gradients", fault)
-            reason = next(
-                (message.value for message in messages if message.value is not None), None
-            )
+            faults = self.ranks.all_gather_object("the gradients", fault)
+            reason = next((each for each in faults if each is not None), None)
             if reason is None:
                 return Computed(cast(_Result, result), steps, budget)
             del result
@@ -171,8 +162,7 @@ class MicroBatches:
         """
         tokens = list(map(_tokens, chain.from_iterable(computed.steps)))
         pace = seconds * self.ranks.count / max(sum(tokens), 1)
-        paces = self.ranks.all_gather_object("the pace", pace)
-        slowest = max(message.value for message in paces)
+        slowest = max(self.ranks.all_gather_object("the pace", pace))
         fits = max(int(self.longest / max(1e-9, slowest)), 1)
         if fits >= min(max(tokens), computed.micro_batch_tokens):
             return computed
@@ -186,8 +176,9 @@ class MicroBatches:
         """A budget that splits the largest micro-batches. Raises UserError if each has a single
         row.
         """
-        pieces = chain.from_iterable(steps)
-        cuttable = [_tokens(piece) for piece in pieces if piece.targets_bt.shape[0] > 1]
+        cuttable = [
+            _tokens(piece) for piece in chain.from_iterable(steps) if piece.targets_bt.shape[0] > 1
+        ]
         if not cuttable:
             raise UserError(
                 f"{shortage(reason)}, with one completion at a time; lower "
@@ -195,22 +186,21 @@ class MicroBatches:
                 'system.grad_checkpoint = true, or train adapters: model.tune = "lora"'
             )
         large = min(budget, max(cuttable))  # the budget may have been far larger
+        half = max(large // 2, 1)
         self.note(
             f"{shortage(reason)}, with {large:,} tokens at a time: the step is repeated "
-            f"with half as many; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
+            f"with half as many; system.micro_batch_tokens is {half:,} from now on"
         )
-        return max(large // 2, 1)
+        return half
 
 
-def _fitting(piece: g.Batch, budget: int) -> list[g.Batch]:
-    """Splits a micro-batch to fit a budget, down to single rows."""
-    if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
-        return [piece]
-    return _all_fitting(halve_batch(piece), budget)
-
-
-def _all_fitting(pieces: Sequence[g.Batch], budget: int) -> list[g.Batch]:
-    return list(chain.from_iterable(_fitting(piece, budget) for piece in pieces))
+def _fitting(pieces: Pieces, budget: int) -> Iterator[g.Batch]:
+    """Splits micro-batches to fit a budget, down to single rows."""
+    for piece in pieces:
+        if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
+            yield piece
+        else:
+            yield from _fitting(halve_batch(piece), budget)
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import mlx.core as mx
@@ -43,19 +44,21 @@ class Learner:
     """The functional core of a run: its policies, its steps, and the initial state."""
 
     policy: g.Policy
-    sampling: g.Policy  # the same function for the sampler, over a module of its own
-    quantized: QuantizedRole | None  # of the sampler, as it was checked; None: full precision
-    sampler: Sampler  # before the first step
-    engine: Engine  # it samples; the loop loads its weights
-    held_out: Engine  # it samples evaluations, with the learner's weights
-    reference: QuantizedRole | None  # of the KL term; None: the learner's own function
+    sampling: g.Policy  # the same function with a separate module, for the sampler
+    quantized: QuantizedRole | None  # of the sampler, after its check; None: full precision
+    sampler: Sampler  # at the start
+    engine: Engine  # samples rollouts; the loop loads its weights
+    held_out: Engine  # samples evaluations, with the learner's weights
+    reference: QuantizedRole | None  # of the KL term; None: the learner's function
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
     logprob_step: Callable[[Tree, g.Batch], mx.array]
-    sft_step: g.GradStep  # of the supervised updates
-    gold_logprob_step: Callable[[Tree, g.Batch], mx.array]  # at temperature 1, as their loss
-    state: g.TrainState | None  # before the first step; None once the loop has taken it over
+    sft_step: g.GradStep  # of supervised updates
+    gold_logprob_step: Callable[
+        [Tree, g.Batch], mx.array
+    ]  # at temperature 1, like the supervised loss
+    state: g.TrainState | None  # at the start; None once the loop owns it
     share_prompts: bool  # whether a group's prompt is computed once
     grader: Grader | None = None  # the teacher; None: there is none
     notices: tuple[str, ...] = ()
@@ -63,7 +66,6 @@ class Learner:
 
 def build_learner(
     config: Config,
-    spec: g.LossSpec,
     loaded: LoadedModel,
     length: RunLength,
     platform: Platform,
@@ -78,6 +80,7 @@ def build_learner(
     If `prompts` (token ids of the run) are given, the model is checked on them: see `check_model`.
     """
     rollout = config.rollout
+    spec = config.loss_spec()
     share_prompts = _shares_prompts(config, loaded, platform)
     check_backend(loaded, platform)
     _check_routers(config, loaded)
@@ -87,16 +90,16 @@ def build_learner(
     if checkpoints_mlps(config):
         checkpoint_mlps(policy.module)
     params = policy.params
-    found = check_model(
+    check = partial(
+        check_model,
         config,
-        policy,
-        params,
-        prompts,
+        prompts=prompts,
         model_config=loaded.config,
         platform=platform,
         share_prompts=share_prompts,
         say=say,
     )
+    found = check(policy, params)
     policy = found.policy
     notices = list(found.notices)
     sampling = policy.twin()
@@ -113,19 +116,9 @@ def build_learner(
         config, sampling, "rollout.quantization", rollout.storage, notices
     ):
         try:
-            checked = check_model(
-                config,
-                quantized.policy,
-                quantized.transform(params),
-                prompts,
-                model_config=loaded.config,
-                platform=platform,
-                share_prompts=share_prompts,
-                role="rollout",
-                say=say,
-            )
+            checked = check(quantized.policy, quantized.transform(params), role="rollout")
         except UserError as error:
-            # No reason to end the run: the engine goes back to full precision if its numbers fail.
+            # The run continues: sampling switches to full precision if its numbers fail.
             notices.append(f"rollout.quantization = {rollout.quantization}: {error}")
         else:
             quantized = attrs.evolve(quantized, policy=checked.policy)
@@ -149,20 +142,16 @@ def build_learner(
         share_prompts = grader.share_prompts
 
     optimizer = _optimizer(config, length)
-    ref_params = params if reference is None or spec.beta == 0 else reference.transform(params)
-    state = g.init_state(
-        params,
-        optimizer,
-        key=mx.random.key(config.run.seed),
-        ref_params=ref_params if spec.beta > 0 else None,
-    )
-    bound = config.optim.max_grad_norm or None  # 0 does not clip
+    ref_params = None
+    if spec.beta > 0:
+        ref_params = params if reference is None else reference.transform(params)
+    key = mx.random.key(config.run.seed)
     return Learner(
         policy=policy,
         sampling=sampling,
         quantized=quantized,
         sampler=first_sampler(config, quantized),
-        # Beside the learner it does not say how far it is.
+        # If it runs beside the learner, it does not report progress.
         engine=LocalEngine(
             decoder, decoding_of(config), None if rollout.max_staleness else advance, note
         ),
@@ -179,7 +168,11 @@ def build_learner(
             teacher=None if grader is None else grader.teacher,
             compile=compile_steps,
         ),
-        update_step=g.make_update_step(optimizer, max_grad_norm=bound, compile=compile_steps),
+        update_step=g.make_update_step(
+            optimizer,
+            max_grad_norm=config.optim.max_grad_norm or None,  # 0 does not clip
+            compile=compile_steps,
+        ),
         logprob_step=g.make_logprob_step(
             policy, temperature=rollout.temperature, compile=compile_steps
         ),
@@ -187,7 +180,7 @@ def build_learner(
             policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps
         ),
         gold_logprob_step=g.make_logprob_step(policy, compile=compile_steps),
-        state=g.sync_old(state),
+        state=g.sync_old(g.init_state(params, optimizer, key=key, ref_params=ref_params)),
         share_prompts=share_prompts,
         grader=grader,
         notices=tuple(notices),
@@ -197,13 +190,15 @@ def build_learner(
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
     """AdamW; its schedule restarts after the supervised updates."""
     optim = config.optim
-    rates = []
-    for rate, updates in (
+    stages = (
         (config.sft.learning_rate, length.supervised_updates),
         (optim.learning_rate, length.updates - length.supervised_updates),
-    ):
-        if updates:
-            rates.append(g.warmup_schedule(optim.schedule, rate, updates, optim.warmup_ratio))
+    )
+    rates = [
+        g.warmup_schedule(optim.schedule, rate, updates, optim.warmup_ratio)
+        for rate, updates in stages
+        if updates
+    ]
     return g.adamw(
         join_schedules(rates, [length.supervised_updates]) if len(rates) > 1 else rates[0],
         betas=optim.betas,

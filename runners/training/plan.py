@@ -1,12 +1,10 @@
-"""`Plan`: the unchanging parts of a run's steps, with the phases that its config requires.
-
-The phases of `before_learn` convert an experience to micro-batches. The phases of `after_rollout`
-and `after_update` run after a batch step and after an update.
+"""`Plan`: the unchanging parts of a run's steps; and parts of these steps: how a batch becomes
+micro-batches, and what may follow a rollout or an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import attrs
 import mlx.core as mx
@@ -25,7 +23,7 @@ from runners.models.role_quantization import (
     is_calibrated,
     measured_moments,
 )
-from runners.ranks.ranks import Ranks
+from runners.rewards.calls import TrainerState
 from runners.rewards.experience import Experience
 from runners.telemetry.diary import Diary
 from runners.telemetry.run_statistics import PartTimes
@@ -39,31 +37,13 @@ _SMALL = 2_500_000
 
 
 @attrs.frozen(eq=False)
-class Lesson:
-    """An experience that is being converted to micro-batches."""
-
-    experience: Experience
-    batch: g.Batch
-    micro_batch_tokens: int  # the budget; less once memory ran out
-    parts: tuple[Pieces, ...] = ()  # of each minibatch
-
-
-BeforeLearn = Callable[["Plan", RunState, Lesson], Lesson]
-AfterRollout = Callable[["Plan", RunState, Experience], RunState]
-AfterUpdate = Callable[["Plan", RunState], RunState]
-
-
-@attrs.frozen(eq=False)
 class Plan:
-    """The parts of a run, and the phases of its steps."""
+    """The unchanging parts of a run's steps."""
 
     run: Run
     micro_batches: MicroBatches
     supervised: MicroBatches  # of reference completions
-    before_learn: tuple[BeforeLearn, ...]
-    after_rollout: tuple[AfterRollout, ...]
-    after_update: tuple[AfterUpdate, ...]
-    shown: Diary  # gets the lines about what happens in a step
+    shown: Diary  # receives messages about the steps
     times: PartTimes = attrs.field(factory=PartTimes)
 
     @property
@@ -75,11 +55,6 @@ class Plan:
     def engine(self) -> Engine:
         """The engine that samples the run's completions."""
         return self.run.learner.engine
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the run."""
-        return self.run.ranks
 
     @property
     def uses(self) -> int:
@@ -97,8 +72,14 @@ class Plan:
 
     def syncs(self, state: RunState) -> bool:
         """Whether the sampler receives the learner's weights after the next update."""
-        due = state.batch_step - state.synced_at >= self.config.loss.sync_every
-        return due or self.is_supervised(state)
+        steps = state.batch_step - state.synced_at
+        return steps >= self.config.loss.sync_every or self.is_supervised(state)
+
+    def progress(self, state: RunState) -> TrainerState:
+        """The progress of the run, for rewards."""
+        run = self.run
+        epoch = run.order.epoch(state.position)
+        return TrainerState(state.update, run.length.updates, epoch, self.config.optim.num_epochs)
 
     def weights(self, state: RunState) -> Weights:
         """The sampler's weights."""
@@ -111,28 +92,19 @@ class Plan:
 
 
 def plan_of(run: Run, shown: Diary) -> Plan:
-    """The plan of a run, with the phases of its config."""
-    config, learner = run.config, run.learner
+    """The plan of a run."""
     micro_batches = MicroBatches(
-        learner.grad_step,
-        config.system.micro_batch_tokens,
+        run.learner.grad_step,
+        run.config.system.micro_batch_tokens,
         run.ranks,
         shown.note,
         longest=LONGEST if mx.metal.is_available() else 0.0,
         advance=shown.advanced,
     )
-    before_learn = [cut_to_micro_batches, with_old_logprobs]
-    if config.loss.router_replay:
-        before_learn.insert(1, with_replayed_experts)
-    if learner.grader is not None:
-        before_learn.insert(0, graded_by_teacher)
     return Plan(
         run=run,
         micro_batches=micro_batches,
-        supervised=attrs.evolve(micro_batches, grad_step=learner.sft_step),
-        before_learn=tuple(before_learn),
-        after_rollout=(calibrated,) if calibrated_roles(run) else (),
-        after_update=(moved_reference, started_grpo),
+        supervised=attrs.evolve(micro_batches, grad_step=run.learner.sft_step),
         shown=shown,
     )
 
@@ -140,18 +112,12 @@ def plan_of(run: Run, shown: Diary) -> Plan:
 # before learning: a batch becomes micro-batches
 
 
-def graded_by_teacher(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """The teacher's part of the advantages, or its prompts."""
-    grader = plan.run.learner.grader
-    assert grader is not None
-    graded = grader.graded(
-        lesson.batch, lesson.experience, plan.micro_batches, lesson.micro_batch_tokens
-    )
-    return attrs.evolve(lesson, batch=graded.value, micro_batch_tokens=graded.micro_batch_tokens)
-
-
-def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
-    """The micro-batches of each minibatch; rows without a gradient are omitted."""
+def cut_to_micro_batches(
+    plan: Plan, state: RunState, batch: g.Batch, budget: int
+) -> tuple[Pieces, ...]:
+    """The micro-batches of each minibatch, of at most `budget` tokens; rows without a gradient are
+    omitted.
+    """
     run, config = plan.run, plan.config
     learner = run.learner
     gold = state.batch_step < run.length.supervised
@@ -159,15 +125,15 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     in_loss = learner.grader is not None and learner.grader.in_loss
     shapes = set(state.shapes)
     parts = []
-    for part in g.minibatches(lesson.batch, 1 if gold else config.optim.minibatches):
-        # these have a gradient in every row
+    for part in g.minibatches(batch, 1 if gold else config.optim.minibatches):
+        # With these terms in the loss, every row has a gradient.
         if gold or not (config.loss.router_aux_coef or in_loss):
             part = g.drop_inactive(part, learner.spec)
         pieces: Pieces = []
         for share in deal(part, run.ranks.count):
             pieces += g.split_batch(
                 share,
-                max_tokens=lesson.micro_batch_tokens,
+                max_tokens=budget,
                 share_prompts=learner.share_prompts and not gold,
                 known=shapes,
                 new_shape_tokens=new_shape_tokens(parameters, run.order.epoch(state.position)),
@@ -175,10 +141,12 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
             )
         shapes |= shapes_of(pieces)
         parts.append(pieces)
-    return attrs.evolve(lesson, parts=tuple(parts))
+    return tuple(parts)
 
 
-def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
+def with_replayed_experts(
+    plan: Plan, state: RunState, parts: Sequence[Pieces]
+) -> tuple[Pieces, ...]:
     """Micro-batches with the experts that the sampler chooses for their tokens; this requires an
     additional forward pass.
     """
@@ -193,34 +161,30 @@ def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
-    return attrs.evolve(
-        lesson, parts=tuple([replayed(piece) for piece in pieces] for pieces in lesson.parts)
-    )
+    return tuple([replayed(piece) for piece in pieces] for pieces in parts)
 
 
-def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
+def with_old_logprobs(
+    plan: Plan, state: RunState, parts: tuple[Pieces, ...], budget: int
+) -> tuple[tuple[Pieces, ...], int]:
     """Micro-batches with log π_old if π_θ will differ from it, because a rollout is used for
-    several updates or the sampler's weights are older than the learner's. π_old is the learner at
-    the start of a rollout's updates, or at the sampler's last sync. A row sampled by older weights
-    is corrected by π_old/μ.
+    several updates or the sampler's weights are older than the learner's; and the budget, which is
+    smaller if memory has run out. π_old is the learner at the start of a rollout's updates, or at
+    the sampler's last sync. A row sampled by older weights is corrected by π_old/μ.
     """
     if plan.uses == 1 and state.sampler.version == state.update:
-        return lesson
-    parts = []
-    budget = lesson.micro_batch_tokens
-    step = plan.run.learner.logprob_step
-    for pieces in lesson.parts:
-        found = plan.micro_batches.logprobs(step, state.train.old_params, pieces, budget)
-        budget = found.micro_batch_tokens
-        parts.append(
-            [
-                attrs.evolve(piece, old_logp_bt=found.value[number])
-                if number in found.value
-                else piece
-                for number, piece in enumerate(found.steps[0])
-            ]
+        return parts, budget
+    done = []
+    for pieces in parts:
+        found = plan.micro_batches.logprobs(
+            plan.run.learner.logprob_step, state.train.old_params, pieces, budget
         )
-    return attrs.evolve(lesson, parts=tuple(parts), micro_batch_tokens=budget)
+        budget = found.micro_batch_tokens
+        cut = list(found.steps[0])
+        for place, logp_bt in found.value.items():
+            cut[place] = attrs.evolve(cut[place], old_logp_bt=logp_bt)
+        done.append(cut)
+    return tuple(done), budget
 
 
 # after a batch step
@@ -238,13 +202,14 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
     determine the roles' rounding from then on.
     """
     config, learner = plan.config, plan.run.learner
-    gold = plan.is_supervised(state)
-    if state.sampler.moments is not None or gold or not experience.rollout.prompts:
+    roles = calibrated_roles(plan.run)
+    is_due = roles and state.sampler.moments is None
+    if not is_due or plan.is_supervised(state) or not experience.rollout.prompts:
         return state
     params = state.train.old_params
     with plan.times.timing("sync"):
         batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
-        moments = measured_moments(learner.policy, calibrated_roles(plan.run)[0], params, batch)
+        moments = measured_moments(learner.policy, roles[0], params, batch)
         sampler = attrs.evolve(state.sampler, moments=moments)
         name = config.rollout.quantization
         if learner.quantized is not None and is_calibrated(config, name):
@@ -256,11 +221,8 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
                 plan.shown.note(formats_line(config, formats, learner.policy, params))
             sampler = rounded_as(sampler, learner.quantized, name, moments, formats)
         state = attrs.evolve(state, sampler=sampler)
-        role = reference_role(plan, state)
-        first = state.update == plan.run.length.supervised_updates
-        if role is not None and first and state.train.ref_params is not None:
-            reference = role.transform(state.train.params)
-            state = attrs.evolve(state, train=attrs.evolve(state.train, ref_params=reference))
+        if learner.reference is not None and state.update == plan.run.length.supervised_updates:
+            state = synced_reference(plan, state)
     return state
 
 
@@ -270,12 +232,10 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
 def moved_reference(plan: Plan, state: RunState) -> RunState:
     """Updates the reference model from the learner every loss.ref_sync_every batch steps."""
     loss = plan.config.loss
-    due = loss.ref_sync_every and state.batch_step - state.ref_synced_at >= loss.ref_sync_every
-    if not due or state.train.ref_params is None:
+    if not loss.ref_sync_every or state.batch_step - state.ref_synced_at < loss.ref_sync_every:
         return state
-    role = reference_role(plan, state)
-    train = g.sync_ref(state.train, loss.ref_mixup, role and role.transform)
-    return attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
+    state = synced_reference(plan, state, loss.ref_mixup)
+    return attrs.evolve(state, ref_synced_at=state.batch_step)
 
 
 def started_grpo(plan: Plan, state: RunState) -> RunState:
@@ -286,20 +246,23 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
     if not state.batch_step == length.supervised < length.batch_steps:
         return state
     train = attrs.evolve(state.train, opt_state=tree_map(mx.zeros_like, state.train.opt_state))
-    if train.ref_params is not None:
-        role = reference_role(plan, state)
-        train = g.sync_ref(train, transform=role and role.transform)
-    return attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
+    state = synced_reference(plan, attrs.evolve(state, train=train))
+    return attrs.evolve(state, ref_synced_at=state.batch_step)
 
 
-def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
-    """The current rounding of the reference model; None if it is not rounded."""
+def synced_reference(plan: Plan, state: RunState, mixup: float = 1.0) -> RunState:
+    """The state with a reference model from the learner's weights, in its current rounding;
+    unchanged if there is no reference.
+    """
+    if state.train.ref_params is None:
+        return state
     role = plan.run.learner.reference
     name = plan.config.loss.ref_quantization
     moments = state.sampler.moments
-    if role is None or not is_calibrated(plan.config, name) or moments is None:
-        return role
-    return role.remade(name, moments)
+    if role is not None and moments is not None and is_calibrated(plan.config, name):
+        role = role.remade(name, moments)
+    train = g.sync_ref(state.train, mixup, role and role.transform)
+    return attrs.evolve(state, train=train)
 
 
 def shapes_of(pieces: Pieces) -> set[Shape]:

@@ -25,10 +25,10 @@ from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, ShouldStop, Weights, never
-from runners.engines.rollouts import generate, requests_of
 from runners.environments.environments import Player
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
+from runners.inference.text_generation import sample
 from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
@@ -56,25 +56,14 @@ class Draw:
     """The inputs of a batch step's rollout, apart from the engine."""
 
     drawn: Drawn  # its prompts
-    gold: bool = False  # whether their gold completions are learned from: nothing is sampled
-    key: mx.array  # its random draws descend from it
+    gold: bool = False  # whether the learner uses their reference completions: nothing is sampled
+    key: mx.array  # all random numbers of the rollout are derived from it
     weighted: Weighted | None = None  # how further prompts are drawn; None: in the usual order
     trainer_state: TrainerState = NO_RUN  # for rewards
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
-    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these
-    # weights.
+    # The learner's weights, if the sampler's have few bits, in case their numbers are not finite.
     full: Weights | None = None
-    weights: Weights | None = None  # that sample it; None: those that the engine has
-
-
-@attrs.frozen(eq=False)
-class _Round:
-    """One round of a batch step's sampling."""
-
-    key: mx.array
-    trainer_state: TrainerState
-    full: Weights | None
-    weights: Weights | None
+    weights: Weights | None = None  # the sampler's weights; None: the engine's current weights
 
 
 @attrs.frozen(eq=False)
@@ -87,9 +76,9 @@ class Collector:
     config: Config  # checked: [loss] complete
     order: PromptOrder
     ranks: Ranks = attrs.field(factory=Ranks)
-    environments: Player | None = None  # they answer the model's turns
+    environments: Player | None = None  # reply to the model's turns
     vision: VisionPart | None = None
-    sampler: Executor | None = None  # in whose thread it samples; None: in the caller's
+    sampler: Executor | None = None  # the thread for sampling; None: the caller's thread
     should_stop: ShouldStop = never
 
     def collect(self, engine: Engine, draw: Draw) -> Experience:
@@ -114,8 +103,7 @@ class Collector:
                 taken = drawn(self.order, taken.position, missing, draw.weighted, taken.taken)
             key = fold_in(draw.key, number)
             mx.eval(key)  # another thread can only read it
-            step = _Round(key, draw.trainer_state, draw.full, draw.weights)
-            part = self._on_all_ranks(engine, taken.examples, step)
+            part = self._on_all_ranks(engine, attrs.evolve(draw, drawn=taken, key=key))
             parts.append(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
             missing -= len(varied)
@@ -145,11 +133,11 @@ class Collector:
         """For each group, the example's number, the number of passed completions, and the number of
         completions with a reward.
         """
-        shape = part.rewards_pg.shape
+        rewards_pg = part.rewards_pg
         at_least = self.config.data.pass_reward
-        passed_b = passed(part.reward_names, part.values_kb, part.rewards_pg.reshape(-1), at_least)
-        known_pg = ~np.isnan(part.rewards_pg)
-        passes_p = (passed_b.reshape(shape) & known_pg).sum(axis=1).tolist()
+        passed_b = passed(part.reward_names, part.values_kb, rewards_pg.reshape(-1), at_least)
+        known_pg = ~np.isnan(rewards_pg)
+        passes_p = (passed_b.reshape(rewards_pg.shape) & known_pg).sum(axis=1).tolist()
         numbers = [example.number for example in part.examples]
         return list(zip(numbers, passes_p, known_pg.sum(axis=1).tolist(), strict=True))
 
@@ -186,22 +174,18 @@ class Collector:
             raise error
         return slow
 
-    def _on_all_ranks(
-        self, engine: Engine, examples: Sequence[Example], step: _Round
-    ) -> Experience:
+    def _on_all_ranks(self, engine: Engine, draw: Draw) -> Experience:
         """Runs one round; each rank samples its share."""
+        examples = draw.drawn.examples
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
-        own = [examples[number] for number in numbers]
         size = self.sampling.num_generations
         begun = self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
-        part = self._scored(engine, own, numbers, sampling, step)
+        part = self._scored(engine, draw, numbers, sampling)
         if begun:  # all ranks sample equally often
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist() if part else []
-            again = [own[p] for p in varied]
-            places = [numbers[p] for p in varied]
             sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
-            rest = self._scored(engine, again, places, sampling, step)
+            rest = self._scored(engine, draw, [numbers[p] for p in varied], sampling)
             if part is not None:
                 whole = join_stages(part, rest, varied, size)
                 rewards_pg = self._combined(whole.values_kb, whole.penalty_b, size)
@@ -224,19 +208,18 @@ class Collector:
             engine.load(weights)
         if not examples:
             return None, None
-        if self.environments is not None:
-            return self.environments.play(
-                engine,
-                examples,
-                sampling,
-                key=key,
-                numbers=numbers,
-                should_stop=self.should_stop,
-            )
-        requests = requests_of(examples, sampling, key, numbers, self.vision)
-        rollout = generate(engine, requests, sampling, should_stop=self.should_stop)
+        rollout, played = sample(
+            engine,
+            examples,
+            sampling,
+            key=key,
+            numbers=numbers,
+            environments=self.environments,
+            vision=self.vision,
+            should_stop=self.should_stop,
+        )
         g.materialize(rollout)
-        return rollout, None
+        return rollout, played
 
     def _sampled_aside(
         self, *arguments: Any
@@ -249,37 +232,38 @@ class Collector:
     def _scored(
         self,
         engine: Engine,
-        examples: Sequence[Example],
+        draw: Draw,
         numbers: Sequence[int],
         sampling: g.Sampling,
-        step: _Round,
     ) -> Experience | None:
-        """This rank's completions or conversations with their rewards; None without examples.
-
-        `numbers` are the examples' positions among the examples of all ranks.
+        """The completions or conversations of the draw's examples with these numbers, with their
+        rewards; None without examples.
         """
         started = time.perf_counter()
         fallback = None
-        arguments = (engine, examples, numbers, sampling, step.key)
-        rollout, played = self._sampled_aside(*arguments, step.weights)
-        if step.full is not None:  # the sampler has few bits; all ranks give them up together
+        examples = [draw.drawn.examples[number] for number in numbers]
+        arguments = (engine, examples, numbers, sampling, draw.key)
+        rollout, played = self._sampled_aside(*arguments, draw.weights)
+        if draw.full is not None:  # the sampler has few bits; all ranks give them up together
             bad = rollout is not None and not mx.isfinite(rollout.logp_bt).all().item()
             if self.ranks.any_rank("the sampler", bad):
                 fallback = NOT_FINITE
-                rollout, played = self._sampled_aside(*arguments, step.full)
+                rollout, played = self._sampled_aside(*arguments, draw.full)
         if rollout is None:
             return None
         size = sampling.num_generations
         sampled = time.perf_counter()
         completions = rollout.completions()
-        said = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
-        texts = [examples[row // size].opening + text for row, text in enumerate(said)]
+        texts = [
+            example.opening + self.config.data.nudge + self.decoder.decode(tokens)
+            for example, tokens in zip(repeated(examples, size), completions, strict=True)
+        ]
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in repeated(examples, size)],
             columns_of(examples, size),
             completions,
-            step.trainer_state,
+            draw.trainer_state,
             conversations=None if played is None else [each.messages for each in played],
             environments=None if played is None else [each.environment for each in played],
             printed=None if played is None else [each.printed for each in played],

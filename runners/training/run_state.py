@@ -165,13 +165,10 @@ def first_state(run: Run) -> RunState:
     )
 
 
-_ROUNDING = (
-    "quantization",
-    "group_size",
-    "quantize_head",
-    "calibration",
-    "bits_budget",
-)  # of the sampler
+# keys of [rollout] that determine how the sampler's weights are rounded
+_ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")
+# parts of the training state whose shapes depend on the model and on model.tune
+_OF_MODEL = ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key")
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
@@ -191,53 +188,46 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
     first, file = run.learner.state, origin.folder / STATE_FILE
     assert first is not None
-    for name in (
-        "params",
-        "opt_state",
-        "accum_grads",
-        "accum_weight",
-        "step",
-        "update_step",
-        "key",
-    ):
+    for name in _OF_MODEL:
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
             raise UserError(f"{file}: {name} belongs to a different model or model.tune")
-    if changed and (
-        train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)
-    ):
+    if changed and _shape(train.ref_params) != _shape(first.ref_params):
         train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
-    if train.old_params is None:  # saved within an update, when the sampler's weights were given up
+    if train.old_params is None:  # saved within an update, after the sampler's weights were freed
         train = g.sync_old(train)
-    known = [_shape(first.params), _shape(first.ref_params)]
-    flown = [flight.old_params for flight in state.flights]
-    for tree in (train.old_params, train.ref_params, *flown):
-        if tree is not None and _shape(tree) not in known:
+    shapes = [_shape(None), _shape(first.params), _shape(first.ref_params)]
+    for tree in (train.old_params, train.ref_params, *(each.old_params for each in state.flights)):
+        if _shape(tree) not in shapes:
             raise UserError(f"{file}: a role's weights belong to a different model or precision")
-    budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
-    if (
-        origin.facts.config.get("stop") != run.config.to_dict()["stop"]
-    ):  # other conditions, nothing reached
-        state = attrs.evolve(state, seen=attrs.evolve(state.seen, reached=None))
-    known, first = state.curriculum, run.curriculum
-    if known is None or first is None or len(known.step_n) != len(first.step_n):  # of other data
-        state = attrs.evolve(state, curriculum=first)
-    was, now = origin.facts.config.get("rollout", {}), run.config.to_dict()["rollout"]
-    if any(
-        was.get(key, now[key]) != now[key] for key in _ROUNDING
-    ):  # what was found is of another format
-        sampler = attrs.evolve(run.learner.sampler, version=state.sampler.version)
-    else:
-        sampler = restored(state.sampler, run.config, run.learner.quantized)
-    flights = tuple(
-        attrs.evolve(each, sampler=restored(each.sampler, run.config, run.learner.quantized))
-        for each in (() if changed else state.flights)
-    )
+    was, now = origin.facts.config, run.config.to_dict()
+    seen = state.seen
+    if was.get("stop") != now["stop"]:  # none of the new conditions has been reached
+        seen = attrs.evolve(seen, reached=None)
+    estimates, initial = state.curriculum, run.curriculum
+    if estimates is None or initial is None or len(estimates.step_n) != len(initial.step_n):
+        estimates = initial  # the data differ
+    rollout = was.get("rollout", {})
+    learner = run.learner
+    sampler = restored(state.sampler, run.config, learner.quantized)
+    if any(rollout.get(key, now["rollout"][key]) != now["rollout"][key] for key in _ROUNDING):
+        # What the run has found out applies to a different format.
+        sampler = attrs.evolve(learner.sampler, version=state.sampler.version)
     return attrs.evolve(
-        state, train=train, micro_batch_tokens=budget, sampler=sampler, flights=flights
+        state,
+        train=train,
+        micro_batch_tokens=min(state.micro_batch_tokens, run.config.system.micro_batch_tokens),
+        seen=seen,
+        curriculum=estimates,
+        sampler=sampler,
+        flights=tuple(
+            attrs.evolve(each, sampler=restored(each.sampler, run.config, learner.quantized))
+            for each in (() if changed else state.flights)
+        ),
     )
 
 
 def _shape(tree: Any) -> tuple[Any, Any]:
+    """The structure of a tree with the shapes and dtypes of its arrays."""
     arrays: list[Any] = []
     return structure_of(tree, arrays), [(array.shape, array.dtype) for array in arrays]
 
@@ -252,11 +242,9 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
         return
     state, config = run.learner.state, run.config.to_dict()
     assert state is not None
+    sections = ("rollout", "loss", "optim", "sft", "eval")
     own = {
-        **{
-            f"the config's [{name}]": config[name]
-            for name in ("rollout", "loss", "optim", "sft", "eval")
-        },
+        **{f"the config's [{name}]": config[name] for name in sections},
         "the training data": data_digest(run.data.train),
         "the pass rates of data.difficulty": run.curriculum and run.curriculum.first_n.tolist(),
         **inputs,
@@ -264,7 +252,7 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
         "the version of mlx": installed_version("mlx"),
         "the version of mlx-lm": installed_version("mlx-lm"),
     }
-    first, *others = [message.value for message in ranks.all_gather_object("the start", own)]
+    first, *others = ranks.all_gather_object("the start", own)
     for rank, found in enumerate(others, 1):
         for name in first | found:
             if first.get(name) != found.get(name):
@@ -277,13 +265,11 @@ def _weights(params: Any) -> list[int]:
     """A sum over the bits of each leaf: cheap to compute, and almost always different for different
     weights.
     """
-    leaves = [
-        mx.contiguous(leaf).reshape(-1).view(mx.uint16) for leaf in named_leaves(params).values()
+    sums = [
+        mx.contiguous(leaf).reshape(-1).view(mx.uint16).astype(mx.uint32).sum()
+        for leaf in named_leaves(params).values()
     ]
-    return [
-        int(number)
-        for number in on_host(mx.stack([leaf.astype(mx.uint32).sum() for leaf in leaves]))
-    ]
+    return on_host(mx.stack(sums))
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
@@ -299,28 +285,28 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
     if resumed:
         plain, loop = state.saved()
         trees = {"train": attrs.asdict(state.train, recurse=False), "loop": loop}
-        known: dict[int, str] = {}
-        shapes = {name: pack(tree, name, arrays, known) for name, tree in trees.items()}
-        leaves = {
-            name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")]
-            for name, a in arrays.items()
+        about = {
+            "plain": plain,
+            "structure": pack(trees, "state", arrays, {}),
+            "leaves": {
+                name: [list(array.shape), str(array.dtype).removeprefix("mlx.core.")]
+                for name, array in arrays.items()
+            },
         }
-        about = {"shapes": shapes, "plain": plain, "leaves": leaves}
-    with ranks.committing("the checkpoint", about) as messages:
-        found = messages[0].value
-        if not found:
+    with ranks.committing("the checkpoint", about) as values:
+        about = values[0]
+        if not about:
             return state
         if not ranks.is_rank_zero:
             arrays = {
                 name: mx.zeros(shape, DTYPES[dtype])
-                for name, (shape, dtype) in found["leaves"].items()
+                for name, (shape, dtype) in about["leaves"].items()
             }
         arrays = ranks.shared(arrays)
-    if not ranks.is_rank_zero:
-        trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
-        state = restore_state(
-            found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state"
-        )
-        sampler = restored(state.sampler, run.config, run.learner.quantized)
-        state = attrs.evolve(state, sampler=sampler)
-    return state
+    if ranks.is_rank_zero:
+        return state
+    trees = unpack(about["structure"], arrays)
+    train = g.TrainState(**trees["train"])
+    state = restore_state(about["plain"], trees["loop"], train, "rank 0's state")
+    sampler = restored(state.sampler, run.config, run.learner.quantized)
+    return attrs.evolve(state, sampler=sampler)

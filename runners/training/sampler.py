@@ -36,16 +36,16 @@ class Sampler:
 
     version: int = rules.key(0, "the update that produced its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
-    # of the weights that have another one, by rollout.bits_budget
+    # of weights with a different format, by rollout.bits_budget
     formats: Mapping[str, str] | None = None
     moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
-    fallback: str | None = None  # why few-bit weights were given up
+    fallback: str | None = None  # why few-bit weights were abandoned
     rows: int = rules.key(
         0,
         "number of completions decoded together, reduced after memory has run out; 0: all",
         ">= 0",
     )
-    # How its weights are rounded; None: they are not, for good or until there are `moments`.
+    # How its weights are rounded; None: not at all, or not until there are `moments`.
     role: QuantizedRole | None = attrs.field(
         default=None, metadata={"unsaved": "it is created again from format, formats and moments"}
     )

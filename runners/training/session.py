@@ -53,8 +53,9 @@ class Session:
         self.shown = shown
         self.plan = plan_of(run, shown)
         self.ahead = Ahead(self.plan) if self.config.rollout.max_staleness else None
-        conditions = [Condition.parse(text) for text in self.config.stop.when]
-        self.watch = Watch(self.config, [condition for condition in conditions if condition])
+        self.watch = Watch(
+            self.config, list(filter(None, map(Condition.parse, self.config.stop.when)))
+        )
         self._place = place_of(run.folder)
         self._facts = facts
         self._prompt = PromptSettings.of(self.config.to_dict())
@@ -79,8 +80,10 @@ class Session:
     @property
     def finished(self) -> bool:
         """Whether no step is left."""
-        ended = self.state.seen.reached or self.state.batch_step >= self.run.length.batch_steps
-        return bool(ended) and not self.plan.update_due(self.state)
+        state = self.state
+        if self.plan.update_due(state):
+            return False
+        return bool(state.seen.reached) or state.batch_step >= self.run.length.batch_steps
 
     def begin(self, phase: str, text: str) -> None:
         """Shows a phase of the forecast that begins."""
@@ -94,10 +97,10 @@ class Session:
         it.
         """
         fault = self.shown.fault
-        with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
-            self._lost = messages[0].value
+        with self.ranks.committing(step, None if fault is None else str(fault)) as faults:
+            self._lost = faults[0]
             yield
-            # another thread could only read them
+            # Another thread could not evaluate them.
             g.materialize(self.state.train, self.state.waiting)
 
     def change(self, **changes: Any) -> None:
@@ -129,7 +132,7 @@ class Session:
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self._saved != (state.batch_step, state.update)
-        if self.ranks.all_gather_object("what is saved", missing)[0].value:
+        if self.ranks.all_gather_object("what is saved", missing)[0]:
             self.shown.status("saving")
             self.save(why, strict=True)
 
@@ -143,23 +146,21 @@ class Session:
             return
         with self.ranks.committing("the best model"):
             if self.ranks.is_rank_zero and saved_best(self.run.folder).get("update") != best.update:
-                self._write_best()
+                scores = {"em": state.scores, "eval/reward": state.eval_rewards}
+                measured = {name: values[-1] for name, values in scores.items() if values}
+                try:
+                    self._save_model(BEST, {"update": state.update, **measured})
+                except UserError as error:
+                    self.failed(error)
 
-    def _write_best(self) -> None:
-        state = self.state
-        scores = {"em": state.scores, "eval/reward": state.eval_rewards}
-        measured = {name: values[-1] for name, values in scores.items() if values}
-        try:
-            check_place(self.run.folder, self._place)
-            save_model(
-                self.run.folder / BEST,
-                state.train.params,
-                self.run.loaded,
-                self._prompt,
-                evaluation={"update": state.update, **measured},
-            )
-        except UserError as error:
-            self.failed(error)
+    def _save_model(self, name: str, evaluation: dict[str, Any] | None = None) -> Path:
+        """Writes the current weights as a model to this subfolder of the run's folder."""
+        folder = self.run.folder
+        check_place(folder, self._place)
+        params = self.state.train.params
+        return save_model(
+            folder / name, params, self.run.loaded, self._prompt, evaluation=evaluation
+        )
 
     def save_final(self) -> Path:
         """Writes the final model. Raises UserError if that fails."""
@@ -167,8 +168,7 @@ class Session:
         fault = None
         try:
             if self.ranks.is_rank_zero:
-                check_place(self.run.folder, self._place)
-                final = save_model(final, self.state.train.params, self.run.loaded, self._prompt)
+                final = self._save_model("final")
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):
@@ -225,13 +225,12 @@ class Session:
 
     def check_output(self) -> None:
         """If the display's output was closed, saves and raises OutputLost."""
-        if self._lost is None:
-            return
-        end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
-        self.shown.note(f"{end}: the run ends")
-        self.save_to_stop("interrupted: ")
-        self.ranks.agreed_to_end()
-        raise end
+        if self._lost is not None:
+            end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
+            self.shown.note(f"{end}: the run ends")
+            self.save_to_stop("interrupted: ")
+            self.ranks.agreed_to_end()
+            raise end
 
     def check_bad_updates(self) -> None:
         """If too many consecutive updates were skipped, saves the last good state and raises
@@ -239,16 +238,14 @@ class Session:
         """
         limit = self.config.optim.max_bad_updates
         in_a_row = self.state.bad_updates_in_a_row
-        if not limit or in_a_row < limit:
-            return
-        self.shown.status("saving")
-        self.save("the last good state: ", strict=True)
-        raise NumbersError(
-            f"{in_a_row} consecutive updates contained NaN or infinite values "
-            "(optim.max_bad_updates = "
-            f"{limit}); the last good state was saved; lower optim.learning_rate, or look at "
-            "these updates' completions"
-        )
+        if limit and in_a_row >= limit:
+            self.shown.status("saving")
+            self.save("the last good state: ", strict=True)
+            raise NumbersError(
+                f"{in_a_row} consecutive updates contained NaN or infinite values "
+                f"(optim.max_bad_updates = {limit}); the last good state was saved; lower "
+                "optim.learning_rate, or look at these updates' completions"
+            )
 
     def check_swap(self) -> None:
         """If the system has swapped out more than system.swap_limit_gb since the start, saves and

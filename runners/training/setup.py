@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class Data:
 
     train: list[Example]
     evaluation: list[Example]
-    gold: list[Example]  # with the completions of supervised updates; empty: there are none
+    gold: list[Example]  # with reference completions, for supervised updates; may be empty
     gold_evaluation: list[Example]  # held-out ones
-    # about rows and prompts that were left out, and a missing chat template
+    # about skipped rows and prompts, and a missing chat template
     notices: tuple[str, ...]
 
 
@@ -69,13 +70,13 @@ class Run:
     data: Data
     length: RunLength
     order: PromptOrder  # of the training examples
-    # of the training prompts before the first step; None: there is none
+    # of the training prompts at the start; None: there is no curriculum
     curriculum: Estimates | None
     learner: Learner
     collector: Collector
     notices: tuple[str, ...]
-    ranks: Ranks  # those that share the run
-    phases: Mapping[str, Phase]  # the forecast of their memory; empty: there is none
+    ranks: Ranks  # of the run
+    phases: Mapping[str, Phase]  # the memory forecast of each phase; empty: there is none
 
 
 @attrs.define(eq=False)
@@ -90,12 +91,14 @@ class SetUp:
     say: Say = lambda text: None  # shows the current activity
     # the keys of [rollout] as an earlier process resolved them
     decided: Mapping[str, Any] | None = None
-    ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
-    # of `start_worker`; None: a new one
+    ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # of the run
+    # from `start_worker`; None: a new one
     worker: Worker | None = attrs.field(default=None, kw_only=True)
     start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
     advance: Advance | None = attrs.field(default=None, kw_only=True)
-    note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
+    note: Say = attrs.field(
+        default=lambda line: None, kw_only=True
+    )  # receives messages of the engine
 
     def build(self) -> Run:
         """Everything that `train` needs. Raises UserError or ConfigError with a one-line message
@@ -103,60 +106,39 @@ class SetUp:
         """
         config, platform, ranks = self.config, self.platform, self.ranks
         worker = self.worker or start_worker(config)
-        if config.data.image and not ranks.is_alone:
-            raise UserError(
-                f"{config.where('data.image')}: training on prompts with images is only possible "
-                f"on one rank, found {ranks.count}"
-            )
-        samplers = config.ranks.samplers
-        if samplers not in (0, ranks.count - 1):
-            raise UserError(
-                f"{config.where('ranks.samplers')}: expected 0, or all ranks but one "
-                f"({ranks.count - 1} of {ranks.count}), found {samplers}"
-            )
-        if config.rollout.max_staleness and not (ranks.is_alone or samplers):
-            raise UserError(
-                f"{config.where('rollout.max_staleness')}: expected 0 on several ranks, or "
-                f"ranks.samplers = {ranks.count - 1}, found {config.rollout.max_staleness}"
-            )
-        spec = config.loss_spec()
+        _check_ranks(config, ranks)
         rewards = load_code(config, worker)
         self.say("reading the data")
         train_rows, held_out_rows = load_rows(config.data, config.folders)
         config = self.config = with_answers_of(config, train_rows, held_out_rows)
-        # nothing to compare with: only own rewards measure
+        # Without answers to compare with, only custom rewards can be measured.
         if config.sft.only and not config.data.answer:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
         check_columns(rewards, columns, environments=config.env.answers and not config.env.agents)
-        sizes = sizes_if_it_can_fit(config, platform, ranks.count - samplers)
+        sizes = sizes_if_it_can_fit(config, platform, ranks.count - config.ranks.samplers)
         loaded = self._loaded()
-        template = use_template(loaded.tokenizer, config.data.chat_template)
         loaded.tokenizer.start = self.start
-        loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
         environments = build_player(config, loaded.tokenizer, decoder, loaded.eos_ids, worker)
         if environments is not None:
             environments.check_columns(columns)
         if rewards or not config.sft.only:
             rewards = all_rewards(rewards, environments)
-        if (
-            environments
-            and environments.turn_reward
-            and config.reward.aggregate != "sum_then_normalize"
-        ):
-            where = config.where("reward.aggregate")
-            found = show(config.reward.aggregate)
+        turn_reward = environments and environments.turn_reward
+        if turn_reward and config.reward.aggregate != "sum_then_normalize":
             raise UserError(
-                f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}'
+                f'{config.where("reward.aggregate")}: expected "sum_then_normalize" with '
+                f"get_turn_rewards, found {show(config.reward.aggregate)}"
             )
-        find_stop = decoder.find_stop(config.rollout.stop)
-        reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
-        rows = (train_rows, held_out_rows)
-        data = self._examples(rows, columns, loaded, environments, reader)
+        reader = None
+        if config.sft.is_on:
+            find_stop = decoder.find_stop(config.rollout.stop)
+            reader = GoldReader(config, loaded.tokenizer, find_stop)
+        data = self._examples((train_rows, held_out_rows), columns, loaded, environments, reader)
         train, curriculum, left_out = with_difficulty(data.train, config.data)
         data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
-        longest = max(len(example.tokens) for example in (*data.train, *data.gold))
+        longest = max(map(len, tokens_of((*data.train, *data.gold))))
         config, expected, phases = memory_outlook(
             config, platform, sizes, longest, len(data.evaluation)
         )
@@ -164,33 +146,32 @@ class SetUp:
             config = config.having("rollout", launch=usual_launch(platform))
         # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
         proposed = [self.decided or decisions(config), config.system.micro_batch_tokens]
-        agreed = [message.value for message in ranks.all_gather_object("the decisions", proposed)]
+        agreed = ranks.all_gather_object("the decisions", proposed)
         decided = agreed[0][0]
         config = config.having("rollout", launch=decided["launch"], max_batch=decided["max_batch"])
-        tokens = min(tokens for _, tokens in agreed)
-        self.config = config = config.having("system", micro_batch_tokens=tokens)
+        config = config.having("system", micro_batch_tokens=min(tokens for _, tokens in agreed))
         length = RunLength.of(config, len(data.train), len(data.gold))
         rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
         order = PromptOrder(data.train, config.run.seed, rates_n)
         learner = build_learner(
             config,
-            spec,
             loaded,
             length,
             platform,
-            prompts=[
-                example.tokens for example in drawn(order, 0, config.optim.batch_size).examples
-            ],
+            prompts=tokens_of(drawn(order, 0, config.optim.batch_size).examples),
             decoder=decoder,
             say=self.say,
             advance=self.advance,
             note=self.note,
         )
         if learner.grader is not None:
-            prompts = [example.tokens for example in (*data.train, *data.gold)]
-            limit = config.rollout.max_new_tokens
-            positions = learner.grader.teacher.policy.positions
-            check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
+            check_prompts(
+                config.where("teacher.path"),
+                tokens_of((*data.train, *data.gold)),
+                config.rollout.max_new_tokens,
+                None,
+                learner.grader.teacher.policy.positions,
+            )
         sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
@@ -245,7 +226,8 @@ class SetUp:
         if platform.programs and platform.programs.names:
             self.say("compiling GPU programs")
             platform.programs.wait()
-        return loaded
+        template = use_template(loaded.tokenizer, config.data.chat_template)
+        return attrs.evolve(loaded, chat_template=template)
 
     def _examples(
         self,
@@ -259,33 +241,32 @@ class SetUp:
         notices = []
         built = []
         gold = {"train": list[Example](), "eval": list[Example]()}
-        vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
-        positions = bound_positions(loaded.module)
-        for name, part in zip(("train", "eval"), rows, strict=True):
-            schemas = environments.schemas if environments else ()
-            processor = loaded.vision.processor if loaded.vision else None
+        check = partial(
+            check_prompts,
+            vocabulary=vocabulary_rows(loaded.module, loaded.config) or None,
+            positions=bound_positions(loaded.module),
+        )
+        limit = config.rollout.max_new_tokens
+        limits = (limit, config.eval.max_new_tokens or limit)
+        schemas = environments.schemas if environments else ()
+        processor = loaded.vision.processor if loaded.vision else None
+        for name, part, most in zip(gold, rows, limits, strict=True):
             examples, too_long = build_examples(
                 part, config.data, loaded.tokenizer, schemas, processor, columns
             )
-            limit = config.rollout.max_new_tokens
-            if name == "eval":
-                limit = config.eval.max_new_tokens or limit
-            where = f"{name} data, {loaded.path}"
-            prompts = [example.tokens for example in examples]
-            check_prompts(where, prompts, limit, vocabulary, positions)
+            check(f"{name} data, {loaded.path}", tokens_of(examples), most)
             built.append(examples)
             notices += part.notices(name, too_long, config.data.max_prompt_length)
             if reader and (name == "train" or config.data.completion or not config.sft.completions):
                 from_file = name == "train" and bool(config.sft.completions)
-                found, lines = (
+                gold[name], lines = (
                     reader.of_file() if from_file else reader.of_rows(examples, part, name)
                 )
-                whole = [example.tokens + example.gold for example in found]
-                place = (
-                    f"reference completions of the {name} data with their prompts, {loaded.path}"
+                check(
+                    f"reference completions of the {name} data with their prompts, {loaded.path}",
+                    [example.tokens + example.gold for example in gold[name]],
+                    0,
                 )
-                check_prompts(place, whole, 0, vocabulary, positions)
-                gold[name] = found
                 notices += lines
         notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
         samples = config.eval.samples
@@ -298,13 +279,42 @@ class SetUp:
         )
 
 
+def tokens_of(examples: Iterable[Example]) -> list[tuple[int, ...]]:
+    """The tokens of each example's prompt."""
+    return [example.tokens for example in examples]
+
+
+def _check_ranks(config: Config, ranks: Ranks) -> None:
+    """Raises UserError for a setting that this number of ranks does not support."""
+    others = ranks.count - 1
+    samplers = config.ranks.samplers
+    staleness = config.rollout.max_staleness
+    for key, is_supported, rule in (
+        (
+            "data.image",
+            ranks.is_alone or not config.data.image,
+            f"training on prompts with images is only possible on one rank, found {ranks.count}",
+        ),
+        (
+            "ranks.samplers",
+            samplers in (0, others),
+            f"expected 0, or all ranks but one ({others} of {ranks.count}), found {samplers}",
+        ),
+        (
+            "rollout.max_staleness",
+            ranks.is_alone or samplers or not staleness,
+            f"expected 0 on several ranks, or ranks.samplers = {others}, found {staleness}",
+        ),
+    ):
+        if not is_supported:
+            raise UserError(f"{config.where(key)}: {rule}")
+
+
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
     """Warnings about settings that are allowed but probably mistakes."""
     rollout = config.rollout
-    spec = learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    rounded = learner.quantized is not None
-    if not (truncated or rounded) or spec.correction != "none":
+    if learner.spec.correction != "none" or not (truncated or learner.quantized):
         return []
     cause = "truncated sampling" if truncated else f"rollout.quantization = {rollout.quantization}"
     return [

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -78,7 +78,6 @@ def start_or_resume(
             config = attrs.evolve(config, log=silent)
             report = Report()
             resume = False
-            overwrite = True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = Diary(stack.enter_context(report))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
@@ -100,15 +99,20 @@ def start_or_resume(
             machine,
             shown.status,
             known,
-            start=datetime.fromisoformat(starts[0].value),
+            start=datetime.fromisoformat(starts[0]),
             ranks=ranks,
             worker=worker,
             advance=shown.advanced,
             note=shown.note,
         ).build()
-        data = run.data
-        rewards = run.collector.scorer.rewards
-        inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
+        inputs = run_inputs(
+            run.config,
+            run.loaded,
+            run.data.train,
+            run.data.evaluation,
+            run.collector.scorer.rewards,
+            run.data.gold,
+        )
         facts = {
             "config": config.to_dict(),
             "decided": decisions(run.config),
@@ -131,8 +135,7 @@ def start_or_resume(
         if config.ranks.samplers:
             run = _apart(run, stack)
         state = share_start(run.ranks, run, state, resumed=origin is not None)
-        keeps = origin if continues else None
-        log = _files(run, state, folder, keeps, shown)
+        log = _files(run, state, folder, origin if continues else None, shown)
         if origin is not None:
             restore_best(folder, origin.folder)
         if config.log.report:  # from now on there is something to report
@@ -161,8 +164,7 @@ def _apart(run: Run, stack: ExitStack) -> Run:
     ranks = run.ranks.apart()
     learner = run.learner
     if ranks.is_rank_zero:
-        engine = RankEngine(run.ranks)
-        stack.callback(engine.close)
+        engine = stack.enter_context(closing(RankEngine(run.ranks)))
         learner = attrs.evolve(learner, engine=engine)
     collector = attrs.evolve(run.collector, ranks=ranks)
     return attrs.evolve(run, learner=learner, collector=collector, ranks=ranks)
@@ -181,26 +183,25 @@ def _files(
     the notices.
     """
     config = run.config
-    writes = run.ranks.is_rank_zero
-    keep = None
     loaded = run.loaded
     needed = models_bytes(
         config, loaded.num_parameters, loaded.num_trainable, loaded.source_dtype.size
     )
-    free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
-    if writes and free < needed:
+    free = shutil.disk_usage(folder).free  # an old run, if there is one, is removed later
+    if run.ranks.is_rank_zero and free < needed:
         raise UserError(
             f"{config.where('run.name')}: {folder}: the final and the best model need "
             f"{gigabytes(needed)}, but the disk has {gigabytes(free)} free; free space, or "
             f"choose a different run.output_dir"
         )
+    keep = None
     if origin is None:
         clear(folder)
     else:
         for name, aside in set_aside(folder, origin.facts.step):
             shown.note(f"{name} belongs to a later step and was renamed to {aside}")
         keep = origin.facts.logs  # their bytes
-    if writes:
+    if run.ranks.is_rank_zero:
         remember(OWN_RUNS, digest(write_resolved(config)))
     for notice in run.notices:
         shown.note(notice)
@@ -218,7 +219,7 @@ def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
     NO_COLOR in the environment turns off colours, and TERM=dumb turns off the live line. If
     standard output is closed, nothing is shown.
     """
-    output: TextIO | None = stream or sys.stdout
+    output = stream or sys.stdout
     if output is None or output.closed:
         return Quiet()
     if output.isatty() and os.environ.get("TERM") != "dumb":

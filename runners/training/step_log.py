@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpo_fn as g
 from grpo_fn.learner import routing_stats, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.trees import on_host
@@ -21,10 +23,10 @@ from runners.telemetry.run_statistics import loss_metrics, rollout_metrics
 from runners.training.plan import Plan
 from runners.training.run_state import RunState
 from runners.training.session import Session
-from runners.training.steps import UpdateResult, batch_of
+from runners.training.steps import batch_of
 
-_ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
-# The metrics of an update that say nothing of reference completions begin so.
+_ROUTED_TOKENS = 4096  # number of tokens of an update for which the experts' load is computed
+# Prefixes of metrics that have no meaning for reference completions.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
     *("sampling/", "kl", "tokens_per", "groups/", "staleness/"),
@@ -35,7 +37,7 @@ def show_start(session: Session) -> None:
     """The run's header on the display."""
     config, run, state = session.config, session.run, session.state
     loaded = run.loaded
-    updates = run.length.supervised_updates
+    accumulated = config.optim.gradient_accumulation_steps
     header = {
         "run": config.run.name,
         "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "
@@ -44,16 +46,17 @@ def show_start(session: Session) -> None:
         f"{len(run.data.evaluation):,} held out)",
     }
     if not config.sft.only:
-        prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
         header["each update"] = (
-            f"{prompts} prompts × {config.rollout.num_generations} completions, "
-            f"{config.loss.preset}"
+            f"{config.optim.batch_size * accumulated} prompts × {config.rollout.num_generations} "
+            f"completions, {config.loss.preset}"
         )
     header["writes to"] = str(run.folder)
+    updates = run.length.supervised_updates
     if updates:
-        gold = gold_batch(config) * config.optim.gradient_accumulation_steps
-        plural = "s" if updates > 1 else ""
-        header["supervised"] = f"{updates:,} update{plural} of {gold:,} reference completions"
+        header["supervised"] = (
+            f"{updates:,} update{'s' if updates > 1 else ''} of "
+            f"{gold_batch(config) * accumulated:,} reference completions"
+        )
     session.shown.handle(
         Started(
             updates=run.length.updates,
@@ -70,15 +73,11 @@ def show_summary(session: Session, final: Path) -> None:
     state = session.state
     folder = final.parent
     held_out = len(session.run.data.evaluation)
-    scores = list(state.scores)
-    rewards = list(state.eval_rewards)
     shown = dict[str, Any]()
-    if scores:
-        before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
-        shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
-    elif rewards:
-        before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
-        shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
+    if state.scores:
+        shown["exact match"] = f"{_ends(state.scores, '.1%')} on {held_out} held-out problems"
+    elif state.eval_rewards:
+        shown["reward"] = f"{_ends(state.eval_rewards, '.4g')} on {held_out} held-out prompts"
     shown |= {
         "updates": state.update,
         "tokens sampled": f"{state.sampled_tokens:,}",
@@ -87,7 +86,7 @@ def show_summary(session: Session, final: Path) -> None:
     best = saved_best(folder)
     if best:
         shown["best model"] = f"{folder / BEST} (of update {best.get('update')})"
-    if (folder / METRICS).is_file():  # not if it was deleted under the run
+    if (folder / METRICS).is_file():  # unless it was deleted during the run
         shown["log"] = str(folder / METRICS)
     if session.config.log.report:
         shown["report"] = str(folder / REPORT)
@@ -98,21 +97,28 @@ def show_summary(session: Session, final: Path) -> None:
     session.shown.handle(Finished(shown))
 
 
+def _ends(values: Sequence[float], form: str) -> str:
+    """The first and the last value in this format, or the only one."""
+    return " → ".join(format(value, form) for value in (*values[:1], *values[1:][-1:]))
+
+
 def log_batch_step(session: Session, experience: Experience) -> None:
     """The problems of a batch step and its completions, unless they are reference completions."""
-    if session.plan.is_supervised(session.state):
+    state = session.state
+    if session.plan.is_supervised(state):
         return
     for line in experience.problems:
         session.shown.note(line)
-    records = completion_records(experience, session.state.batch_step, session.state.update + 1)
-    session.shown.handle(Completions(records))
+    session.shown.handle(
+        Completions(completion_records(experience, state.batch_step, state.update + 1))
+    )
 
 
-def log_update(session: Session, updated: UpdateResult) -> None:
+def log_update(session: Session, loss: g.LossStats, update: g.UpdateStats) -> None:
     """The metrics of an update, and the warnings about it."""
-    metrics = update_metrics(session, updated)
-    # Rank 0's values count for all.
-    metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
+    metrics = update_metrics(session, loss, update)
+    # All ranks use rank 0's values.
+    metrics = session.ranks.all_gather_object("the metrics", metrics)[0]
     state = session.state
     reward = metrics.get("reward", math.nan)
     skipped = bool(metrics.get("update_skipped"))
@@ -128,39 +134,44 @@ def log_update(session: Session, updated: UpdateResult) -> None:
         bad_updates=bad,
         bad_updates_in_a_row=state.bad_updates_in_a_row + 1 if skipped else 0,
     )
-    last = state.update == session.run.length.updates or seen.reached
-    due = session.state.update % session.config.log.every == 0 or bool(last)
-    session.shown.handle(Updated(metrics, logged=due))
+    is_last = state.update == session.run.length.updates or bool(seen.reached)
+    is_due = state.update % session.config.log.every == 0
+    session.shown.handle(Updated(metrics, logged=is_due or is_last))
     if skipped:
         session.shown.note(
             f"update {state.update} was skipped because the new weights would not be finite; its "
-            f"loss is "
-            f"{metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
+            f"loss is {metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
         )
     slower = session.power.slower(metrics.get("tokens_per_second/step", 0.0))
-    for line in (*warnings, *filter(None, [slower])):
+    for line in filter(None, [*warnings, slower]):
         session.shown.note(line)
 
 
-def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
+def update_metrics(session: Session, loss: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
     """All metrics of an update."""
     state, run, plan = session.state, session.run, session.plan
     gold = plan.is_supervised(state)
-    rewards = [] if gold else [reward.name for reward in run.collector.scorer.rewards]
+    epoch = run.order.epoch(state.position)
+    rewards = [reward.name for reward in run.collector.scorer.rewards]
+    if gold:
+        epoch = state.batch_step * gold_batch(session.config) / len(run.data.gold)
+        rewards = []
     sampled = sum(tally.sampled_tokens for tally in state.tallies)
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
-    experts = expert_metrics(plan, state)  # its time counts for the step
+    experts = expert_metrics(
+        plan, state
+    )  # before the times are read, because it is part of the step
     times = plan.times.take()
     if session.config.rollout.max_staleness and not gold:
-        spent = sum(tally.seconds["rollout"] + tally.seconds["reward"] for tally in state.tallies)
-        times["time/ahead"] = max(spent - times["time/rollout"], 0.0)
+        scoring = sum(tally.seconds["reward"] for tally in state.tallies)
+        times["time/ahead"] = max(sampling + scoring - times["time/rollout"], 0.0)
     metrics = {
         **session.place(),
-        "epoch": round(_epoch(session, gold), 4),
+        "epoch": round(epoch, 4),
         **rollout_metrics(state.tallies, rewards, session.config),
         **loss_metrics(
-            updated.loss,
-            updated.update,
+            loss,
+            update,
             run.learner.spec,
             has_reference=state.train.ref_params is not None,
             has_teacher=run.learner.grader is not None,
@@ -187,11 +198,8 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
     masked.
     """
     policy = plan.run.learner.policy
-    if (
-        plan.config.system.grad_checkpoint
-        or not has_routers(policy.module)
-        or not state.experiences
-    ):
+    supported = has_routers(policy.module) and not plan.config.system.grad_checkpoint
+    if not supported or not state.experiences:
         return {}
     batch = batch_of(plan, state.experiences[-1])
     counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
@@ -203,30 +211,22 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
     return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
 
 
-def _epoch(session: Session, gold: bool) -> float:
-    """The number of epochs over the training examples or the reference completions so far."""
-    run, state = session.run, session.state
-    if gold:
-        return state.batch_step * gold_batch(session.config) / len(run.data.gold)
-    return run.order.epoch(state.position)
-
-
 def _rank_metrics(session: Session) -> dict[str, Any]:
     """The cost of several ranks: seconds for exchanges and sums, and for each rank's rollouts."""
     ranks = session.ranks
-    own = "rollout_seconds/"
     if ranks.is_alone:
         return {}
     seconds = ranks.seconds()
-    spent = [
-        sum(tally.seconds.get(f"{own}{rank}", 0.0) for tally in session.state.tallies)
-        for rank in range(ranks.count)
-    ]
+    spent = {
+        name: sum(tally.seconds.get(name, 0.0) for tally in session.state.tallies)
+        for name in (f"rollout_seconds/{rank}" for rank in range(ranks.count))
+    }
+    values = list(spent.values())
     return {
         "ranks/number": ranks.count,
         "ranks/waiting_seconds": seconds["waiting"],
         "ranks/reducing_seconds": seconds["reducing"],
-        **{f"ranks/{own}{rank}": value for rank, value in enumerate(spent)},
-        "ranks/rollout_skew": max(spent) - min(spent),
-        "ranks/slowest": spent.index(max(spent)),
+        **{f"ranks/{name}": value for name, value in spent.items()},
+        "ranks/rollout_skew": max(values) - min(values),
+        "ranks/slowest": values.index(max(values)),
     }

@@ -17,21 +17,21 @@ from grpo_fn.prng import ROLLOUTS, fold_in
 from runners.data.curriculum import draw_weights, updated
 from runners.data.stream import PromptOrder, Weighted, drawn, gold_batch
 from runners.engines.engine import Engine
-from runners.rewards.calls import TrainerState
 from runners.rewards.experience import Experience, all_rows
 from runners.telemetry.run_statistics import Tally
-from runners.training.plan import Lesson, Plan, shapes_of
+from runners.training.plan import (
+    Plan,
+    calibrated,
+    cut_to_micro_batches,
+    moved_reference,
+    shapes_of,
+    started_grpo,
+    with_old_logprobs,
+    with_replayed_experts,
+)
 from runners.training.rollout import Draw, gold_experience
 from runners.training.run_state import RunState
 from runners.training.sampler import fallback_line, given_up, judged, weights_of
-
-
-@attrs.frozen(eq=False)
-class UpdateResult:
-    """The results of an update, for the log."""
-
-    loss: g.LossStats
-    update: g.UpdateStats
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
@@ -56,7 +56,6 @@ def propose(plan: Plan, state: RunState) -> Draw:
             size=config.rollout.num_generations,
         )
         weighted = Weighted(weights_n=weights_n, explore=config.data.explore)
-    epoch = run.order.epoch(state.position)
     full = None
     if state.sampler.role is not None:
         full = weights_of(run.learner.sampling, state.train.old_params, given_up(state.sampler, ""))
@@ -66,9 +65,7 @@ def propose(plan: Plan, state: RunState) -> Draw:
         drawn=drawn(run.order, state.position, config.optim.batch_size, weighted),
         key=key,
         weighted=weighted,
-        trainer_state=TrainerState(
-            state.update, run.length.updates, epoch, config.optim.num_epochs
-        ),
+        trainer_state=plan.progress(state),
         slow_rewards=state.slow_rewards,
         full=full,
     )
@@ -96,12 +93,19 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
     with plan.times.timing("learner"):
         quantile = 1.0 if gold else config.loss.top_entropy_quantile
         batch = batch_of(plan, experience, top_entropy_quantile=quantile)
-        lesson = Lesson(experience, batch, state.micro_batch_tokens)
-        for phase in plan.before_learn:
-            lesson = phase(plan, state, lesson)
-    waited = gold or config.rollout.max_staleness  # the time of a rollout ahead is not the step's
-    for part in () if waited else ("rollout", "reward"):
-        plan.times.add(part, experience.seconds[part])
+        budget = state.micro_batch_tokens
+        grader = plan.run.learner.grader
+        if grader is not None:  # the teacher's part of the advantages, or its prompts
+            graded = grader.graded(batch, experience, plan.micro_batches, budget)
+            batch = graded.value
+            budget = graded.micro_batch_tokens
+        parts = cut_to_micro_batches(plan, state, batch, budget)
+        if config.loss.router_replay:
+            parts = with_replayed_experts(plan, state, parts)
+        parts, budget = with_old_logprobs(plan, state, parts, budget)
+    if not (gold or config.rollout.max_staleness):  # otherwise, the step did not wait for them
+        for name in ("rollout", "reward"):
+            plan.times.add(name, experience.seconds[name])
     sampler = state.sampler
     if not gold:
         sampler = attrs.evolve(sampler, rows=experience.rows)
@@ -112,28 +116,27 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
         sampler = given_up(sampler, experience.fallback)
         plan.shown.note(fallback_line(sampler))
     tally = attrs.evolve(Tally.of(experience, state.update), quantization=sampler.quantization)
-    known = state.curriculum
-    if known is not None:
-        outcomes = [
-            (float(known.first_n[n]), passes, all_) for n, passes, all_ in experience.outcomes
-        ]
+    estimates = state.curriculum
+    if estimates is not None:
+        first_n = estimates.first_n
+        outcomes = [(float(first_n[n]), passed, known) for n, passed, known in experience.outcomes]
         tally = attrs.evolve(tally, outcomes=outcomes)
-        known = updated(known, experience.outcomes, state.batch_step, config.data.rate_decay)
+        estimates = updated(
+            estimates, experience.outcomes, state.batch_step, config.data.rate_decay
+        )
     state = attrs.evolve(
         state,
         batch_step=state.batch_step + 1,
         sampled_tokens=state.sampled_tokens + experience.sampled_tokens,
         sampler=sampler,
         tallies=(*state.tallies, tally),
-        curriculum=known,
-        waiting=(*state.waiting, lesson.parts),
-        shapes=state.shapes.union(*map(shapes_of, lesson.parts)),
+        curriculum=estimates,
+        waiting=(*state.waiting, parts),
+        shapes=state.shapes.union(*map(shapes_of, parts)),
         experiences=(*state.experiences, experience),
-        micro_batch_tokens=lesson.micro_batch_tokens,
+        micro_batch_tokens=budget,
     )
-    for phase in plan.after_rollout:
-        state = phase(plan, state, experience)
-    return state
+    return calibrated(plan, state, experience)
 
 
 def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
@@ -160,42 +163,41 @@ def gradients(plan: Plan, state: RunState) -> RunState:
         steps = [parts[state.reused % len(parts)] for parts in state.waiting]
         learn = plan.supervised if plan.is_supervised(state) else plan.micro_batches
         found = learn.gradients(state.train, steps, state.micro_batch_tokens)
+    train, stats = found.value
     return attrs.evolve(
-        state,
-        train=found.value.train,
-        loss_stats=found.value.stats,
-        micro_batch_tokens=found.micro_batch_tokens,
+        state, train=train, loss_stats=stats, micro_batch_tokens=found.micro_batch_tokens
     )
 
 
-def update(plan: Plan, state: RunState) -> tuple[RunState, UpdateResult]:
-    """One optimizer step with these gradients. The new weights reuse the old ones' memory if
-    nothing else refers to them, so the caller must not keep a reference to the state.
+def update(plan: Plan, state: RunState) -> tuple[RunState, g.LossStats, g.UpdateStats]:
+    """One optimizer step with these gradients, and its statistics. The new weights reuse the old
+    ones' memory if nothing else refers to them, so the caller must not keep a reference to the
+    state.
     """
     train = state.train
     state = attrs.evolve(state, train=None)
-    with plan.times.timing("update"), plan.ranks.moving_arrays():
-        train, update_stats = plan.run.learner.update_step(all_reduce(train, plan.ranks))
+    ranks = plan.run.ranks
+    with plan.times.timing("update"), ranks.moving_arrays():
+        train, update_stats = plan.run.learner.update_step(all_reduce(train, ranks))
         g.materialize(train, update_stats)
-    stats = g.merge_stats(list(state.loss_stats))
+    loss_stats = g.merge_stats(list(state.loss_stats))
     state = attrs.evolve(state, train=train, update=state.update + 1, loss_stats=())
-    return state, UpdateResult(stats, update_stats)
+    return state, loss_stats, update_stats
 
 
 def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
     """Runs after an update: switches to a sampler with finer weights if its numbers differ too much
     from the learner's.
     """
-    drawn_as = {tally.quantization for tally in state.tallies}
-    # a coarser format drew them
-    if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:
+    formats = {tally.quantization for tally in state.tallies}  # may be coarser than the sampler's
+    if plan.is_supervised(state) or formats != {state.sampler.quantization}:
         return state
     sampler, line = judged(state.sampler, stats, plan.run.learner.quantized, plan.config)
     if line is None:
         return state
     plan.shown.note(line)
     state = attrs.evolve(state, sampler=sampler)
-    if not plan.syncs(state):  # else it gets its weights by the sync
+    if not plan.syncs(state):  # otherwise, the sync passes the weights
         plan.load(state)
     return state
 
@@ -210,14 +212,15 @@ def sync(plan: Plan, state: RunState) -> RunState:
     state = attrs.evolve(state, reused=0, tallies=(), waiting=(), experiences=())
     if syncs:
         with plan.times.timing("sync"):
-            sampler = attrs.evolve(state.sampler, version=state.update)
-            train = g.sync_old(state.train)
-            state = attrs.evolve(state, train=train, sampler=sampler, synced_at=state.batch_step)
+            state = attrs.evolve(
+                state,
+                train=g.sync_old(state.train),
+                sampler=attrs.evolve(state.sampler, version=state.update),
+                synced_at=state.batch_step,
+            )
             if state.batch_step >= plan.run.length.supervised:  # supervised steps sample nothing
                 plan.load(state)
-    for phase in plan.after_update:
-        state = phase(plan, state)
-    return state
+    return started_grpo(plan, moved_reference(plan, state))
 
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:

@@ -4,7 +4,7 @@ student sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import mlx.core as mx
@@ -35,7 +35,7 @@ class Grader:
     logprob_step: Callable[[Tree, g.Batch], mx.array]
     config: Config
     tokenizer: object
-    share_prompts: bool  # whether it can compute a group's prompt once
+    share_prompts: bool  # whether a group's prompt can be computed once
 
     @property
     def in_loss(self) -> bool:
@@ -65,14 +65,15 @@ class Grader:
     ) -> Computed[mx.array]:
         """The teacher's log-probs of the batch's tokens [B,T]; each rank computes its part."""
         rows, width = batch.mask_bt.shape
-        numbered = attrs.evolve(batch, row_b=mx.arange(rows))  # rows are sorted into micro-batches
-        pieces: Sequence[g.Batch] = g.split_batch(
-            numbered,
+        pieces = g.split_batch(
+            attrs.evolve(batch, row_b=mx.arange(rows)),  # rows are sorted into micro-batches
             max_tokens=budget,
             share_prompts=self.share_prompts and not self.config.teacher.hint,
         )
         found = micro_batches.logprobs(self._step, self.teacher.params, pieces, budget)
-        logp_bt = np.zeros((rows + 1, width), np.float32)  # the last row takes what padding has
+        logp_bt = np.zeros(
+            (rows + 1, width), np.float32
+        )  # the last row receives the values of padding
         for number, part_bt in found.value.items():
             columns = np.array(part_bt)[:, :width]
             logp_bt[np.array(found.steps[0][number].row_b), : columns.shape[1]] = columns
@@ -96,10 +97,13 @@ class Grader:
         data = self.config.data
         *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
-        messages = (*before, {**last, "content": f"{last['content']}{hint}"})
-        raw = data.prompt_form == "raw"
-        kwargs = data.chat_template_kwargs
-        return render(self.tokenizer, messages, data.nudge, template_kwargs=kwargs, raw=raw)[1]
+        return render(
+            self.tokenizer,
+            (*before, {**last, "content": f"{last['content']}{hint}"}),
+            data.nudge,
+            template_kwargs=data.chat_template_kwargs,
+            raw=data.prompt_form == "raw",
+        )[1]
 
 
 def make_grader(
@@ -141,8 +145,12 @@ def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int |
     embedding (None if unknown).
     """
     folder = resolve_model(config.teacher.path, "teacher.path")
-    trust = config.model.trust_remote_code
-    found = load_inference(str(folder), platform, dtype=config.model.dtype, trust_remote_code=trust)
+    found = load_inference(
+        str(folder),
+        platform,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     theirs = found.tokenizer.get_vocab()
     for token, number in loaded.tokenizer.get_vocab().items():
         if theirs.get(token) != number and (rows is None or number < rows):

@@ -22,7 +22,6 @@ from runners.ranks.messages import RankError
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Report
-from runners.training.ahead import admitted
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -46,7 +45,7 @@ class RunResult:
 
     folder: Path
     state: g.TrainState
-    first_em: float | None  # exact match before the first step; None: not measured
+    first_em: float | None  # exact match at the start; None: not measured
     last_em: float | None
     updates: int
     seconds: float
@@ -87,7 +86,7 @@ def run_training(
         machine = startup.prepare(config.system.memory_limit_gb, config)
         stack.enter_context(explained_aborts(machine.backend))
         stack.enter_context(awake())
-        if ranks is None:  # else their owner ends them
+        if ranks is None:  # otherwise, the caller ends them
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())
         session = stack.enter_context(
@@ -103,21 +102,20 @@ def run_training(
                 overwrite=overwrite,
             )
         )
-        limits = metal_limits(machine.backend, session.run.phases, session.shown.note)
-        stack.enter_context(limits)
+        stack.enter_context(metal_limits(machine.backend, session.run.phases, session.shown.note))
         if config.ranks.samplers and not ranks.is_rank_zero:
-            with signals.deferred():  # rank 0 says when to stop
+            with signals.deferred():  # rank 0 decides when to stop
                 return sample(session, ranks)
         try:
             try:
                 return train(session)
             except (RewardError, RankError) as error:
-                # else the others wait within a rollout
+                # Otherwise, the other ranks are still in a rollout.
                 if session.ranks.is_alone or getattr(error, "on_all_ranks", False):
                     failed = "reward" if isinstance(error, RewardError) else "sampling"
                     session.save_to_stop(f"before the {failed} failed: ")
                 raise
-        except Stopped as stopped:  # also while that is saved
+        except Stopped as stopped:  # also while that state is saved
             session.ranks.stop_together(stopped)
             stopped.begun = True
             session.save_to_stop("interrupted: ")
@@ -127,18 +125,18 @@ def run_training(
 
 def sample(session: Session, ranks: Ranks) -> RunResult:
     """Samples for rank 0 until it ends, with the weights that it sends."""
-    engine, policy = session.run.learner.engine, session.run.learner.sampling
-    blank = blank_weights(policy, session.state.train.params)
+    learner = session.run.learner
+    blank = blank_weights(learner.sampling, session.state.train.params)
     session.change(train=None)  # frees the weights, the reference and the optimizer's moments
     ranks.watchdog.timeout = math.inf  # rank 0 may learn for long before its next order
-    serve(ranks, engine, policy, blank)
+    serve(ranks, learner.engine, learner.sampling, blank)
     return RunResult(session.run.folder, session.state.train, None, None, 0, session.elapsed())
 
 
 def train(session: Session) -> RunResult:
     """Runs all remaining steps, then the final evaluation, and writes the final model."""
     show_start(session)
-    evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
+    evaluate_if_due(session)  # before training, or again if a signal has interrupted it
     session.save_best_if_due()
     while not session.finished:
         if session.plan.update_due(session.state):
@@ -163,11 +161,7 @@ def take_batch_step(session: Session) -> None:
         # prompts -> completions -> rewards
         found = experience(plan, plan.engine, propose(plan, state))
     else:  # in threads, for this batch step and the next ones
-        state = admitted(plan, state)
-        session.ahead.begin(state)
-        with plan.times.timing("rollout"):
-            found = session.ahead.result(state.flights[0])
-        state = attrs.evolve(state, flights=state.flights[1:])
+        state, found = session.ahead.take(state)
     learned = learn(plan, state, found)  # -> advantages -> micro-batches
     reload_sampler(plan, state, learned)
     with session.committing("the batch step"):
@@ -183,9 +177,9 @@ def take_update(session: Session) -> None:
     summed = [gradients(plan, session.state)]  # Σ over the micro-batches that wait
     with session.committing("the update"):
         session.change(train=None)  # MLX writes the new weights in the place of the old ones
-        session.state, updated = update(plan, summed.pop())
-        session.state = judge_sampler(plan, session.state, updated.loss)
-        log_update(session, updated)
+        session.state, loss_stats, update_stats = update(plan, summed.pop())
+        session.state = judge_sampler(plan, session.state, loss_stats)
+        log_update(session, loss_stats, update_stats)
         session.state = sync(plan, session.state)  # the sampler takes the new weights
 
 
@@ -198,7 +192,7 @@ def finish(session: Session) -> RunResult:
     session.save_best_if_due()
     session.shown.status("saving the final model")
     final = session.save_final()
+    show_summary(session, final)
     state = session.state
     first = state.scores[0] if session.config.eval.at_start and state.scores else None
-    show_summary(session, final)
     return RunResult(final.parent, state.train, first, state.em, state.update, session.elapsed())

@@ -1,9 +1,9 @@
-"""best/: the weights of the best evaluation, in the run's folder and in its checkpoints."""
+"""best/ contains the weights of the best evaluation, in the run's folder and in its checkpoints."""
 
 import json
 import os
 import shutil
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -16,12 +16,11 @@ from runners.machine.startup import Platform
 from runners.telemetry.events import Finished
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import config_in, killed, outcome
+from tests.support.resuming import config_in, killed, lines_of, outcome
 
-# The held-out reward decides, which differs from update to update.
+# The held-out reward, which differs between updates, determines the best evaluation.
 REWARDED = ("answer.form=none", "eval.every=1", "eval.samples=8", "optim.learning_rate=3e-2")
 SETTINGS = {"full": REWARDED, "lora": (*REWARDED, "model.tune=lora", "model.lora={rank=4}")}
-
 
 FALLING = """
 import itertools
@@ -38,26 +37,25 @@ class Summary(Quiet):
     """Keeps the run's summary."""
 
     def handle(self, event):
-        """Of one run."""
         if isinstance(event, Finished):
             self.summary = dict(event.summary)
 
 
 def best_of(folder):
-    """What the best evaluation measured."""
+    """The results of the best evaluation."""
     return json.loads((folder / "best" / "evaluation.json").read_text())
 
 
 def highest(folder):
-    """The update of the highest held-out reward in the log, the first of equal ones."""
-    lines = map(json.loads, (folder / "training_log.jsonl").read_text().splitlines())
+    """The first update with the highest held-out reward in the log, and all held-out rewards."""
+    lines = lines_of(folder / "training_log.jsonl")
     rewards = {line["update"]: line["eval/reward"] for line in lines if "em_subset" in line}
     return max(rewards, key=rewards.__getitem__), rewards
 
 
 @pytest.mark.parametrize("tune", SETTINGS)
 def test_the_best_evaluation_s_weights_are_kept_and_load(tmp_path, tune):
-    """Its update is the log's best; the summary names both models; the commands open it."""
+    """best/ belongs to the best update of the log, the summary names both, and commands load it."""
     report = Summary()
     folder = run_training(config_in(tmp_path / "a", *SETTINGS[tune]), report=report).folder
     update, rewards = highest(folder)
@@ -79,7 +77,7 @@ def test_the_best_evaluation_s_weights_are_kept_and_load(tmp_path, tune):
 @pytest.mark.parametrize("tune", SETTINGS)
 @pytest.mark.parametrize("cut", [("sampling", 3), ("eval", 3), ("eval", 6), ("saving the final", 1)])
 def test_a_resumed_run_has_the_same_best(tmp_path, tune, cut):
-    """Wherever it was cut off, with a checkpoint of every second step."""
+    """This holds wherever the run was interrupted, with a checkpoint every second step."""
     settings = (*SETTINGS[tune], "checkpoint.every=2", "run.seed=3")
     straight = run_training(config_in(tmp_path / "a", *settings), report=Quiet()).folder
     config = config_in(tmp_path / "b", *settings)
@@ -90,7 +88,7 @@ def test_a_resumed_run_has_the_same_best(tmp_path, tune, cut):
 
 
 def test_an_earlier_checkpoint_brings_its_own_best(tmp_path):
-    """In a branch, and in the run's folder, where a later best one would be wrong."""
+    """A resumed run takes best/ from the checkpoint, because a later best would be wrong."""
     settings = (*REWARDED, "checkpoint.keep_last=0")
     folder = run_training(config_in(tmp_path / "a", *settings), report=Quiet()).folder
     _, rewards = highest(folder)
@@ -106,8 +104,8 @@ def test_an_earlier_checkpoint_brings_its_own_best(tmp_path):
         assert best_of(found)["update"] == want
 
 
-def test_a_best_that_no_checkpoint_knows_is_not_kept(tmp_path):
-    """It belongs to updates that the resumed run makes again, or not at all."""
+def test_a_best_after_the_last_checkpoint_is_removed(tmp_path):
+    """The resumed run repeats its update, possibly with another result."""
     late = (*REWARDED, "eval.at_start=false", "eval.every=4", "checkpoint.every=3")
     config = config_in(tmp_path / "a", *late)
     killed(config, "sampling", 5)
@@ -117,64 +115,62 @@ def test_a_best_that_no_checkpoint_knows_is_not_kept(tmp_path):
     assert not (folder / "best").exists()
 
 
-def test_without_keep_best_there_is_none(tmp_path):
-    """`checkpoint.keep_best = 0`."""
-    config = config_in(tmp_path / "a", *REWARDED, "checkpoint.keep_best=0")
+def test_keep_best_0_writes_no_best(tmp_path):
+    """The summary does not mention one either."""
     report = Summary()
-    folder = run_training(config, report=report).folder
+    folder = run_training(
+        config_in(tmp_path / "a", *REWARDED, "checkpoint.keep_best=0"), report=report
+    ).folder
     assert not (folder / "best").exists() and "best model" not in report.summary
 
 
 def test_a_best_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
-    """The run goes on, or stops, as checkpoint.on_error says."""
-    from runners.training import session
+    """The run continues or stops, according to checkpoint.on_error."""
 
     def full(folder, *_, **__):
         if folder.name == "best":
             raise UserError(f"{folder}: cannot be written: No space left on device")
         return folder
 
-    monkeypatch.setattr(session, "save_model", full)
-    config = config_in(tmp_path / "a", *REWARDED, "optim.max_steps=2")
-    run_training(config, report=Quiet())
+    monkeypatch.setattr("runners.training.session.save_model", full)
+    run_training(config_in(tmp_path / "a", *REWARDED, "optim.max_steps=2"), report=Quiet())
     stopping = config_in(tmp_path / "b", *REWARDED, "checkpoint.on_error=stop")
     with pytest.raises(UserError, match="best: cannot be written"):
         run_training(stopping, report=Quiet())
 
 
-def test_the_disk_has_to_have_room_for_both_models(tmp_path, monkeypatch):
-    """Full weights count twice, and once without best/."""
-    usage = namedtuple("usage", ["free"])
-    sizes = []
+def test_a_disk_without_space_for_both_models_is_refused_before_training(tmp_path, monkeypatch):
+    """The space depends on whether best/ is written, and on whether only adapters are trained."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    lines = set()
     for more in ((), ("checkpoint.keep_best=0",), ("model.tune=lora",)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0))
-        with pytest.raises(UserError, match="the final and the best model need") as found:
+        with pytest.raises(
+            UserError, match=r"run\.name: .*tiny: the final and the best model need .* free; free"
+        ) as found:
             run_training(config_in(tmp_path / "a", *more), report=Quiet(), overwrite=True)
-        sizes.append(str(found.value))
-    assert len({*sizes}) == 3
+        lines.add(str(found.value))
+    assert len(lines) == 3 and not (tmp_path / "a/tiny/training_log.jsonl").exists()
 
 
-def test_what_is_worse_is_listed_with_the_run(tmp_path):
-    """`grpo runs` shows the log's last word about it, and nothing once that has no line any more."""
+def test_a_decline_is_listed_with_the_run(tmp_path):
+    """`grpo runs` shows the warning of the log's last line, if any."""
     (tmp_path / "config.resolved.json").write_text("{}")
-    lines = [{"update": 1, "reward": 0.5, "worse": "reward fell"}, {"update": 2, "reward": 0.6}]
-    log = tmp_path / "training_log.jsonl"
-    log.write_text(json.dumps(lines[0]) + "\n")
-    assert summarize(tmp_path).worse == "reward fell"
-    shown = CliRunner().invoke(runs_command, [str(tmp_path)])
-    assert "  reward fell\n" in shown.output
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert summarize(tmp_path).worse == ""
+    with open(tmp_path / "training_log.jsonl", "w", buffering=1) as log:
+        log.write('{"update": 1, "reward": 0.5, "worse": "reward fell"}\n')
+        assert summarize(tmp_path).worse == "reward fell"
+        assert "  reward fell\n" in CliRunner().invoke(runs_command, [str(tmp_path)]).output
+        log.write('{"update": 2, "reward": 0.6}\n')
+        assert summarize(tmp_path).worse == ""
 
 
-def test_a_run_that_becomes_worse_says_so_everywhere_and_ends(tmp_path):
-    """A reward that falls after fifteen steps: log, events, `grpo runs`, and stop.patience."""
+def test_a_run_whose_reward_falls_reports_it_and_ends(tmp_path):
+    """The log, the events and `grpo runs` report it, and stop.patience ends the run."""
     (tmp_path / "falling.py").write_text(FALLING)
     more = ("eval.every=0", "eval.at_start=false", "checkpoint.every=0", "optim.num_epochs=9")
     falls = (f'reward.functions=["{tmp_path}/falling.py:falling"]', "stop.patience=3")
     config = config_in(tmp_path / "a", *more, *falls, "optim.max_steps=30")
     folder = run_training(config, report=Quiet()).folder
-    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    log = lines_of(folder / "training_log.jsonl")
     (line,) = {record["worse"] for record in log if "worse" in record}
     assert log[-1]["update"] < 25 and "optim.learning_rate = 0.001 is the likeliest cause: try 0.0002" in line
     events = (folder / "events.jsonl").read_text()

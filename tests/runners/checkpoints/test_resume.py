@@ -1,4 +1,4 @@
-"""A run that is cut off and resumed is the run that was not: weights, moments, log and completions."""
+"""An interrupted and resumed run equals an uninterrupted one: weights, moments, log and completions."""
 
 import pytest
 
@@ -16,7 +16,7 @@ CALIBRATED += ["rollout.bits_budget=5"]
 ADAPTERS = ["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"]
 SUPERVISED = ["sft.updates=2", "sft.learning_rate=1e-3", "rollout.max_new_tokens=44"]
 CASES = {
-    # name: settings, and where the run is cut off: again and again, each time counted from where it went on
+    # name: settings, and interruptions with their counts since the last resume
     "from the start to the final model": (
         [],
         [
@@ -100,11 +100,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(name):
-    """Straight against killed and resumed: state, log, completions, final model and every checkpoint."""
+def test_an_interrupted_run_is_resumed_bit_for_bit(name):
+    """State, log, completions, final model and every checkpoint are equal."""
     settings, cuts = CASES[name]
     straight = straight_run(*settings)
-    # Beside the other: the path of the reward's file is a part of the config.
+    # In the same folder, because the path of the reward's file is part of the config.
     config = config_in(straight.folder.parents[1] / name.replace(",", ""), *settings)
     for number, (what, count) in enumerate(cuts):
         killed(config, what, count, resume=number > 0)
@@ -116,8 +116,8 @@ def test_a_run_cut_off_anywhere_goes_on_bit_for_bit(name):
     assert (resumed.first_em, resumed.last_em) == (straight.first_em, straight.last_em)
 
 
-def test_a_run_killed_before_it_pruned_keeps_no_more_than_it_should():
-    """After its last checkpoint it has nothing to save that would remove an older one."""
+def test_a_resume_prunes_what_a_killed_run_did_not():
+    """After its last checkpoint, the run does not save again, so the start has to prune."""
     settings = [*SHORT, "checkpoint.keep_best=0"]
     straight = straight_run(*settings).folder
     config = config_in(straight.parents[1] / "unpruned", *settings)

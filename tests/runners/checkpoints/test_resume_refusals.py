@@ -1,4 +1,4 @@
-"""What a resume does not take as it is: damage, another config, other data, a folder in use."""
+"""What a resume refuses: damaged files, a different config, and a folder in use."""
 
 import errno
 import fcntl
@@ -28,19 +28,19 @@ from tests.support.tiny_states import same_bits
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run from beginning to end: its folder and result."""
+    """The result of a short complete run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     return run_training(config_in(folder, *SHORT), report=Quiet())
 
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of that run, which a test may damage; the config that made it."""
+    """Makes the config of a copy of that run, which a test may damage."""
     source = finished.folder.parent.parent
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
 
     def config(*overrides):
-        # Rewards are named by their path: that of the first folder.
+        # The path of the rewards, which is part of the config, is in the first folder.
         return config_in(source / "run", *SHORT, f"run.output_dir={tmp_path / 'run'}", *overrides)
 
     config.folder = tmp_path / "run" / "tiny"
@@ -48,26 +48,26 @@ def copy(finished, tmp_path):
 
 
 def name_more(folder, name):
-    """One more name in the manifest's own table."""
+    """Adds a name to the manifest."""
     content = json.loads((folder / MANIFEST).read_text())
     content["files"][name] = {"sha256": digest(folder.parent / "training_log.jsonl")}
     (folder / MANIFEST).write_text(json.dumps(content))
 
 
 def cut(file):
-    """A file that lost its end."""
+    """Removes the end of a file."""
     file.write_bytes(file.read_bytes()[:-100])
 
 
 def flip(file):
-    """A file with one bit turned, its size as it was."""
+    """Flips one bit of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def link(file):
-    """A link to the same content elsewhere."""
+    """Replaces a file by a link to its content elsewhere."""
     elsewhere = file.parent.parent / "elsewhere"
     shutil.move(file, elsewhere)
     file.symlink_to(elsewhere)
@@ -86,10 +86,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
-    """The one before is taken; the damaged one, asked for by its name, is refused.
+def test_a_damaged_checkpoint_is_named_and_skipped(copy, name):
+    """The previous checkpoint is used; the damaged one is refused if it is requested by name.
 
-    No name in a manifest leads out of its folder.
+    Names in a manifest cannot lead out of its folder.
     """
     damage, line = DAMAGE[name]
     damage(copy.folder / "checkpoint-3")
@@ -102,12 +102,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
         find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
 
 
-def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
-    """A stranger may write a manifest too: what it vouches for is checked all the same."""
+def test_an_invalid_state_with_a_valid_manifest_is_refused(copy):
+    """The content is checked too, because anyone can write a manifest."""
     folder = copy.folder / "checkpoint-3"
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
-        # No damage: going on from the checkpoint before would lose this one.
+        # This is no damage: resuming from the previous checkpoint would lose this one.
         (
             {"version": 5},
             r"trainer_state\.json: expected version 7, found 5: it was saved by a different version",
@@ -126,8 +126,8 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
             run_training(copy(), report=Quiet(), resume=True)
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
-    """Refused, with the ways on; with run.overwrite old checkpoints go and the old log stays beside."""
+def test_a_folder_with_a_run_is_not_replaced_unasked(copy):
+    """The error names the options; run.overwrite removes old checkpoints and keeps the old log."""
     with pytest.raises(UserError, match=r"tiny already contains a run \(training_log\.jsonl\); --resume"):
         run_training(copy(), report=Quiet())
     old = (copy.folder / "training_log.jsonl").read_bytes()
@@ -140,7 +140,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
 
 
 def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
-    """run.overwrite, as in the quickstart, replaces a finished run; an interrupted one asks how to go on."""
+    """run.overwrite, as in the quickstart, only replaces a finished run."""
     config, folder = config_in(tmp_path / "b", *SHORT, "run.overwrite=true"), tmp_path / "b" / "tiny"
     killed(config, "sampling", 3)
     before = sorted(folder.rglob("*"))
@@ -150,8 +150,8 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
         run_training(config, report=Quiet())
     assert sorted(folder.rglob("*")) == before
     result = run_training(config, report=Quiet(), resume=True)
-    assert run_training(config, report=Quiet()).updates == result.updates  # it has finished: it is replaced
-    # A finished run that was gone on with and interrupted is an interrupted one.
+    assert run_training(config, report=Quiet()).updates == result.updates  # a finished run is replaced
+    # A finished run that was continued and interrupted counts as interrupted.
     longer = config_in(tmp_path / "b", *SHORT, "run.overwrite=true", "optim.max_steps=5")
     killed(longer, "sampling", 2, resume=True, allow_config_change=True)
     with pytest.raises(UserError, match=r"an interrupted run \(checkpoint-4\)"):
@@ -159,8 +159,8 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
     run_training(config, report=Quiet(), overwrite=True)
 
 
-def test_what_does_not_change_the_weights_may_differ(copy, finished):
-    """Logging and saving: shown in a line, and gone on with, to the same weights."""
+def test_harmless_keys_may_differ(copy, finished):
+    """Changes in logging and saving are reported, and the weights are the same."""
     notes = Notes()
     changes = ["log.every=2", "checkpoint.every=0", "eval.every=1"]
     shutil.rmtree(copy.folder / "checkpoint-3")
@@ -170,22 +170,22 @@ def test_what_does_not_change_the_weights_may_differ(copy, finished):
     assert same_bits(result.state, finished.state)
 
 
-def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
-    """Named with both values; --allow-config-change goes on, and not to the same weights."""
+def test_changes_that_affect_the_weights_must_be_allowed(copy, finished):
+    """The error contains both values; --allow-config-change continues, with different weights."""
     change = "optim.learning_rate=5e-3"
     shutil.rmtree(copy.folder / "checkpoint-3")
     notes = Notes()
     with pytest.raises(UserError, match=r"optim\.learning_rate \(was 0\.001, is 0\.005\); --allow-config"):
         run_training(copy(change), report=notes, resume=True)
-    assert not notes.lines  # the error says it all
+    assert not notes.lines  # the error is the only message
     result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
     assert result.updates == 3 and not same_bits(result.state, finished.state)
     with pytest.raises(UserError, match="belongs to a different model or"):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 
-def test_an_older_checkpoint_by_name_begins_a_new_branch(copy, finished, tmp_path):
-    """In its own folder the later ones are put aside and the log is cut; elsewhere a new log begins."""
+def test_resuming_from_an_older_checkpoint_starts_a_branch(copy, finished, tmp_path):
+    """In the same folder, later checkpoints are renamed and the log is cut; elsewhere, a new log starts."""
     config = copy(f"run.output_dir={tmp_path / 'other'}")
     result = run_training(config, report=Quiet(), resume=copy.folder / "checkpoint-1")
     assert same_bits(result.state, finished.state)
@@ -208,7 +208,7 @@ with locked(Path(sys.argv[1]), "run.name"):
 
 
 def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
-    """A live owner is named by its number; after SIGKILL its folder is free at once."""
+    """The error contains the owner's process id; after SIGKILL, the folder is free immediately."""
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(copy.folder)], stdout=subprocess.PIPE, text=True
     )
@@ -222,8 +222,8 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     run_training(copy(), report=Quiet(), resume=True)
 
 
-def test_whoever_asks_whether_a_run_is_going_keeps_none_from_starting(tmp_path, monkeypatch):
-    """It shares the lock for an instant. A file system without locks is named."""
+def test_checking_for_a_running_process_does_not_block_a_start(tmp_path, monkeypatch):
+    """The check holds a shared lock for an instant. A file system without locks is reported."""
     with locked(tmp_path, "run.name"):
         assert is_running(tmp_path)
     assert not is_running(tmp_path)
@@ -244,8 +244,8 @@ def test_whoever_asks_whether_a_run_is_going_keeps_none_from_starting(tmp_path, 
         pass
 
 
-def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
-    """Rows that fit into memory, and how steps are launched, as the first process found them."""
+def test_a_resumed_run_keeps_earlier_decisions(tmp_path, monkeypatch):
+    """It keeps max_batch and launch as the first process determined them."""
     config, real = config_in(tmp_path / "b", *SHORT, "rollout.launch=auto"), setup.memory_outlook
 
     def decide(launch, rows):

@@ -1,4 +1,4 @@
-"""A resumed run compares its columns, rewards' files, base weights, config.json and arithmetic."""
+"""A resumed run compares columns, reward files, base weights, config.json and arithmetic."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "level": n % 3 + 1, "no
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a run that was ended after two of its three steps, adapters over a base."""
+    """The folder of a run of adapters that ended after two of its three steps."""
     folder = tmp_path_factory.mktemp("finished")
     make_model_folder(folder / "base")
     write_rows(folder, ROWS)
@@ -48,33 +48,33 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def place(finished, tmp_path, monkeypatch):
-    """A copy of that folder, which is the current one."""
+    """A copy of that folder, as the current directory."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def write_rows(folder, rows):
-    """The run's data set."""
+    """Writes the run's data set."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(*, resume=False, allow=False):
-    """Runs the config of the current folder; the result and the lines that were worth reading."""
+    """Runs the config in the current directory; returns the result and the messages."""
     notes = Notes()
     result = run_training(load_config("train.toml"), report=notes, resume=resume, allow_config_change=allow)
     return result, notes.lines
 
 
 def other_base(folder):
-    """One number of its weights."""
+    """Changes one number of the base model's weights."""
     weights, _ = load_arrays(folder / "base/model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][3, 4] += 0.5
     save_arrays(folder / "base/model.safetensors", weights, {"format": "mlx"})
 
 
 def other_config(folder):
-    """Another θ: no shape tells of it."""
+    """Changes rope_theta, which no shape depends on."""
     file = folder / "base/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_theta": 5e5}))
 
@@ -93,8 +93,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("named", CHANGES)
-def test_what_the_weights_depend_on_has_to_be_what_it_was(place, named):
-    """Named and refused, with not a byte changed; --allow-config-change goes on and says so."""
+def test_changed_inputs_must_be_allowed(place, named):
+    """The error names the input and no file changes; --allow-config-change continues with a message."""
     CHANGES[named](place)
     before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
@@ -108,8 +108,8 @@ def test_what_the_weights_depend_on_has_to_be_what_it_was(place, named):
     assert f"{named}: changed since out/small/checkpoint-2 was trained" in lines
 
 
-def test_another_arithmetic_is_told(place, monkeypatch):
-    """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
+def test_a_different_arithmetic_is_reported(place, monkeypatch):
+    """A different number of BLAS threads changes the last bits; the run continues with a message."""
     here = Platform(backend="cpu", blas="libopenblas.so.0").arithmetic()
     monkeypatch.setattr(Platform, "arithmetic", lambda _: {**here, "cores": 64, "more": "x"})
     result, lines = train(resume=True)
@@ -119,7 +119,7 @@ def test_another_arithmetic_is_told(place, monkeypatch):
 
 
 def test_a_resumed_run_keeps_the_date_of_its_first_start(place):
-    """The template writes the second, so that each second is another day: the prompts stay the same."""
+    """The template writes the time in seconds, and the prompts stay the same."""
     (place / "dated.jinja").write_text(
         "{{ strftime_now('%H:%M:%S ') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )

@@ -1,4 +1,4 @@
-"""The state comes back from its files bit for bit, with the shape it had."""
+"""The state is restored from its files bit for bit, with its structure."""
 
 import json
 import math
@@ -21,16 +21,16 @@ from tests.support.tiny_states import load, make_state, same_bits
     "changes", [{}, {"master": "bfloat16"}, {"tune": "lora"}, {"tune": "dora", "lora": LoraConfig(layers=1)}]
 )
 @pytest.mark.parametrize("reference", [True, False])
-def test_the_state_comes_back_bit_for_bit(llama, tmp_path, changes, reference):
-    """Every field, its containers and its dtypes; layers without adapters stay empty places in their list."""
+def test_the_state_is_restored_bit_for_bit(llama, tmp_path, changes, reference):
+    """This includes containers and dtypes; layers without adapters stay empty list items."""
     loaded = load(llama.path, **changes)
     state = make_state(loaded, reference=reference)
     folder = write_checkpoint(tmp_path, 40, state, loaded, {})
     assert same_bits(load_trees(folder)[0], state)
 
 
-def test_shared_roles_come_back_shared_and_are_stored_once(llama, tmp_path):
-    """old = params right after a sync: one set of weights in memory and on disk, in the weights file."""
+def test_shared_roles_are_stored_once_and_shared_again(llama, tmp_path):
+    """After a sync, old_params and params are one set of weights in memory and on disk."""
     state = sync_old(make_state(llama, reference=False))
     folder = write_checkpoint(tmp_path, 1, state, llama, {})
     back = load_trees(folder)[0]
@@ -39,8 +39,8 @@ def test_shared_roles_come_back_shared_and_are_stored_once(llama, tmp_path):
     assert not [name for name in stored if name.startswith(("params", "old_params"))]
 
 
-def test_a_gradient_that_is_not_finite_comes_back(llama, tmp_path):
-    """A sum that waits for its update: the update is skipped, as without a stop."""
+def test_a_gradient_that_is_not_finite_is_restored(llama, tmp_path):
+    """The update with this sum is then skipped, as without an interruption."""
     state = make_state(llama)
     state = attrs.evolve(state, accum_grads=map_arrays(lambda a: a * math.nan, state.accum_grads))
     assert same_bits(load_trees(write_checkpoint(tmp_path, 1, state, llama, {}))[0], state)
@@ -57,8 +57,8 @@ def test_a_gradient_that_is_not_finite_comes_back(llama, tmp_path):
         [mx.array([1.5], mx.bfloat16), mx.zeros((2, 2), mx.float16), mx.array([[1, 2], [3, 4]]).T],
     ],
 )
-def test_any_tree_keeps_its_shape(tmp_path, tree):
-    """Containers, order, empty places and scalars are kept, through a file."""
+def test_any_tree_keeps_its_structure(tmp_path, tree):
+    """A file keeps containers, order, empty parts and scalars."""
     arrays = {}
     shape = json.loads(json.dumps(pack(tree, "tree", arrays, {})))
     save_arrays(tmp_path / "tree.safetensors", arrays, {})
@@ -71,7 +71,7 @@ def test_any_tree_keeps_its_shape(tmp_path, tree):
 
 
 def spoil(file, part):
-    """A NaN in the first array with this in its name."""
+    """Adds a NaN to the first array whose name contains `part`."""
     arrays, metadata = load_arrays(file)
     name = next(name for name in arrays if part in name)
     save_arrays(file, {**arrays, name: arrays[name] + math.nan}, metadata)
@@ -91,7 +91,7 @@ STATE, WEIGHTS = "optimizer.safetensors", "model.safetensors"
     ],
 )
 def test_a_damaged_state_is_named(llama, tmp_path, name, damage, message):
-    """Missing, cut off, not finite: one line that says which."""
+    """The error names the file that is missing or truncated, or the weight that is not finite."""
     folder = write_checkpoint(tmp_path, 1, make_state(llama), llama, {})
     damage(folder / name)
     with pytest.raises(UserError, match=message):

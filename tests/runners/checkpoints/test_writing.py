@@ -1,4 +1,4 @@
-"""Checkpoints and final/: mlx-lm opens them, the disk may refuse, the best and the newest stay."""
+"""Checkpoints and final/: their files, loading with mlx-lm, and pruning."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from runners.models.model_writer import save_model
 from tests.support.tiny_states import make_state
 
 
-def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_path):
-    """The names of the contract; mlx-lm loads the folder, with the float32 weights that were trained."""
+def test_a_checkpoint_contains_its_files_and_loads_as_a_model(llama, tmp_path):
+    """mlx-lm loads the folder with the trained float32 weights."""
     state = make_state(llama)
     folder = write_checkpoint(tmp_path, 40, state, llama, {"em": 0.5, "loss": math.nan})
     assert folder == tmp_path / "checkpoint-40"
@@ -35,7 +35,7 @@ def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_
 
 
 def test_final_has_the_dtypes_of_the_source(llama, tmp_path):
-    """final/ of a bfloat16 model is bfloat16 again, each trained weight rounded once."""
+    """final/ of a bfloat16 model is bfloat16 again; each trained weight is rounded once."""
     state = make_state(llama)
     final = save_model(tmp_path / "final", state.params, llama)
     module, _ = mlx_lm.load(str(final))
@@ -60,7 +60,7 @@ def test_final_has_the_dtypes_of_the_source(llama, tmp_path):
     ],
 )
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep_last, keep_best, kept):
-    """Steps count as numbers; em ranks before reward; a null ranks last; other folders are let be."""
+    """Steps are compared as numbers; em ranks before reward, null last; other folders are not touched."""
     states = {
         2: '{"em": 0.1, "reward": 9.0}',
         5: "{",  # damaged: the first to go

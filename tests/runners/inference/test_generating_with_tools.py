@@ -1,4 +1,4 @@
-"""`grpo generate` with tools: calls are run, answered and bounded, as in training."""
+"""`grpo generate` with tools runs, answers and limits calls, as in training."""
 
 import json
 
@@ -52,7 +52,7 @@ class Box:
 
 @pytest.fixture
 def generate(tmp_path, monkeypatch):
-    """Runs `grpo generate embedded …` beside tools.py; `calls` are what each turn is read to ask for."""
+    """Runs `grpo generate embedded …` next to tools.py; `calls` are the calls of each turn."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools.py").write_text(TOOLS)
 
@@ -73,7 +73,7 @@ def told(result):
 
 
 def test_a_model_s_calls_are_run_and_answered(generate):
-    """The row has the turns, their answers and counts; only public functions of a file are tools."""
+    """The row contains turns, replies and counts; only public functions of a file are tools."""
     result = generate("Twice 21?", "--tools", "tools.py", calls=[[("double", {"a": 21})], [("_hidden", {})]])
     assert told(result) == ["said", "42", "said", "{'error': 'there is no tool _hidden'}", "said"]
     row = json.loads(result.stdout)
@@ -94,14 +94,14 @@ def test_a_model_s_calls_are_run_and_answered(generate):
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
     ],
 )
-def test_what_is_refused(generate, arguments, line):
-    """A name that is not there, two of one name, and rows that nobody takes."""
+def test_invalid_options_are_refused(generate, arguments, line):
+    """Missing and repeated names, and rows without an environment, are errors."""
     refused = generate("?", *arguments)
     assert refused.exit_code == 2 and line in refused.stderr
 
 
-def test_the_bounds_of_a_config(generate, tmp_path):
-    """Those of --config hold for other tools, and its own tools run where none is named."""
+def test_the_limits_of_a_config_apply(generate, tmp_path):
+    """The limits of --config apply to --tools; without --tools, the config's tools are used."""
     keys = 'max_turns = 2\nmax_tool_calls = 1\ntimeout = 1\ntools = ["tools.py:hang"]'
     (tmp_path / "bounds.toml").write_text(f'model.path = "embedded"\n[env]\n{keys}\n')
     config, double = ["--config", "bounds.toml"], ("double", {"a": 1})
@@ -110,8 +110,8 @@ def test_the_bounds_of_a_config(generate, tmp_path):
     assert "timed out after 1 s" in told(generate("?", *config, calls=[[("hang", {})]]))[1]
 
 
-def test_an_environment(generate):
-    """`--row` is what reset gets; what it returns ends the message, and the row has its reward."""
+def test_an_environment_answers_and_rewards(generate):
+    """`reset` receives --row, its result is added to the message, and the row contains the reward."""
     box = ["--env", "tools.py:Box"]
     result = generate("How many?", *box, "--row", '{"size": 7}', calls=[[("look", {})]])
     assert told(result)[1] == "7 parts" and json.loads(result.stdout)["reward"] == 1.0

@@ -1,4 +1,4 @@
-"""Loading to use: nothing trains, the dtype is the platform's, packed weights stay packed."""
+"""Loading for inference: nothing is trainable, dtypes follow the platform, packed weights stay packed."""
 
 import mlx.core as mx
 import mlx_lm
@@ -19,8 +19,8 @@ def llama(tmp_path_factory):
     return make_model_folder(tmp_path_factory.mktemp("models") / "llama", dtype="bfloat16")
 
 
-def test_nothing_trains_and_the_dtype_is_the_platforms(llama):
-    """float32 on a CPU, the model's own elsewhere, another one where asked for; the eval mode is on."""
+def test_nothing_is_trainable_and_the_dtype_follows_the_platform(llama):
+    """The dtype is float32 on a CPU and the model's elsewhere, unless it is set; eval mode is on."""
     for platform, dtype, wanted in (
         (CPU, "auto", mx.float32),
         (GPU, "auto", mx.bfloat16),
@@ -33,7 +33,7 @@ def test_nothing_trains_and_the_dtype_is_the_platforms(llama):
 
 
 def test_packed_weights_stay_packed(tmp_path):
-    """A quantized folder computes what mlx-lm's own loading of it computes."""
+    """A quantized model computes the same as if mlx-lm had loaded it."""
     path = make_model_folder(tmp_path / "model", quantize={"group_size": 32, "bits": 4})
     model = load_inference(str(path), CPU)
     theirs, _ = mlx_lm.load(str(path))

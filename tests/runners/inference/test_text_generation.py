@@ -1,4 +1,4 @@
-"""Replies and batches: one and the same completion, ends, speed; conversations over kept caches."""
+"""Replies and batches have the same completions; ends, speed, and conversations with kept caches."""
 
 import re
 
@@ -28,17 +28,17 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedded():
-    """The model in the package, which knows how to end."""
+    """The embedded model, which produces end tokens."""
     return load_inference("embedded", CPU)
 
 
 def ending(model, sampling):
-    """The sampling, which also ends at the model's end tokens."""
+    """The sampling with the model's end tokens."""
     return attrs.evolve(sampling, eos_ids=model.eos_ids)
 
 
 def batched(model, sampling, questions=QUESTIONS, *, seed=0, generations=1, **options):
-    """(text, tokens, finish) of all completions of all questions, G of each in a row."""
+    """(text, tokens, finish) of all completions, G per question."""
     examples = [model.example([{"role": "user", "content": text}]) for text in questions]
     options = {"key": generation_key(seed), "decoder": model.decoder, **options}
     sampling = attrs.evolve(ending(model, sampling), num_generations=generations)
@@ -49,13 +49,13 @@ def batched(model, sampling, questions=QUESTIONS, *, seed=0, generations=1, **op
 
 
 def conversation(model, sampling, *, seed=0, **options):
-    """A conversation with a model that has just been loaded: it has kept nothing."""
+    """A conversation with a model without kept caches."""
     model.engine.load(Weights(model.policy, {}, 0))
     return Conversation(model, ending(model, sampling), key=generation_key(seed), **options)
 
 
 def fresh(model, talk):
-    """The last reply's text by a new conversation: with nothing kept, from the whole prompt's text."""
+    """The text of the last reply if the whole prompt is computed again."""
     text, _ = render(model.tokenizer, talk.messages[:-1], talk.nudge)
     again = conversation(model, talk.sampling, raw=True)
     again.turns = talk.turns - 1
@@ -73,8 +73,8 @@ def fresh(model, talk):
     ids=["greedy", "plain", "truncated", "penalty"],
 )
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_reply_is_the_batches_completion(model, sampling, pipelined, monkeypatch):
-    """One row over kept caches, and many rows over one copy of each prompt, draw the same tokens."""
+def test_a_reply_equals_the_completion_of_a_batch(model, sampling, pipelined, monkeypatch):
+    """One row with kept caches samples the same tokens as many rows that share a prompt."""
     decoding = attrs.evolve(model.engine.decoding, pipelined=pipelined)
     monkeypatch.setattr(model.engine, "decoding", decoding)
     for number, (text, tokens, finish) in enumerate(batched(model, sampling, seed=3)):
@@ -85,8 +85,8 @@ def test_a_reply_is_the_batches_completion(model, sampling, pipelined, monkeypat
         assert (finish, len(tokens) == 16 or ended) == ("stop" if ended else "length", True)
 
 
-def test_batches_of_any_size_give_the_same(model):
-    """One, two or all completions at a time."""
+def test_completions_do_not_depend_on_the_batch_size(model):
+    """One, two, four or all completions are sampled at a time."""
     whole = batched(model, g.Sampling(max_new_tokens=8), generations=2)
     for rows in (1, 2, 4):
         assert batched(model, g.Sampling(max_new_tokens=8), generations=2, rows=rows) == whole
@@ -94,7 +94,7 @@ def test_batches_of_any_size_give_the_same(model):
 
 
 def test_ends(embedded):
-    """An end token, a stop string, the limit: each is reported, and a reply ends there as well."""
+    """An end token, a stop string or the limit is reported, and a reply ends at the same place."""
     question = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
     for stop, limit, finish in (([], 60, "stop"), (["</reasoning>"], 60, "stop"), ([], 5, "length")):
         sampling = g.Sampling(temperature=0.0, max_new_tokens=limit, stop=stop)
@@ -104,11 +104,11 @@ def test_ends(embedded):
         assert (tokens[-1] in embedded.eos_ids) == (finish == "stop" and not stop)
 
 
-PREFILL = 4  # times that a stream asks before its first token: around each of two layers
+PREFILL = 4  # number of checks before the first token: around each of two layers
 
 
 def test_a_reply_stops_when_asked(model):
-    """After the token under way; what came so far is the reply. Before the first one there is none."""
+    """The tokens so far are the reply; before the first token it is empty."""
     asked, speed = iter([*[False] * PREFILL, False, False, True]), Speed()
     talk = conversation(model, g.Sampling(max_new_tokens=50))
     said = "".join(talk.reply("7+5", should_stop=lambda: next(asked), speed=speed))
@@ -118,7 +118,7 @@ def test_a_reply_stops_when_asked(model):
 
 
 def test_batches_stop_when_asked(model):
-    """The batch under way ends where it is, and no other follows."""
+    """The current batch ends immediately, and no other one starts."""
     calls = []
 
     def stop():
@@ -134,7 +134,7 @@ def test_batches_stop_when_asked(model):
 
 
 def test_tokens_and_seconds_add_up_over_calls(model):
-    """Tokens of prompts and completions add up over calls; the line has them."""
+    """The sums of prompt and completion tokens are in the line."""
     sampling, speed = g.Sampling(temperature=0.7, max_new_tokens=7), Speed()
     examples = [model.example([{"role": "user", "content": text}]) for text in QUESTIONS]
     first = len(examples[0].tokens)
@@ -149,13 +149,13 @@ def test_tokens_and_seconds_add_up_over_calls(model):
     assert speed.prompt_tokens == first + prompts and speed.tokens == tokens + 21
     assert 0 < speed.seconds < 60
     assert f"prompt {speed.prompt_tokens} tokens" in speed.line()
-    # In a unit that fits the tiny model: "0.00274 GB" is nobody's way to say it.
+    # in a unit that fits the tiny model
     assert re.search(r"peak memory \d+(\.\d)? (MB|kB)$", speed.line())
 
 
 @pytest.mark.parametrize("kind", ["whole", "interrupted", "without a cache that can be cut"])
-def test_a_second_turn_is_that_of_the_whole_prompt(model, kind, monkeypatch):
-    """It holds the first turn, which is not computed again, or what came of it before it was stopped."""
+def test_a_second_turn_equals_that_of_the_whole_prompt(model, kind, monkeypatch):
+    """The first turn, complete or interrupted, is part of the prompt but is not computed again."""
     cut = kind.startswith("without")
     if kind.startswith("without"):
         monkeypatch.setattr("mlx_lm.models.cache.can_trim_prompt_cache", lambda cache: False)
@@ -171,7 +171,7 @@ def test_a_second_turn_is_that_of_the_whole_prompt(model, kind, monkeypatch):
 
 
 def test_a_cleared_conversation_starts_from_its_beginning(model):
-    """The same question, the same answer as in the beginning; another seed number for another turn."""
+    """A question is answered as in the first turn; later turns use other random numbers."""
     talk = conversation(model, g.Sampling(temperature=1.0, max_new_tokens=9))
     first = "".join(talk.reply("How many?"))
     assert "".join(talk.reply("How many?")) != first
@@ -180,7 +180,7 @@ def test_a_cleared_conversation_starts_from_its_beginning(model):
 
 
 def test_a_nudge_begins_each_reply(model):
-    """It is shown, given to the model, and part of what it said."""
+    """It is shown, passed to the model, and part of the reply."""
     talk = conversation(model, g.Sampling(temperature=0.0, max_new_tokens=5), nudge="<reasoning>")
     text = "".join(talk.reply("7+5"))
     assert text.startswith("<reasoning>") and talk.messages[-1]["content"] == text
@@ -188,7 +188,7 @@ def test_a_nudge_begins_each_reply(model):
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
-    """An exception in the midst of a reply: no message, and the next turn is right."""
+    """After an exception during a reply, no message is added, and the next turn is correct."""
     sampling = g.Sampling(temperature=0.0, max_new_tokens=6)
     talk = conversation(model, sampling)
     first = "".join(talk.reply("How many?"))

@@ -1,4 +1,4 @@
-"""Vision-language models: what is said without mlx-vlm (the extra `vlm`), and with it a tiny Qwen2-VL."""
+"""Vision-language models: messages without mlx-vlm (the extra `vlm`), and a tiny Qwen2-VL with it."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ def grpo(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_vision(tmp_path):
-    """A folder whose config.json says that it has a vision part; no more of it is there."""
+    """A folder whose config.json has a vision part that does not exist."""
     folder = make_model_folder(tmp_path / "seeing")
     config = json.loads((folder / "config.json").read_text())
     config |= {"vision_config": {"depth": 2}}
@@ -35,7 +35,7 @@ def with_vision(tmp_path):
 
 
 def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
-    """Images need it, and the language part alone does not; the whole is for mlx-vlm's own command."""
+    """Only images require mlx-vlm; the whole model is converted by mlx-vlm's own command."""
     without_mlx_vlm(monkeypatch)
     shutil.copytree(with_vision, with_vision.parent / "qwen")
     stated = json.loads((with_vision / "config.json").read_text()) | {"model_type": "qwen2_vl"}
@@ -49,8 +49,8 @@ def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
     assert grpo("convert", "seeing", "--out", "out", "--text-only").exit_code == 0
 
 
-def test_images_want_a_model_that_sees(grpo, tmp_path):
-    """A model of text is refused before anything is loaded, and so is what images do not go with."""
+def test_images_require_a_vision_model(grpo, tmp_path):
+    """A text model, and options that --image does not support, are refused before anything is loaded."""
     make_model_folder(tmp_path / "blind")
     result = grpo("generate", "blind", "hello", "--image", "x.png")
     assert result.exit_code == 2 and "no vision_config" in result.stderr
@@ -61,14 +61,14 @@ def test_images_want_a_model_that_sees(grpo, tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    """A Qwen2-VL of two layers and two vision blocks, random, with a tokenizer and an image processor."""
+    """A random Qwen2-VL with two layers and two vision blocks, a tokenizer and an image processor."""
     return make_vision_folder(tmp_path / "qwen")
 
 
 @needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
-def test_an_answer_is_that_of_the_model(grpo, source, tmp_path):
-    """The text is that of the model's likeliest tokens; stderr has the speed; a stop string ends it."""
+def test_an_answer_equals_mlx_vlm_s(grpo, source, tmp_path):
+    """The text consists of the most likely tokens; stderr shows the speed; a stop string ends it."""
     mlx_vlm = importlib.import_module("mlx_vlm")
 
     def answer(*options):
@@ -100,8 +100,8 @@ def test_an_answer_is_that_of_the_model(grpo, source, tmp_path):
 
 @needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
-def test_a_file_that_is_no_image(grpo, source, tmp_path):
-    """One line, with its name."""
+def test_a_file_that_is_no_image_is_named(grpo, source, tmp_path):
+    """The error is one line with the file's name."""
     (tmp_path / "text.png").write_text("no")
     for name in ("text.png", "absent.png"):
         result = grpo("generate", "qwen", "How?", "--image", name)
@@ -110,8 +110,8 @@ def test_a_file_that_is_no_image(grpo, source, tmp_path):
 
 @needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
-def test_the_language_part_alone_is_mlx_lm_s(grpo, source, tmp_path):
-    """`--text-only` leaves the vision part out."""
+def test_the_language_part_equals_mlx_lm_s(grpo, source, tmp_path):
+    """`--text-only` omits the vision part."""
     import mlx_lm
 
     assert grpo("convert", "qwen", "--out", "text", "--text-only").exit_code == 0

@@ -1,4 +1,4 @@
-"""Memory while a run goes: nothing piles up."""
+"""Memory does not grow during a run."""
 
 import json
 
@@ -36,9 +36,9 @@ print(json.dumps([shown.active[4], shown.active[15], held, shown.swap]))
 
 
 def test_memory_does_not_grow_with_the_steps(tmp_path):
-    """Active memory after step 5 and after step 16, and it is weights and moments alone, to 2 %.
+    """Active memory is equal after steps 5 and 16, and equals weights and moments, to 2 %.
 
-    In a process of its own: there what other tests have left neither counts nor goes meanwhile.
+    It runs in a separate process, in which memory of other tests does not count.
     """
     early, late, held, swap = json.loads(in_new_process(STEPS, tmp_path))
     assert abs(late - early) < 0.02 * early
@@ -78,9 +78,9 @@ print(json.dumps(found))
 
 
 def test_the_number_of_arrays_does_not_grow_with_the_steps():
-    """Metal limits it, whatever their size, and models with the gated delta rule have met that limit.
+    """Metal limits the number of arrays, and models with the gated delta rule have reached that limit.
 
-    After every ten steps as many arrays are alive as after the first ten, and not a byte more is held.
+    After every ten steps, the number of arrays and the active memory are the same.
     """
     first, *later = json.loads(in_new_process(ARRAYS))
     assert first[0] > 20 and later == [first] * 5

@@ -1,4 +1,4 @@
-"""MLX's limits on Metal, with stand-ins for the device: what is set, said and restored."""
+"""MLX's limits on Metal, on a simulated device: they are set, reported and restored."""
 
 import mlx.core as mx
 import pytest
@@ -16,7 +16,7 @@ PHASES = {"rollout": Phase(1 * GB, 0, 2 * GB, 3 * GB), "gradient": Phase(1 * GB,
 
 @pytest.fixture
 def device(monkeypatch):
-    """A Mac with 16 GB, of which the GPU may keep 12: its limits, as they are set."""
+    """The history of the limits of a Mac with 16 GB, of which the GPU may keep 12."""
     limits = {"wired": [0], "cache": [24 * GB]}
 
     def setting(name):
@@ -38,14 +38,14 @@ def device(monkeypatch):
 @pytest.mark.parametrize(
     ("phases", "resident", "said"),
     [
-        (PHASES, 11 * GB, ""),  # a tenth more than the peak
-        ({}, 12 * GB, ""),  # no forecast: all that is allowed
+        (PHASES, 11 * GB, ""),  # 10 % more than the peak
+        ({}, 12 * GB, ""),  # without a forecast, all that is allowed
         ({"gradient": Phase(0, 0, 13 * GB)}, 12 * GB, "`sudo sysctl iogpu.wired_limit_mb=13638`"),
         ({"gradient": Phase(0, 0, 14 * GB)}, 12 * GB, "it becomes slow once macOS swaps"),
     ],
 )  # fmt: skip
-def test_what_the_run_needs_stays_resident(phases, resident, said, device):
-    """As far as macOS allows; the line has a command only if the machine's memory is enough."""
+def test_the_run_s_memory_stays_resident(phases, resident, said, device):
+    """macOS limits it; the message contains a command only if the machine has enough memory."""
     notes = []
     with pytest.raises(KeyError), metal_limits("metal", phases, notes.append):
         assert device["wired"][-1] == resident
@@ -56,13 +56,13 @@ def test_what_the_run_needs_stays_resident(phases, resident, said, device):
 
 
 def test_only_metal_has_these_limits(device):
-    """Elsewhere nothing is set."""
+    """On other backends nothing is set."""
     with metal_limits("cuda", PHASES, print):
         assert device == {"wired": [0], "cache": [24 * GB]}
 
 
-def test_freed_memory_is_kept_for_the_phase_that_begins(device, monkeypatch):
-    """What it computes with, and half a gigabyte at least; without a forecast MLX's own limit stays."""
+def test_the_cache_limit_follows_the_phase(device, monkeypatch):
+    """It is at least half a gigabyte; without a forecast, it is not changed."""
     for phase in (PHASES["rollout"], PHASES["gradient"], Phase(9 * GB, 0), None):
         keep_cache_of(phase)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
@@ -70,8 +70,8 @@ def test_freed_memory_is_kept_for_the_phase_that_begins(device, monkeypatch):
     assert device["cache"][1:] == [5 * GB, 8 * GB, 2**29]
 
 
-def test_a_run_sets_them_by_its_forecast(device, tmp_path, monkeypatch):
-    """Its peak stays resident while it runs; each phase says what it needs when it begins."""
+def test_a_run_sets_the_limits_by_its_forecast(device, tmp_path, monkeypatch):
+    """The peak of the forecast stays resident, and each phase sets its cache limit."""
     begun = []
     monkeypatch.setattr(session, "keep_cache_of", begun.append)
     monkeypatch.setattr(train, "metal_limits", lambda _, *more: metal_limits("metal", *more))

@@ -1,4 +1,4 @@
-"""`grpo plan`: sizes without loading, what is said and how it ends, and the forecast against real steps."""
+"""`grpo plan`: sizes without loading, its output and exit code, and forecasts against real steps."""
 
 import json
 
@@ -44,7 +44,7 @@ max_steps = 1
 
 @pytest.fixture
 def config(tmp_path):
-    """A checked config for a tiny model, made with the given keywords and overrides."""
+    """Makes a checked config for a tiny model with these keywords and overrides."""
 
     def make(*overrides, **model):
         folder = make_model_folder(tmp_path / "model", **model)
@@ -56,7 +56,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def grpo_plan(tmp_path):
-    """`grpo plan` of the config with overrides, and other options."""
+    """Runs `grpo plan` with overrides and options."""
 
     def run(*overrides, options=(), code=0):
         settings = [word for text in overrides for word in ("--set", text)]
@@ -89,8 +89,8 @@ QUANTIZED_ROLES = """loss.beta=0.1 loss.ref_quantization=affine-4 loss.ref_stora
     ],
     ids=str,
 )
-def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, overrides, model):
-    """Bytes of every role equal those of a real learner's arrays, and nothing was computed to find them."""
+def test_sizes_equal_those_of_the_loaded_model(config, overrides, model):
+    """The bytes of each role equal those of a learner's arrays, and nothing is computed to predict them."""
     checked = config(*overrides, **model)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -98,19 +98,19 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     found = model_sizes(checked, CPU)
     assert mx.get_peak_memory() - before < 50_000
     loaded = load_model(checked.model, CPU)
-    learner = build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), CPU)
+    learner = build_learner(checked, loaded, RunLength.of(checked, 4), CPU)
     state = learner.state
     assert state is not None
     roles = (state.params, {} if state.ref_params is None else state.ref_params)
     assert found.weights == pytest.approx(sum(map(nbytes, roles)) + nbytes(loaded.frozen), rel=0.02)
-    assert found.moments == nbytes(state.opt_state) - 4  # the counter of updates
+    assert found.moments == nbytes(state.opt_state) - 4  # without the counter of updates
     weights = weights_of(learner.sampling, state.old_params, learner.sampler)
     policy, params = weights.policy, weights.params
     own = 0 if learner.sampler.quantization == "none" else nbytes(params, policy.frozen)
     assert found.rollout == pytest.approx(own, rel=0.02)
     assert found.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
-    with policy.bound(params) as module:  # the leaves that the module gets while it samples
+    with policy.bound(params) as module:  # the leaves that are added while the module samples
         before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
         with decode_weights(module):
             after = named_leaves(module.parameters()).values()
@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
 
 
 def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):
-    """Its sizes, those of packed weights too, are those of the same model's files."""
+    """The sizes, also of packed weights, equal those from the model's files."""
     checked = config(
         "model.dtype=float16", arch="qwen2", dtype="float16", quantize={"group_size": 32, "bits": 4}
     )
@@ -127,7 +127,7 @@ def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):
 
 
 def test_the_plan_is_a_table_or_json(config, grpo_plan):
-    """Both tell the same peak; the longest prompt is the data's own; a run that fits ends with 0."""
+    """Both contain the same peak and the data's longest prompt; the exit code is 0 if the run fits."""
     config()
     facts = json.loads(grpo_plan(options=["--json"]).stdout)
     assert facts["prompt_tokens_from"] == "the longest prompt of the data" and facts["fits"]
@@ -141,15 +141,15 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
 
 
 def test_a_budget_of_bits_counts_in_full(config, grpo_plan):
-    """The sampler's bytes follow from it; the choice takes a rollout."""
+    """The sampler's bytes follow from the budget; formats are chosen after a rollout."""
     overrides = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.group_size=32"]
     budget = "rollout.bits_budget=8"
     assert model_sizes(config(*overrides), CPU).rollout < model_sizes(config(*overrides, budget), CPU).rollout
     assert "formats" in grpo_plan(*overrides, budget).output
 
 
-def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
-    """Against a plain run: a reference, an older sampler, half precision, checkpointing, sums, tools."""
+def test_each_setting_changes_the_bytes_of_its_phases(config, tmp_path):
+    """Compared with a plain run: a reference, older samplers, sums, checkpoints, half precision, tools."""
     base, count = predict(config()), model_sizes(config(), CPU).trained
 
     def more(part, *overrides, than=base):
@@ -168,8 +168,8 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
     assert more("cache", f'env.factory="{tmp_path}/shop.py:Shop"')[0] > 0
 
 
-def test_few_rows_are_decoded_over_a_second_copy_of_the_matrices(config, monkeypatch):
-    """In float32 and up to 8 rows: in the phases that decode so few alone."""
+def test_decoding_few_rows_needs_a_second_copy_of_the_matrices(config, monkeypatch):
+    """The copy exists in float32 for up to 8 rows, and only in phases that decode that few."""
 
     def weights(*overrides, blocks: object = True):
         checked = config("optim.batch_size=2", *overrides)
@@ -191,9 +191,10 @@ def _model(checked):
     return load_model(checked.model, CPU).module
 
 
-def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
-    """On such a GPU: less in the gradient's phase alone, unless it is off or whole blocks are computed
-    again; and the learner's model does as the forecast says."""
+def test_recomputed_mlps_need_fewer_activations(config, monkeypatch):
+    """Only the gradient phase needs less, unless it is disabled or whole blocks are checkpointed.
+
+    The learner's model recomputes as the forecast assumes."""
     checked = config("system.share_prompts=never")
     plain = predict(checked).phases
     monkeypatch.setitem(mechanisms.NUMBERS, "checkpoints_mlps", 1)
@@ -202,7 +203,7 @@ def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
     assert [less[name] == plain[name] for name in ("rollout", "evaluation", "update")] == [True] * 3
     assert checkpoints_mlps(checked) and not checkpoints_mlps(config("system.grad_checkpoint=true"))
     loaded = load_model(checked.model, CPU)
-    build_learner(checked, checked.loss_spec(), loaded, RunLength.of(checked, 4), CPU)
+    build_learner(checked, loaded, RunLength.of(checked, 4), CPU)
     assert all(hasattr(type(part), "recomputes") for part in gated_mlps(loaded.module))
     with mechanisms.disabled("checkpointed_mlps"):
         assert predict(checked).phases == plain
@@ -210,7 +211,7 @@ def test_mlps_that_are_computed_again_save_no_activations(config, monkeypatch):
 
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
-    """The search ends at the very edge, whichever phase decides."""
+    """This holds for every phase that may have the peak."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
     best = largest_batch(predict(checked, 40_000_000))
     assert best > 1
@@ -218,8 +219,8 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     assert sizes[0] <= 40_000_000 < sizes[1]
 
 
-def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
-    """Halved until the gradient leaves some of the memory, down to about a row; the config's own stays."""
+def test_a_gpu_with_little_memory_uses_smaller_micro_batches(config):
+    """They are halved until the gradient phase fits, down to about one row; a value in the config is kept."""
     checked = config("rollout.num_generations=8", "optim.batch_size=64")
 
     def found(total, platform, config=checked):
@@ -232,7 +233,7 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     assert gradient <= ROOM_TO_LEARN * 0.7 * wide and tokens in {GPU_TOKENS >> n for n in range(1, 9)}
     row = 30 + checked.rollout.max_new_tokens
     assert found(1, GPU)[0] in range(row // 2, row + 1)
-    tokens, wide = found(10**12, CUDA)  # a small model's micro-batches are worth their launch
+    tokens, wide = found(10**12, CUDA)  # large enough to keep the device busy
     assert tokens == 8 * GPU_TOKENS > found(int(1.9 * wide), CUDA)[0] >= GPU_TOKENS
     assert found(1, GPU, checked.having("system", micro_batch_tokens=77))[0] == 77
 
@@ -241,8 +242,8 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     ("hidden", "intermediate", "keys", "tokens"),
     [(576, 1536, 192, 16384), (896, 4864, 128, 16384), (2048, 11008, 256, 16384), (64, 256, 64, 65536)],
 )
-def test_micro_batches_stop_growing_where_they_stop_paying(hidden, intermediate, keys, tokens):
-    """SmolLM2-135M, Qwen2.5-0.5B, -3B and a toy: fewer parameters in a block, more tokens for its launch."""
+def test_the_size_of_micro_batches_depends_on_the_parameters(hidden, intermediate, keys, tokens):
+    """SmolLM2-135M, Qwen2.5-0.5B and -3B, and a small model, whose micro-batches have more tokens."""
     stated = {"num_hidden_layers": 24, "num_attention_heads": 1, "head_dim": hidden, "vocab_size": 9}
     stated |= {"hidden_size": hidden, "intermediate_size": intermediate, "num_key_value_heads": 1}
     shape = attrs.evolve(model_shape(stated), keys=keys)
@@ -251,7 +252,7 @@ def test_micro_batches_stop_growing_where_they_stop_paying(hidden, intermediate,
 
 
 def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
-    """A bound on the rows, with a line; one group at least, and a bound of the config's own stays."""
+    """max_batch is set, with a notice, to at least one group; a value in the config is kept."""
     checked = config("optim.batch_size=64", "rollout.max_new_tokens=1000")
     sizes = model_sizes(checked, CPU)
     outlook, notices, phases = plan.memory_outlook(checked, CPU, sizes, 30)
@@ -267,8 +268,8 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
     assert plan.memory_outlook(own, CPU, sizes, 30)[0].rollout.max_batch == 100
 
 
-def test_a_shape_is_read_under_every_name():
-    """Plain names, GPT-2's, a nested text_config, experts; and what is missing is named."""
+def test_a_shape_is_read_from_all_known_names():
+    """Usual names, GPT-2's, a nested text_config and experts are read; a missing one is named."""
     llama = make_config("llama", vocab_size=320, layers=2, tie=True)
     shape = model_shape(llama)
     assert (shape.layers, shape.vocabulary, shape.tied, shape.gated) == (2, 320, True, True)
@@ -282,7 +283,7 @@ def test_a_shape_is_read_under_every_name():
 
 
 def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grpo_plan, monkeypatch):
-    """Weights, moments and gradients above system.memory_limit_gb: one line, code 2, nothing loaded."""
+    """If weights, moments and gradients exceed system.memory_limit_gb, the exit code is 2, with one line."""
     from runners.training import setup
 
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("loaded"))
@@ -295,7 +296,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grp
 
 
 def test_a_run_above_its_memory_is_warned(config):
-    """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
+    """It continues with a notice that names a key, also if the model's sizes are unknown."""
     tight = config("system.memory_limit_gb=0.005")
     _, notices, _ = plan.memory_outlook(tight, CPU, model_sizes(tight, CPU), 30)
     assert notices[0].startswith("memory: the run is expected to need")
@@ -306,5 +307,5 @@ def test_a_run_above_its_memory_is_warned(config):
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():
-    """Of a quickstart."""
+    """The config is the quickstart."""
     check_forecast("quickstart")

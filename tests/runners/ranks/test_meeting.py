@@ -1,4 +1,4 @@
-"""What ranks know of each other without a network: the launcher's variables, messages, the scoreboard."""
+"""Ranks without a network: the launcher's variables, messages, the scoreboard, signals."""
 
 import os
 import select
@@ -35,8 +35,8 @@ from tests.support.resuming import config_in
         ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, "variables do not contain a valid rank: .*'x'"),
     ],
 )
-def test_the_launchers_variables_say_who_this_is(tmp_path, environ, found):
-    """Alone without a launcher; an error if the variables do not fit."""
+def test_the_place_is_read_from_the_launchers_variables(tmp_path, environ, found):
+    """Without a launcher there is no place; invalid variables are an error."""
     for name in {"MLX_HOSTFILE", "MLX_IBV_DEVICES"} & environ.keys():
         (tmp_path / name).write_text(environ[name])
         environ = {**environ, name: str(tmp_path / name)}
@@ -48,7 +48,7 @@ def test_the_launchers_variables_say_who_this_is(tmp_path, environ, found):
 
 
 def test_ranks_of_a_host_share_its_cores():
-    """A part of the cores for each, at least one; a number that the user has set stays."""
+    """Each rank gets at least one core; a number that the user has set is kept."""
     environ = {"MKL_NUM_THREADS": "7"}
     share_cores(RankPlace(0, 10_000, "ring", 10_000), environ)
     assert environ == {"MKL_NUM_THREADS": "7", "OPENBLAS_NUM_THREADS": "1"}
@@ -58,8 +58,8 @@ def test_ranks_of_a_host_share_its_cores():
     st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists),
     st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 255)), max_size=3),
 )
-def test_messages_come_back_as_they_were(value, arrays):
-    """Plain values and arrays of any length, half a surrogate pair included."""
+def test_messages_are_decoded_as_they_were_encoded(value, arrays):
+    """This holds for plain values and arrays of any length, and for half a surrogate pair."""
     made = {name: np.array(array, np.uint8) for name, array in arrays.items()}
     own = RankMessage("here", [value, made, {"array": "0"}], error="é\ud800")
     found = decode_message(encode_message(own))
@@ -69,10 +69,10 @@ def test_messages_come_back_as_they_were(value, arrays):
 
 
 def test_a_single_rank_exchanges_with_itself():
-    """No collective, no thread: an exchange is what the rank says."""
+    """An exchange returns the rank's own value, without a collective or a thread."""
     ranks = Ranks()
     assert ranks.is_alone
-    assert [m.value for m in ranks.all_gather_object("here", {"a": 1})] == [{"a": 1}]
+    assert ranks.all_gather_object("here", {"a": 1}) == [{"a": 1}]
     assert ranks.any_rank("here", True)
     with pytest.raises(RankError, match="x"), ranks.ending_together():
         raise RankError("x")
@@ -86,8 +86,8 @@ def path():
     os.unlink(path)
 
 
-def test_the_scoreboard_knows_who_is_gone(path):
-    """A slot's lock goes with its process, however that ends; its words stay."""
+def test_the_scoreboard_detects_ended_ranks(path):
+    """The lock of a slot ends with its process; its message stays."""
     board = Scoreboard(path, 3, 0)
     board.write(WAITING)
     code = (
@@ -111,7 +111,7 @@ def test_the_scoreboard_knows_who_is_gone(path):
 
 
 def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
-    """The process ends by itself, with exit code 4 and a line."""
+    """The process ends with exit code 4 and a message."""
     code = (
         "import sys, time\nfrom runners.ranks.watchdog import *\n"
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
@@ -129,7 +129,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
 
 
 def two_ranks(inner, gone=None):
-    """Rank 0 of two whose collectives are `inner`'s and whose watchdog sees that rank."""
+    """Rank 0 of two, with the collectives of `inner` and a watchdog that reports `gone`."""
     signals = StopSignals()
     ranks = Ranks(signals=signals)
     ranks.count, ranks.hosts = 2, ["here", "here"]
@@ -139,19 +139,17 @@ def two_ranks(inner, gone=None):
 
 
 def receive(ranks):
-    """A signal comes to this rank."""
+    """Sends a signal to this rank."""
     ranks._signals._receive(signal.SIGTERM, None)
 
 
 class Echo:
-    """The other rank says what this one says; with `act` something happens meanwhile."""
+    """Another rank that sends the same messages; `act` is called in each collective."""
 
     def __init__(self, act=lambda: None):
-        """`act` is called in each collective."""
         self.act = act
 
     def all_gather(self, x):
-        """Twice the same."""
         import mlx.core as mx
 
         self.act()
@@ -159,7 +157,7 @@ class Echo:
 
 
 def test_a_signal_waits_for_the_end_of_an_exchange_and_of_a_commit():
-    """The other rank is not left at another point, and does not take a step that this one drops."""
+    """Otherwise, the other rank would be at another point, or take a step that this one drops."""
     ranks = two_ranks(Echo(lambda: receive(ranks)))
     calls, done = [], []
     exchange = ranks._exchange
@@ -172,15 +170,15 @@ def test_a_signal_waits_for_the_end_of_an_exchange_and_of_a_commit():
         receive(ranks)
         ranks.all_gather_object("the metrics")
         done.append("the step")
-    with pytest.raises(Stopped), ranks.committing("another step"):  # another rank has been asked before
+    with pytest.raises(Stopped), ranks.committing("another step"):  # another rank has received it before
         done.append("another step")
     assert done == ["the step"]
-    with pytest.raises(Stopped):  # and at once where none is under way
+    with pytest.raises(Stopped):  # outside of both, it ends the block immediately
         receive(two_ranks(Echo()))
 
 
-def test_the_launchers_sigterm_is_not_taken_for_the_users():
-    """Where another rank has ended before, that rank is the reason, and no line says that a save follows."""
+def test_the_launchers_sigterm_is_not_the_reason():
+    """If another rank has ended before, that rank is reported, and no message announces a save."""
 
     def lost():
         raise RuntimeError("connection to a peer was lost")
@@ -190,8 +188,9 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     ranks.alert(said.append)("Saving after this step.")
     with pytest.raises(RankError, match=r"rank 1 \(here\) has disappeared"), ranks.ending_together():
         receive(ranks)
+    # The signal arrives during an exchange.
     ranks = two_ranks(Echo(lambda: (receive(ranks), lost())), gone="rank 1 (here) has disappeared")
-    with pytest.raises(RankError, match="disappeared"), ranks.ending_together():  # it comes amid an exchange
+    with pytest.raises(RankError, match="disappeared"), ranks.ending_together():
         try:
             ranks.all_gather_object("here")
         finally:
@@ -203,8 +202,8 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     assert said == ["Saving after this step."]
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_config_says(tmp_path):
-    """Each run tells its ranks."""
+def test_the_config_sets_the_time_limit_of_collectives(tmp_path):
+    """A run passes system.collective_timeout to its ranks."""
     ranks = Ranks()
     run_training(config_in(tmp_path, "system.collective_timeout=7", "optim.max_steps=1"), ranks=ranks)
     assert ranks.watchdog.timeout == 7.0
@@ -212,8 +211,8 @@ def test_ranks_wait_for_each_other_as_long_as_the_config_says(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pipe cannot be filled from its other end")
 @pytest.mark.parametrize("environ", [{"MLX_RANK": "0"}, {}])
-def test_a_launcher_finds_nothing_to_write_to(environ):
-    """A rank's standard input takes no more, so that `select` waits; another process's is left alone."""
+def test_the_standard_input_of_a_rank_is_filled(environ):
+    """The launcher's `select` then waits; the input of other processes is not touched."""
     code = (
         "import time\nfrom runners.ranks.rank_place import let_launcher_sleep\n"
         f"let_launcher_sleep({environ})\nprint('done', flush=True)\ntime.sleep(6000)"

@@ -1,4 +1,4 @@
-"""Ranks as real processes: what a run with several must keep, and one end for all."""
+"""Ranks as real processes: runs equal those of one rank, and all ranks end together."""
 
 import os
 import re
@@ -44,14 +44,13 @@ def lines(folder: Path, file: str) -> list[dict]:
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a config in `tmp_path`; its path."""
+    """Writes a config to `tmp_path` and returns its path."""
     return config_writer(tmp_path)
 
 
-def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):
-    """Saved by one rank between two batch steps of an accumulation, gone on with by two, which SIGTERM to
-    rank 1 ends in order, and then by one again: the end of a run that nothing broke off. What is known of the
-    prompts goes along.
+def test_a_run_continues_on_other_numbers_of_ranks_and_sigterm_saves(write, tmp_path):
+    """One rank saves between two batch steps of an accumulation, two continue until SIGTERM to rank 1, one
+    continues again. The result equals an uninterrupted run's, with the curriculum's estimates.
     """
     tables = {
         "data": {"curriculum": "adaptive", "explore": 0.25, "pass_reward": 0.5},
@@ -72,7 +71,7 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
     said = run.end()
     assert "checkpoint-1" in said
     assert "interrupted" in said, said
-    assert said.count("to continue:") == 1  # rank 0 speaks alone
+    assert said.count("to continue:") == 1  # only rank 0 reports
     end = run_training(load_config(str(config)), report=Quiet(), resume=True).folder
     assert_same_weights(end / "final", before / "final", MODEL_DIR)
     assert lines(end, "completions.jsonl") == lines(before, "completions.jsonl")
@@ -82,9 +81,8 @@ def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write,
 
 
 def test_three_ranks_with_tools_train_as_one(write, tmp_path):
-    """The shipped model with its calculator, evaluated, and trained on batches that are no multiple of three:
-    conversations, rewards and metrics of one rank, in its order, and its weights to rounding. Rank 0 speaks
-    alone.
+    """Conversations, rewards and metrics equal those of one rank, and weights up to rounding, although the
+    batch size is no multiple of three. Only rank 0 reports.
     """
     tables = {
         "model": {"path": "embedded-tools"},
@@ -117,8 +115,8 @@ def test_three_ranks_with_tools_train_as_one(write, tmp_path):
     assert listed - METRICS.keys() == set(), "logged, and not in the table"
 
 
-def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
-    """Rank 1 has no such data: one line with the rank, its host and the file, and nothing is trained."""
+def test_a_file_that_one_rank_lacks_is_reported_in_one_line(write, tmp_path):
+    """The line names the rank, its host and the file, and nothing is trained."""
     config = write("missing", data={"source": "embedded"})
     with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as data:  # a longer path is cut in the line
         for rank, folder in enumerate((Path(data, "0"), Path(data, "1"))):
@@ -140,7 +138,7 @@ def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
 
 
 STAGES = {
-    # name: where the ranks are, in which call, and the batch steps that are finished then
+    # name: the function in which the ranks are, the number of its call, and the saved checkpoints
     "loading": ("runners.training.setup:load_model", 1, []),
     "learning": ("runners.training.gradients:MicroBatches.gradients", 2, ["checkpoint-2"]),
 }
@@ -148,14 +146,14 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    """The folder of a run that no signal disturbs."""
+    """The folder of an uninterrupted run."""
     config = config_writer(tmp_path_factory.mktemp("straight"))("straight")
     return run_training(load_config(str(config)), report=Quiet()).folder
 
 
 @pytest.mark.parametrize(("stage", "rank"), [("loading", 1), ("learning", 0)])
-def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path, straight, stage, rank):
-    """Whatever the ranks are doing: rank 0 says how to go on, and saves what was finished before."""
+def test_sigterm_to_a_rank_ends_all_and_the_run_can_be_resumed(write, tmp_path, straight, stage, rank):
+    """Rank 0 shows how to resume, and saves the finished steps."""
     target, call, saved = STAGES[stage]
     config = write("early", checkpoint={"every": 0})
     run = begin(2, tmp_path / "ranks", [str(config)], "linger", "01", target, str(call), "600")
@@ -177,7 +175,7 @@ def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path,
 
 
 def test_a_killed_rank_ends_all_with_its_name(write, tmp_path):
-    """The others end, a line and the log name the rank, and the last checkpoint is whole."""
+    """The others end, a message and the log name the rank, and the last checkpoint is complete."""
     (tmp_path / "fault.py").write_text(FAULT)
     own = {"functions": ["fault.py:fault"], "timeout": 0}  # in the rank's own process
     config = write("killed", reward=own, optim={"batch_size": 2, "max_steps": 5})
@@ -189,8 +187,8 @@ def test_a_killed_rank_ends_all_with_its_name(write, tmp_path):
     assert not (killed / "final").exists()
 
 
-def test_sigterm_ends_a_rank_that_waits_for_another_which_is_gone(tmp_path):
-    """MLX tries for 31 s to reach it, and no Python runs meanwhile."""
+def test_sigterm_ends_a_rank_that_waits_for_a_missing_rank(tmp_path):
+    """MLX tries for 31 s to connect, and no Python code runs meanwhile."""
     (tmp_path / "hosts.json").write_text('[["127.0.0.1:9"], ["127.0.0.1:0"]]')
     code = (
         "import os, mlx.core as mx; from runners.machine.signals import StopSignals\n"

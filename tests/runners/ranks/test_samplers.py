@@ -1,4 +1,4 @@
-"""Ranks that only sample for rank 0: what one device does, and one end for all if one of them fails."""
+"""Ranks that only sample for rank 0: the results equal one device's, and all ranks end together."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def exchanged(count, act):
 
 
 def policy_and_blank():
-    """A small model's policy, and what its weights look like."""
+    """A small model's policy, and blank weights of its shapes."""
     policy = g.Policy.from_module(load(FOLDER).module)
     return policy, blank_weights(policy, policy.params)
 
@@ -69,7 +69,7 @@ def _folder(tmp_path_factory):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_other_ranks_sample_as_this_one_would(count):
-    """New weights, groups, a conversation's next turn, and cancelled requests: the rows of an engine here."""
+    """The rows of new weights, groups, next turns and cancelled requests equal a local engine's."""
     prompts = [(5, 9, 11), (7, 3), (2, 4, 6, 8)]
     seeds = seeds_of(mx.random.key(1), range(3), SAMPLING)
     requests = [Request(prompt=prompt, seeds=each) for prompt, each in zip(prompts, seeds, strict=True)]
@@ -77,7 +77,7 @@ def test_other_ranks_sample_as_this_one_would(count):
     def act(engine, policy):
         seen = []
         for version, params in enumerate((policy.params, map_arrays(lambda leaf: leaf * 1.5, policy.params))):
-            for _ in range(2):  # the second time with the weights that are there
+            for _ in range(2):  # the second time with the same weights
                 engine.load(Weights(policy, params, version))
                 rollout = generate(engine, requests, SAMPLING)
                 seen.append(
@@ -99,12 +99,12 @@ def test_other_ranks_sample_as_this_one_would(count):
     there = exchanged(count, act)
     assert [each[0] for each in here[0]] == [each[0] for each in there[0]]
     assert here[0][0] != here[0][2] and here[2:] == there[2:] == ("cancelled", 1, 0)
-    if count == 2:  # else the rows are decoded beside others
+    if count == 2:  # otherwise, rows are decoded in different batches
         assert here == there
 
 
 def test_after_a_rank_has_failed_or_the_engine_was_closed_no_call_waits():
-    """The error names the rank, and `close` raises it too, in the place of what it led to."""
+    """The error names the rank, and `close` raises it too."""
 
     def failing(collectives):
         ranks, (policy, blank) = as_run_ranks(collectives), policy_and_blank()
@@ -131,7 +131,7 @@ def test_after_a_rank_has_failed_or_the_engine_was_closed_no_call_waits():
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's sums have no fixed order")
 def test_a_killed_sampler_is_named_and_its_prompts_are_sampled_again(tmp_path):
-    """The run ends in one line, with a checkpoint; one device finishes it, to the bit."""
+    """The run ends with one message and a checkpoint; one device finishes it bit for bit."""
     config = load_config(str(config_writer(tmp_path)("run", **AHEAD)))
     straight = run_training(config, report=Quiet()).folder
     want = outcome(straight)
@@ -150,8 +150,8 @@ def test_a_killed_sampler_is_named_and_its_prompts_are_sampled_again(tmp_path):
     assert outcome(straight) == want
 
 
-def test_numbers_of_samplers_that_do_not_fit_are_refused(tmp_path):
-    """With the number that is expected."""
+def test_an_invalid_number_of_samplers_is_refused(tmp_path):
+    """The error contains the expected number."""
     config = load_config(str(config_writer(tmp_path)("run", **AHEAD)), ["ranks.samplers=1"])
     with pytest.raises(UserError, match=r"samplers: expected 0, or all ranks but one \(0 of 1\), found 1"):
         run_training(config, report=Quiet())

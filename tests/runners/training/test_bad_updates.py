@@ -1,4 +1,4 @@
-"""Numbers that are not finite in a run: skipped, counted, and an end in time."""
+"""Updates with numbers that are not finite are skipped and counted, and end the run at a limit."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def weights_of(params):
 
 
 def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
-    """A rate beyond float32: no weight changes, the third in a row is the last."""
+    """With a learning rate beyond float32 no weight changes, and the third consecutive skip ends the run."""
     with pytest.raises(NumbersError, match=r"3 consecutive updates .*optim\.max_bad_updates = 3") as caught:
         start(tmp_path, "optim.learning_rate=1e39", "optim.max_bad_updates=3")
     folder = tmp_path / "out/small"
@@ -45,15 +45,15 @@ def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
     assert all(not moment.any() for moment in weights_of(state.opt_state).values())
 
 
-def test_without_a_limit_it_goes_on(tmp_path):
-    """optim.max_bad_updates = 0: all updates are skipped and counted, and the run ends as runs do."""
+def test_without_a_limit_a_run_continues(tmp_path):
+    """With optim.max_bad_updates = 0 all updates are skipped and counted, and the run ends normally."""
     found = start(tmp_path, "optim.learning_rate=1e39", "optim.max_bad_updates=0")
     assert found.result.updates == 4 and found.updates[-1]["bad_updates"] == 4
     assert (found.result.folder / "final" / "model.safetensors").is_file()
 
 
 def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
-    """The row starts again after a good one; the log says which, and the reward's numbers are kept."""
+    """A good update resets the count of consecutive ones; the log marks the skipped updates."""
     real, count = g.GradStep.__call__, []
 
     def step(self, state, batch, **how):
@@ -64,7 +64,7 @@ def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
         return attrs.evolve(state, accum_grads=grads), stats
 
     monkeypatch.setattr(g.GradStep, "__call__", step)
-    # The check of the model takes gradients too, unless an earlier run's is remembered.
+    # The check of the model computes gradients too, unless its result is cached.
     found = start(tmp_path, "optim.max_bad_updates=2", "system.check_model=false")
     log = found.updates
     assert [line.get("update_skipped", False) for line in log] == [True, False, True, False]
@@ -75,7 +75,7 @@ def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
 
 
 def test_stop_when_ends_a_run_early(tmp_path):
-    """As if it had been this long: evaluated, final model saved, and the reason told."""
+    """The run is evaluated, its final model is saved, and a message gives the reason."""
     found = start(tmp_path, 'stop.when=["kl > 9", "update >= 2 for 2"]')
     result, log = found.result, found.log
     assert result.updates == 3 and log[-1]["em"] == result.last_em and log[-1]["update"] == 3
@@ -88,13 +88,13 @@ def test_stop_when_ends_a_run_early(tmp_path):
 
 
 def test_an_evaluation_may_end_a_run(tmp_path):
-    """em is read where it is measured."""
+    """A condition on em is checked at each evaluation."""
     found = start(tmp_path, 'stop.when=["em >= 0"]', "eval.every=2")
     assert found.result.updates == 2 and any("em >= 0 (stop.when): em = " in line for line in found.notes)
 
 
 def test_flat_rewards_are_warned_about(tmp_path):
-    """Two updates whose groups are all alike: one line, in the run's own notes."""
+    """Two updates without a difference within any group cause one warning."""
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     found = start(tmp_path, 'reward.functions=["mine.py:same"]', "watch.patience=2")
     assert sum("no group's completions have differed" in line for line in found.notes) == 1

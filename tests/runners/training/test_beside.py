@@ -1,4 +1,4 @@
-"""A rollout beside the learner: `experience` in a thread of its own, while another one learns and updates."""
+"""`experience` may run in a separate thread while another thread learns and updates."""
 
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +22,16 @@ SETTINGS = ["optim.batch_size=2", "data.max_samples=9", "eval.every=0", "checkpo
 
 
 class Now:
-    """In place of threads: whatever is submitted is done at once."""
+    """Replaces threads: a submitted function is called immediately."""
 
     def submit(self, function, *arguments):
-        """The result, as of a future."""
+        """A result with the interface of a future."""
         found = function(*arguments)
         return types.SimpleNamespace(result=lambda: found)
 
 
 def trained(folder, executor, steps, *settings):
-    """Updates, each of the rollout before it, while the next one is sampled: losses, tokens, weights."""
+    """Updates while the next rollout is sampled; returns tokens, losses and norms, and the weights."""
     config = config_in(folder, *SETTINGS, f"optim.max_steps={steps}", *settings).check()
     run = SetUp(config, Platform(backend="cpu")).build()
     plan = plan_of(run, Diary(Quiet()))
@@ -44,8 +44,8 @@ def trained(folder, executor, steps, *settings):
     for _ in range(steps):
         ahead = attrs.evolve(state, batch_step=state.batch_step + 1, position=found.position)
         later = executor.submit(experience, plan, plan.engine, propose(plan, ahead))
-        state, result = update(alone, gradients(alone, learn(alone, state, found)))
-        seen.append((found.rollout.completions(), result.loss.loss.item(), result.update.grad_norm.item()))
+        state, loss, updated = update(alone, gradients(alone, learn(alone, state, found)))
+        seen.append((found.rollout.completions(), loss.loss.item(), updated.grad_norm.item()))
         found = later.result()
         state = sync(plan, state)
         stale = found.rollout.version_b
@@ -66,7 +66,7 @@ def trained(folder, executor, steps, *settings):
     ids=["plain", "calibrated", "experts"],
 )
 def test_a_rollout_beside_the_learner_is_bit_for_bit_one_after_the_other(tmp_path, steps, settings):
-    """Same completions, losses and weights; each rollout is one update older than what learns from it."""
+    """Completions, losses and weights are equal; each rollout is one update older than the learner."""
     one = trained(tmp_path / "a", Now(), steps, *settings)
     with ThreadPoolExecutor(1) as executor:
         beside = trained(tmp_path / "a", executor, steps, *settings)

@@ -1,4 +1,4 @@
-"""Runs of models with experts: their load in the log, the loss that evens it, and what is refused."""
+"""Runs of models with experts: metrics of the load, the auxiliary loss, replay, and refused settings."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def run(folder, arch, *overrides):
 
 @pytest.mark.parametrize("coef", [0.0, 0.01])
 def test_the_load_is_logged(tmp_path, coef):
-    """With the loss and without: an even load is 1, no expert can have more than all of the tokens."""
+    """This holds with and without the auxiliary loss; an even load is 1."""
     lines = run(tmp_path, "mixtral", f"loss.router_aux_coef={coef}")
     assert len(lines) == 2
     for line in lines:
@@ -27,15 +27,15 @@ def test_the_load_is_logged(tmp_path, coef):
         assert 0.5 < line["experts/balance"] < 4
 
 
-def test_where_no_token_counts_nothing_is_measured(tmp_path):
-    """All completions are cut off and masked: no load of 0, as if a router had collapsed."""
+def test_the_load_is_not_logged_if_all_tokens_are_masked(tmp_path):
+    """A load of 0 would look like a collapsed router."""
     lines = run(tmp_path, "mixtral", "loss.mask_truncated_completions=true", "rollout.stop=[]")
     assert lines and not any(NAMES & set(line) for line in lines)
 
 
 @pytest.mark.parametrize("more", [(), ("optim.num_iterations=2",), ("loss.router_aux_coef=0.01",)])
 def test_a_run_replays_the_samplers_experts(tmp_path, more):
-    """A sampler of four bits is nearer to a learner that takes its experts."""
+    """A four-bit sampler is closer to a learner that uses its experts."""
 
     def difference(folder, replay):
         settings = (
@@ -63,7 +63,7 @@ def test_a_run_replays_the_samplers_experts(tmp_path, more):
     ],
 )
 @pytest.mark.parametrize(("key", "value", "off"), [("aux_coef", "0.01", "0"), ("replay", "true", "false")])
-def test_what_a_model_cannot_do_is_refused(tmp_path, arch, more, message, key, value, off):
-    """Before the first rollout, in a line that names the key."""
+def test_unsupported_router_settings_are_refused(tmp_path, arch, more, message, key, value, off):
+    """The error comes before the first rollout and names the key."""
     with pytest.raises(UserError, match=message.format(off=off, key=f"loss.router_{key}")):
         run(tmp_path, arch, f"loss.router_{key}={value}", *filter(None, [more]))

@@ -1,4 +1,4 @@
-"""Micro-batches: smaller ones where memory runs out, with the same sums; the price of a new shape."""
+"""Micro-batches become smaller if memory runs out, with the same sums; the cost of a new shape."""
 
 import attrs
 import numpy as np
@@ -19,13 +19,13 @@ METAL = RuntimeError("[metal::malloc] Attempting to allocate 17179869184 bytes w
 
 
 class Steps:
-    """A learner's steps that run out of memory at some of their calls, after the state has been rebound."""
+    """Steps of a learner that run out of memory in some calls."""
 
     def __init__(self, policy, fails=(), error=METAL):
         self.real = grad_step_of(policy, SPECS["grpo"], compile=False)
         self.real_logprobs = g.make_logprob_step(policy, compile=False)
         self.fails, self.error = set(fails), error
-        self.calls = []  # tokens of the largest micro-batch of each
+        self.calls = []  # tokens of the largest micro-batch of each call
 
     def _count(self, pieces):
         self.calls.append(max(piece.tokens_bl.size for piece in pieces))
@@ -56,11 +56,12 @@ def micro_batches(fakes, asked=200, note=print):
 
 
 def gathered(policy, fails=(), error=METAL, steps=3, budget=200):
-    """The gradients of some batch steps: the state with them, the fakes, notes, stats and the budget."""
+    """Gradients of some batch steps: the state, the fake steps, messages, statistics and the budget."""
     fakes, notes = Steps(policy, fails, error), []
     pieces = [pieces_of(policy, seed) for seed in range(steps)]
     found = micro_batches(fakes, note=notes.append).gradients(make_state(policy), pieces, budget)
-    return found.value.train, fakes, notes, found.value.stats, found.micro_batch_tokens
+    train, stats = found.value
+    return train, fakes, notes, stats, found.micro_batch_tokens
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def gathered(policy, fails=(), error=METAL, steps=3, budget=200):
     ],
 )
 def test_the_update_is_repeated_in_smaller_micro_batches(policy, fails, error, said):
-    """Whichever of its batch steps fails, however often: the sums are those of an untroubled update."""
+    """The sums do not depend on which batch steps fail and how often."""
     want, untroubled, _, want_stats, _ = gathered(policy)
     got, fakes, notes, stats, budget = gathered(policy, fails, error)
     assert_same_gradients(got.accum_grads, want.accum_grads)
@@ -85,15 +86,15 @@ def test_the_update_is_repeated_in_smaller_micro_batches(policy, fails, error, s
 
 
 def test_pieces_cut_for_a_larger_budget_are_made_to_fit(policy):
-    """Batches that wait for several updates, cut before the budget shrank, do not run into it again."""
+    """Micro-batches that were made before the budget shrank are split before they are computed."""
     want, *_ = gathered(policy)
     got, fakes, notes, _, budget = gathered(policy, budget=60)
     assert_same_gradients(got.accum_grads, want.accum_grads)
     assert max(fakes.calls) <= budget == 60 and not notes
 
 
-def test_old_log_probs_are_taken_again_in_halves(policy):
-    """The pass before the gradient may fail as well: the halves have the log-probs of the whole."""
+def test_old_log_probs_are_computed_again_in_halves(policy):
+    """The forward pass before the gradient may fail too; the halves have the same log-probs."""
     fakes, notes = Steps(policy, [0]), []
     piece = max(g.split_batch(make_batch(), max_tokens=1000), key=lambda piece: piece.tokens_bl.size)
     steps = micro_batches(fakes, 1000, notes.append)
@@ -106,7 +107,7 @@ def test_old_log_probs_are_taken_again_in_halves(policy):
 
 
 def test_a_single_completion_cannot_be_halved(policy):
-    """The line names the keys that help then."""
+    """The error names the keys that reduce memory."""
     steps = micro_batches(Steps(policy, [0]), 1)
     with pytest.raises(
         UserError, match=r"one completion at a time; .*system\.grad_checkpoint = true"
@@ -126,21 +127,21 @@ def test_a_single_completion_cannot_be_halved(policy):
         (ValueError("out of memory"), False),
     ],
 )
-def test_what_running_out_of_memory_looks_like(error, is_it):
+def test_out_of_memory_errors_are_recognised(error, is_it):
     """The messages of MLX's backends, of CUDA, C++ and Python."""
     assert is_out_of_memory(error) is is_it
 
 
 @pytest.mark.parametrize(("longest", "shrinks"), [(0.0, False), (1e-6, True), (1e6, False)])
-def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrinks):
-    """At the pace of the last ones; a step that was traced meanwhile measures nothing. The sums stay."""
+def test_slow_micro_batches_become_smaller(policy, longest, shrinks):
+    """The budget follows from the measured pace, and the sums do not change."""
     fakes, notes = Steps(policy, ()), []
     steps = attrs.evolve(micro_batches(fakes, note=notes.append), longest=longest)
     pieces = [pieces_of(policy, 0)]
     first = steps.gradients(make_state(policy), pieces, 200)
     again = steps.gradients(make_state(policy), pieces, first.micro_batch_tokens)
     assert (again.micro_batch_tokens < 200) == shrinks == bool(notes)
-    assert_same_gradients(first.value.train.accum_grads, again.value.train.accum_grads)
+    assert_same_gradients(first.value[0].accum_grads, again.value[0].accum_grads)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrink
     ],
 )
 def test_a_new_shape_costs_less_with_more_parameters(numbers, parameters, tokens, later, monkeypatch):
-    """Below a bound models compute no faster. After an epoch a CPU accepts hardly a new shape."""
+    """Below a size models compute no faster. After an epoch, a CPU accepts almost no new shape."""
     monkeypatch.setattr("runners.training.plan.number", ({"launch": 0} | numbers).__getitem__)
     assert new_shape_tokens(parameters, epoch=0) == tokens
     assert new_shape_tokens(parameters, epoch=1) == later

@@ -1,4 +1,4 @@
-"""A loop of one's own over grpo_fn: the numbers of the command line."""
+"""A custom loop over grpo_fn computes the same numbers as the command line."""
 
 import pytest
 
@@ -54,8 +54,8 @@ print(digest.hexdigest())
 
 
 @needs_blas
-def test_a_loop_of_ones_own_gives_the_bits_of_the_command_line(tmp_path):
-    """After two steps with `import grpo_fn` alone the weights are grpo-run's; without a BLAS they differ."""
+def test_a_custom_loop_equals_the_command_line_bit_for_bit(tmp_path):
+    """After two steps of the loop, the weights equal grpo-run's; without a BLAS they differ."""
     (tmp_path / "letters.py").write_text(LETTERS)
     row = f'{{"question": "{QUESTION}", "answer": "3"}}\n'
     (tmp_path / "rows.jsonl").write_text(row * 2)  # the second is held out

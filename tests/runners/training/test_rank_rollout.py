@@ -1,4 +1,4 @@
-"""Rollouts of several ranks, as threads: conversations, their order, and what they draw from."""
+"""Rollouts of several ranks (as threads) equal those of one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def write(tmp_path, monkeypatch):
 
 
 def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
-    """The first batch step on one of these ranks: all that no rounding changes, and the log-probs."""
+    """The first batch step on a rank: all values that are not rounded, and the log-probs."""
     run = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks).build()
     assert run.learner.state is not None
     engine, old_params = run.learner.engine, run.learner.state.old_params
@@ -135,10 +135,9 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
     ("factory", "numbers"), [("echo.py:Echo", [3]), ("echo.py:Many", [6]), ("echo.py:Turns", [2])]
 )
 def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
-    """Prompts after `reset`, tokens, messages, counts, faults and rewards, in the order of one rank, on all.
+    """Every rank has the prompts, tokens, messages, counts, faults and rewards of one rank, in order.
 
-    With six ranks one has no prompt. With `Many` the prompts of some groups differ, which changes what all
-    rows draw from.
+    With six ranks, one has no prompt. With `Many`, the prompts within some groups differ.
     """
     path = write(factory)
     want, want_bt = collected(path, Ranks())
@@ -153,7 +152,7 @@ def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
 
 @pytest.mark.parametrize(("on_error", "together"), [("skip", True), ("raise", False)])
 def test_a_failed_reward_says_whether_all_ranks_raise_it(tmp_path, on_error, together):
-    """Where all raise it at the same place they save before they end; with "raise" others may wait."""
+    """If all ranks raise it, they save before they end; with "raise", others may be waiting."""
     (tmp_path / "fails.py").write_text("def fails(completions, **_):\n    raise OSError('not now')\n")
     path = tmp_path / "train.toml"
     path.write_text(small(reward={"functions": [f"{tmp_path}/fails.py:fails"], "on_error": on_error}))

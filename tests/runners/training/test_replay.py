@@ -1,4 +1,4 @@
-"""A run is what its config says: replayed in NumPy float64, from the keys and the completions alone."""
+"""A run follows its config: it is replayed in NumPy float64 from the keys and the completions."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ SET = [
 
 @functools.cache
 def scratch():
-    """A folder of this process, with the model and the data."""
+    """A temporary folder with the model and the data."""
     made = tempfile.TemporaryDirectory(prefix="replay-")
     folder = Path(made.name)
     model = make_model_folder(folder / "model", "llama", layers=1)
@@ -54,7 +54,7 @@ def scratch():
 
 @functools.cache
 def trained(name):
-    """The folder of a case's run, and the calls of its rewards, without that of the evaluation at the end."""
+    """The folder of a case's run, and the calls of its rewards, except for the final evaluation's."""
     _, folder = scratch()
     (folder / "calls.jsonl").unlink(missing_ok=True)
     case = copy.deepcopy(CASES[name])
@@ -86,7 +86,7 @@ def defaults(section, case):
 
 
 def replayed(name, changes=()):
-    """The figures and weights of a case, with keys of [optim], [loss] and [rollout] changed; its start."""
+    """The figures and weights of a case with changed keys, and its initial weights."""
     _, folder = scratch()
     case = copy.deepcopy(CASES[name])
     for section, key, value in changes:
@@ -110,7 +110,7 @@ def replayed(name, changes=()):
 
 
 def differences(found, wanted):
-    """What differs between the (figures, weights) of a run or a replay and those of a replay; a text."""
+    """A text with the differences between a run or a replay and a replay; empty if there are none."""
     lines, weights, start = wanted
     try:
         for one, other in zip(found[0], lines, strict=True):
@@ -131,7 +131,7 @@ def test_a_run_is_its_replay(name):
 
 @pytest.mark.parametrize(("name", "section", "key"), SET)
 def test_each_key_of_a_replay_matters(name, section, key):
-    """With its default the replay is another one: a run that ignored the key would differ from its replay."""
+    """With the key's default the replay differs, so a run that ignored the key would be detected."""
     default = defaults(section, CASES[name])[key]
     try:
         other = replayed(name, [(section, key, default)])
@@ -140,8 +140,8 @@ def test_each_key_of_a_replay_matters(name, section, key):
     assert differences(other, replayed(name)) != ""
 
 
-def test_batch_steps_of_one_update_draw_with_keys_of_their_own():
-    """Of the same prompt, twice before the update: other completions."""
+def test_batch_steps_of_one_update_have_different_random_keys():
+    """The same prompt, sampled twice before an update, has different completions."""
     trained("clip, two passes")
     more = ["run.name=keys", "data.max_samples=1", "optim.batch_size=1", "optim.minibatches=1"]
     config = load_config(str(scratch()[1] / "clip, two passes.toml"), [*more, "optim.max_steps=2"])

@@ -1,4 +1,4 @@
-"""`RunState` is saved by walking its fields: all of them come back, each is checked, none is forgotten."""
+"""`RunState` is saved field by field: each field is restored and checked."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ KINDS = itertools.cycle([mx.float32, mx.int32, mx.bool_, mx.bfloat16, mx.float16
 
 
 def filled(kind: Any, numbers) -> Any:
-    """A value of this type with no part of it missing or equal to another one."""
+    """A value of this type in which all parts exist and differ from each other."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return filled(next(one for one in arguments if one is not type(None)), numbers)
@@ -60,7 +60,7 @@ def filled(kind: Any, numbers) -> Any:
 
 
 def filled_fields(kind, numbers):
-    """The saved fields of a class of attrs."""
+    """Values for the saved fields of an attrs class."""
     fields = attrs.fields(attrs.resolve_types(kind))
     return {each.name: filled(each.type, numbers) for each in fields if "unsaved" not in each.metadata}
 
@@ -89,18 +89,18 @@ def _loaded(tmp_path_factory):
 
 @pytest.fixture(scope="module", name="state")
 def _state(loaded):
-    """A state of which no field, at any depth, has its default."""
+    """A state in which no field, at any depth, has its default."""
     return More(train=make_state(loaded), **filled_fields(More, itertools.count(1)))
 
 
 def parts_of(state):
-    """What a checkpoint's files hold of it, read from JSON."""
+    """Its plain values, read from JSON, and its trees, as in a checkpoint's files."""
     plain, trees = state.saved()
     return json.loads(json.dumps(plain)), trees
 
 
-def test_every_field_comes_back_from_the_files_of_a_checkpoint(state, loaded, tmp_path):
-    """Bit for bit, with its types: also those that a subclass adds, and empty ones."""
+def test_every_field_is_restored_from_a_checkpoint(state, loaded, tmp_path):
+    """Types and bits are equal, also of a subclass's fields and of empty fields."""
     for whole in (state, More(train=state.train)):
         plain, trees = parts_of(whole)
         folder = write_checkpoint(tmp_path, 1, whole.train, loaded, {}, trees)
@@ -112,8 +112,8 @@ def test_every_field_comes_back_from_the_files_of_a_checkpoint(state, loaded, tm
     assert {"further", "noted"} <= saved
 
 
-def test_a_field_that_is_not_saved_says_why():
-    """In a sentence; it is not asked for when the state is read, and has its default."""
+def test_unsaved_fields_state_the_reason():
+    """The metadata of each unsaved field contains a sentence."""
     left = {
         each.name: each.metadata["unsaved"] for each in attrs.fields(RunState) if "unsaved" in each.metadata
     }
@@ -126,7 +126,7 @@ NAMES = [each.name for each in attrs.fields(More) if "unsaved" not in each.metad
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_field_that_is_missing_or_of_another_type_or_range_is_refused(state, name):
-    """The line begins with the place, and names the field."""
+    """The error starts with the place and names the field."""
     plain, trees = parts_of(state)
     rest = {each: value for each, value in {**plain, **trees}.items() if each != name}
     with pytest.raises(UserError, match=f"^here: {name} is missing$"):
@@ -141,16 +141,16 @@ def test_a_field_that_is_missing_or_of_another_type_or_range_is_refused(state, n
 
 
 @pytest.mark.parametrize("bits", [{}, {"dtype": "no"}, {"dtype": "O"}, {"shape": [1e400]}, {"shape": [7]}])
-def test_an_array_that_is_none_is_refused(state, bits):
-    """An unknown type of number, a shape that its bits do not have, or nothing at all."""
+def test_an_invalid_array_is_refused(state, bits):
+    """The dtype is unknown, the shape does not match the bits, or all is missing."""
     _, trees = parts_of(state)
     spoiled = {**trees["noted"][0], **bits} if bits else bits
     with pytest.raises(UserError, match="noted: expected an array, found"):
         restore_state({**state.saved()[0], **trees, "noted": [spoiled]}, {}, state.train, "here", More)
 
 
-def test_a_number_that_no_float_can_hold_is_refused():
-    """An integer of JSON has any size."""
+def test_an_integer_beyond_float64_is_refused():
+    """JSON integers have no maximum."""
 
     @attrs.frozen
     class Measured:
@@ -161,8 +161,8 @@ def test_a_number_that_no_float_can_hold_is_refused():
         decoded({"seconds": 10**400}, Measured, "here")
 
 
-def test_a_resumed_run_remembers_how_often_a_reward_was_too_slow(tmp_path):
-    """A process that ends in every call: the third batch step in a row ends the run, in whichever process."""
+def test_a_resumed_run_keeps_the_count_of_slow_rewards(tmp_path):
+    """The third consecutive batch step in which a reward's process ends stops the run."""
     (tmp_path / "ends.py").write_text("import os\n\ndef ends(completions, **_):\n    os._exit(1)\n")
     settings = [f'reward.functions=["{tmp_path}/ends.py:ends", "soft_format_reward_func"]', "eval.every=0"]
     config = config_in(tmp_path / "run", *settings, "eval.at_start=false")

@@ -1,4 +1,4 @@
-"""The sampler as a value: how it gives way to finer formats and full precision, and runs that show it."""
+"""The sampler switches to finer formats and full precision if its numbers differ too much."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ from grpo_fn.policy.quantized_role import quantized_role
 from runners.checkpoints.checkpoint import load_trees
 from runners.config.loading import load_config
 from runners.engines.engine import Weights
-from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
 from runners.training import rollout as rollout_module
 from runners.training.sampler import first_sampler, judged, restored, rounded_as, weights_of
@@ -54,8 +53,8 @@ def seen(size, kl, tokens=9.0):
         (seen(0.1, 9.0, tokens=0.0), 0.2, False),
     ],
 )
-def test_a_coarse_format_gives_way_to_finer_ones_and_at_last_to_full_precision(policy, stats, limit, finer):
-    """By effective sample size and KL divergence; each step has its line, and other weights."""
+def test_a_coarse_format_is_replaced_by_finer_ones_and_finally_full_precision(policy, stats, limit, finer):
+    """Effective sample size and KL divergence decide; each switch has a message and new weights."""
     config, role = config_of(limit=limit), quantized_role(policy, "affine-4", group_size=32)
     first = first_sampler(config, role)
     sampler, line = judged(first, stats, role, config)
@@ -76,8 +75,8 @@ def test_a_coarse_format_gives_way_to_finer_ones_and_at_last_to_full_precision(p
 
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_a_sampler_that_calibrates_has_full_precision_until_it_has_moments(policy, storage):
-    """Then its weights are the role's with these moments, also in finer formats and after a restart."""
+def test_a_calibrated_sampler_has_full_precision_until_it_has_moments(policy, storage):
+    """Then its weights are rounded with these moments, also in finer formats and after a resume."""
     role = quantized_role(policy, "affine-3", storage, group_size=32)
     tokens_bl = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     moments = input_moments(policy, policy.params, tokens_bl, mx.array([4, 3]), role.names, 32)
@@ -120,16 +119,13 @@ class Spoiled:
 
 
 @pytest.mark.parametrize("spoils", [[np.nan], [-np.inf], [], None])
-def test_bad_numbers_of_any_rank_make_all_of_them_sample_again_in_full_precision(
-    tmp_path, monkeypatch, spoils
-):
-    """NaN or infinity here, or a fault on another rank (None): the rollout comes from the full weights."""
+def test_bad_numbers_on_any_rank_make_all_ranks_sample_again(tmp_path, monkeypatch, spoils):
+    """NaN or infinity here, or a fault on another rank (None), leads to a rollout with full weights."""
     others = [spoils is None]
 
     class Two(Ranks):
         def all_gather_object(self, where, value=None):
-            found = [RankMessage(where, value)]
-            return [*found, RankMessage(where, others.pop())] if where == "the sampler" else found
+            return [value, others.pop()] if where == "the sampler" else [value]
 
     engines, real = [], rollout_module.Collector.collect
 
@@ -148,8 +144,8 @@ def test_bad_numbers_of_any_rank_make_all_of_them_sample_again_in_full_precision
 
 
 def overflowing_folder(path: Path) -> Path:
-    """A model that computes well in float16, though quantizing it does not: two weights, never used as their
-    inputs are zero, lie further apart than float16 reaches."""
+    """A model that float16 can compute but whose quantization overflows: two weights, whose inputs are zero,
+    differ by more than the largest float16."""
     folder = make_model_folder(path, "llama", dtype="float16")
     weights: Any = mx.load(str(folder / "model.safetensors"))
     projection = weights["model.layers.0.self_attn.q_proj.weight"]
@@ -170,14 +166,14 @@ RUN = small(
 
 
 def run(tmp_path: Path, *overrides: str, **how):
-    """A short run; its log's updates, its lines and its result."""
+    """A short run: its logged updates, its messages and its result."""
     found = ran(tmp_path, *overrides, text=RUN, **how)
     return found.updates, found.notes, found.result
 
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
-    """NaN logits in the sampler: no crash, no endless loop; the first rollout already is a good one."""
+def test_a_run_whose_quantized_sampler_overflows_continues(tmp_path, storage):
+    """The first rollout is already sampled in full precision."""
     model = [f"model.path={overflowing_folder(tmp_path / 'model')}", "model.dtype=float16"]
     rounding = ["rollout.quantization=affine-3", f"rollout.storage={storage}", "rollout.calibration=none"]
     log, lines, result = run(tmp_path, *model, *rounding)
@@ -192,8 +188,8 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
 
 
 @pytest.mark.parametrize("more", [["loss.sync_every=2"], ["rollout.storage=packed"]])
-def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
-    """The update that shows the mismatch says so, and the next rollout is already finer."""
+def test_a_run_above_the_mismatch_limit_continues_in_a_finer_format(tmp_path, more):
+    """The update with the mismatch reports it, and the next rollout uses the finer format."""
     folder = make_model_folder(tmp_path / "model", "llama")
     limits = ["rollout.quantization=affine-3", "rollout.calibration=none", "rollout.mismatch_limit=1e-9"]
     log, lines, _ = run(tmp_path, f"model.path={folder}", *limits, *more)
@@ -204,8 +200,8 @@ def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
 
 
 def test_each_rollout_is_judged_once(tmp_path):
-    """A rollout that serves several updates shows the mismatch of its own format in each of them, and one in
-    full precision, for calibration, that of none."""
+    """A rollout that is used for several updates shows the mismatch of its format in each; a rollout in
+    full precision, for calibration, shows none."""
     folder = make_model_folder(tmp_path / "model", "llama")
     limits = ["rollout.quantization=affine-3", "rollout.mismatch_limit=1e-9", "optim.num_iterations=2"]
     log, _, _ = run(tmp_path, f"model.path={folder}", *limits)
@@ -214,7 +210,7 @@ def test_each_rollout_is_judged_once(tmp_path):
 
 
 def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_path):
-    """Gold completions are no rollout; the reference then has the same moments, at the weights before it."""
+    """Reference completions are not a rollout. The reference model is rounded with the same moments."""
     folder = make_model_folder(tmp_path / "model", "llama")
     gold = ["sft.updates=2", "sft.learning_rate=1e-2", "rollout.max_new_tokens=60", "loss.beta=0.1"]
     formats = ["rollout.quantization=affine-4", "loss.ref_quantization=affine-4", "optim.max_steps=1"]
@@ -234,8 +230,8 @@ def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_pa
 @pytest.mark.parametrize(
     ("change", "formats"), [("quantization=mxfp8", ()), ("bits_budget=9", ("affine-8",))]
 )
-def test_another_format_in_the_config_is_taken_after_a_resume(tmp_path, change, formats):
-    """What the run had found out about the old one, finer formats and a budget's choice, does not count."""
+def test_a_resumed_run_uses_a_changed_format(tmp_path, change, formats):
+    """Results for the old format, such as a finer format or a budget's choice, are dropped."""
     folder = make_model_folder(tmp_path / "model", "llama")
     limits = ["rollout.quantization=affine-3", "rollout.bits_budget=4.5", "rollout.mismatch_limit=1e-9"]
     limits.append("checkpoint.every=1")

@@ -1,4 +1,4 @@
-"""Groups in two stages: the same completions as in one, and none where the first ones' rewards are equal."""
+"""Groups in two stages have the completions of one stage, and end early if their rewards are equal."""
 
 from collections import defaultdict
 
@@ -19,7 +19,7 @@ from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.resuming import config_in, lines_of
 
 LETTERS = ["optim.max_steps=2", "optim.learning_rate=0.0", "eval.at_start=false", "eval.every=0"]
-FEW = '''"""Rewards of which most groups of four have one value alone, and one that differs everywhere."""
+FEW = '''"""One reward that is equal within most groups, and one that is missing for some completions."""
 
 import zlib
 
@@ -54,7 +54,7 @@ def groups_of(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_completions_are_those_of_a_single_stage(tmp_path, name):
-    """Groups that differ early are the same to the last digit; others have their first completions alone."""
+    """Groups that differ early are equal to the last digit; others only have their first completions."""
     (tmp_path / "few.py").write_text(FEW)
     usual = [f'reward.functions=["{tmp_path}/few.py:few"]', *LETTERS, "optim.batch_size=7"]
     more = [text.replace("{folder}", str(tmp_path)) for text in CASES[name]]
@@ -88,7 +88,7 @@ def test_completions_are_those_of_a_single_stage(tmp_path, name):
 
 
 def collected(config, ranks):
-    """Three batch steps on one of these ranks: prompts, completions, rewards, and what is known then."""
+    """Three batch steps on a rank: prompts, completions, rewards, and the final estimates."""
     run, facts = SetUp(config.check(), startup.prepare(), ranks=ranks).build(), []
     plan, state = plan_of(run, Diary(Report())), first_state(run)
     plan.engine.load(plan.weights(state))
@@ -105,7 +105,7 @@ def collected(config, ranks):
 
 @pytest.mark.parametrize("number", [2, 5])
 def test_ranks_draw_the_prompts_and_stages_of_one(tmp_path, number):
-    """With dynamic sampling's rounds; of five ranks one has no prompt of a step of four."""
+    """Dynamic sampling is on; with five ranks, one has no prompt."""
     (tmp_path / "few.py").write_text(FEW)
     settings = ["data.curriculum=adaptive", "rollout.first_stage=2", "loss.dynamic_sampling=true"]
     rewards = f'reward.functions=["{tmp_path}/few.py:few"]'

@@ -1,4 +1,4 @@
-"""Signals: the first drops the step under way and saves, a second ends the process. The limit of swap."""
+"""The first signal drops the current step and saves, a second one ends the process. The swap limit."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Signals(Killer):
-    """Sends this process a signal in the midst of something."""
+    """Sends this process a signal during a phase."""
 
     def __init__(self, number, what, count):
         """`number` is the signal's."""
@@ -37,7 +37,7 @@ class Signals(Killer):
 
 
 STOPS = {
-    # name: settings, and the signals, each counted from where the run was resumed
+    # name: settings, and signals with their counts since the last resume
     "in a rollout, after an update, in the last evaluation": (
         ["eval.every=1"],
         [(signal.SIGTERM, "sampling", 2), (signal.SIGHUP, "step", 1), (signal.SIGTERM, "evaluating", 1)],
@@ -58,8 +58,8 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, name):
-    """Again and again, at any of its steps: the rest is the same."""
+def test_a_stopped_run_is_resumed_bit_for_bit(tmp_path, name):
+    """The run is stopped several times, in different phases."""
     settings, signals = STOPS[name]
     settings = [*SHORT, "checkpoint.every=0", *settings]
     straight = straight_run(*settings)
@@ -74,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, name):
 
 
 def test_a_resume_repeats_no_evaluation(tmp_path):
-    """The one before training is saved when a signal comes."""
+    """An evaluation before training is saved when a signal arrives."""
     settings = [*SHORT, "checkpoint.every=0", "eval.at_start=true", "eval.samples=2", "answer.form=exact"]
     config = config_in(tmp_path / "b", *settings)
     with pytest.raises(Stopped):
@@ -84,8 +84,8 @@ def test_a_resume_repeats_no_evaluation(tmp_path):
     assert outcome(resumed.folder) == outcome(straight_run(*settings).folder)
 
 
-def test_asked_before_the_first_evaluation_nothing_is_saved(tmp_path):
-    """There is nothing yet; a resume starts over and says so."""
+def test_a_stop_before_the_first_evaluation_saves_nothing(tmp_path):
+    """A resume starts over, with a message."""
     config = config_in(tmp_path / "b", *SHORT, "eval.at_start=true")
     with pytest.raises(Stopped) as stopped:
         run_training(config, report=Signals(signal.SIGINT, "evaluating", 1))
@@ -99,7 +99,7 @@ def test_asked_before_the_first_evaluation_nothing_is_saved(tmp_path):
 
 @pytest.mark.parametrize(("status", "begun"), [("loading the model", False), ("sampling", True)])
 def test_a_stopped_start_over_is_continued_only_once_the_old_run_is_gone(tmp_path, status, begun):
-    """Before that a resume would continue the old run."""
+    """Otherwise, a resume would continue the old run."""
     config = config_in(tmp_path / "b", *SHORT)
     old = run_training(config, report=Quiet()).folder
     with pytest.raises(Stopped) as stopped:
@@ -108,8 +108,8 @@ def test_a_stopped_start_over_is_continued_only_once_the_old_run_is_gone(tmp_pat
 
 
 @pytest.mark.parametrize("limit", [0, 2.5, 9])
-def test_a_run_whose_system_swaps_too_much_is_saved_and_goes_on_later(limit, tmp_path, monkeypatch):
-    """What was swapped out before the run does not count; unknown swap is none."""
+def test_a_run_above_the_swap_limit_is_saved_and_can_be_resumed(limit, tmp_path, monkeypatch):
+    """Swap used before the run does not count; unknown swap counts as 0."""
     readings = iter([5e9, 6e9, *[8e9] * 99])
     monkeypatch.setattr(session, "swap_used", lambda: next(readings))
     settings, notes = [*SHORT, "checkpoint.every=0"], Notes()
@@ -164,10 +164,10 @@ with StopSignals(say) as signals:
     ],
 )
 def test_a_second_signal_ends_at_once_even_within_mlx(name, gap, ends):
-    """The first is answered with a line, the second ends the process though MLX is computing.
+    """The first signal is answered with a message, the second ends the process even if MLX is computing.
 
-    What a shell or a launcher sends again is no second wish: the same moment, also if the line takes longer,
-    another hang-up, or the first signal of a rank that the others have asked to stop.
+    Repeated signals of a shell or a launcher do not count as a second one: at the same moment, a second
+    hang-up, or the first signal to a rank that other ranks have asked to stop.
     """
     done = subprocess.run(
         [sys.executable, "-c", TWICE, name, str(gap), str(ends)],
@@ -197,14 +197,14 @@ with StopSignals(say) as signals:
 
 
 def test_a_second_signal_ends_a_run_whose_output_is_blocked():
-    """As after Ctrl-S, or where a pager reads no more."""
+    """This happens after Ctrl-S, or if a pager no longer reads."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, timeout=600)
     assert done.returncode == 128 + signal.SIGINT
 
 
-def test_the_end_of_a_rank_is_not_cut_short_by_its_launcher():
-    """After the block SIGTERM is ignored; without `ignore_launcher` it has its old handler."""
+def test_a_launcher_cannot_interrupt_the_end_of_a_rank():
+    """SIGTERM is ignored after the block; without `ignore_launcher`, its old handler is restored."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with StopSignals():

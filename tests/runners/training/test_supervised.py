@@ -1,4 +1,4 @@
-"""Supervised updates in a run: their loss, what they hand on to GRPO, and `grpo sft`."""
+"""Supervised updates in a run: their loss, the start of GRPO after them, and `grpo sft`."""
 
 import json
 
@@ -25,7 +25,7 @@ SUPERVISED = ("sft.updates=3", "sft.learning_rate=1e-3", "rollout.max_new_tokens
 
 
 def cross_entropy(module, examples):
-    """The mean over the gold completions' tokens, a row at a time."""
+    """The mean over the tokens of the reference completions, computed row by row."""
     total, tokens = 0.0, 0
     for example in examples:
         logits = module(mx.array([[*example.tokens, *example.gold]]))[0, len(example.tokens) - 1 : -1]
@@ -36,7 +36,7 @@ def cross_entropy(module, examples):
 
 
 def test_losses_in_the_log_are_cross_entropies(tmp_path):
-    """Of the first batch step and of the held-out gold completions, by the model as it is at the start."""
+    """This is checked for the first batch step and the held-out completions, with the initial model."""
     config = config_in(tmp_path / "a", *SUPERVISED, "sft.only=true", "rollout.temperature=0.7")
     run = SetUp(config.check(), Platform(backend="cpu")).build()
     from mlx_lm import load
@@ -63,8 +63,8 @@ def test_losses_in_the_log_are_cross_entropies(tmp_path):
         ({"context": json.loads("[" * 300 + "]" * 300)}, "at most 100 nested lists and objects"),
     ],
 )
-def test_completions_that_are_no_messages_are_a_line(tmp_path, changes, line):
-    """With the file and the line's number."""
+def test_invalid_completions_are_refused(tmp_path, changes, line):
+    """The error contains the file and the line number."""
     row = {"prompt": "What is 1 + 1?", "completion": "2", "reward": 1.0} | changes
     (tmp_path / "left.jsonl").write_text(json.dumps(row) + "\n")
     config = load_config(None, ["model.path=embedded", f"sft.completions={tmp_path}/left.jsonl"])
@@ -72,8 +72,8 @@ def test_completions_that_are_no_messages_are_a_line(tmp_path, changes, line):
         GoldReader(config, None, None).of_file()
 
 
-def test_grpo_begins_anew_after_the_supervised_updates():
-    """With their weights as sampler and reference, new moments, and its own schedule from the beginning."""
+def test_grpo_starts_afresh_after_supervised_updates():
+    """Sampler and reference have the learned weights, moments are new, and the schedule restarts."""
     result = straight_run(*SUPERVISED, "loss.beta=0.05", "optim.max_steps=4", "optim.learning_rate=2e-3")
     switch, _ = load_trees(result.folder / "checkpoint-3")
     assert not any(mx.any(leaf).item() for leaf in arrays_of(switch.opt_state))
@@ -94,7 +94,7 @@ def test_grpo_begins_anew_after_the_supervised_updates():
 
 
 def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):
-    """Messages whose last turn is the assistant's; nothing is measured but the loss."""
+    """The last message of each is the assistant's; only the loss is measured."""
     monkeypatch.chdir(tmp_path)
     make_model_folder(tmp_path / "model")
     turns = [(f"{n}+1?", f"It is {n + 1}.") for n in range(30)]

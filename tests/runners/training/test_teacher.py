@@ -1,4 +1,4 @@
-"""Runs with a teacher: its KL falls, as a reward and in the loss; its log-probs, prompts and memory."""
+"""Runs with a teacher, as a reward and in the loss: the KL falls; log-probs, prompts and vocabularies."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ TEMPERATURE = 0.9
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a config: a student, another model as its teacher, and keys of both."""
+    """Writes a config with a student and a teacher."""
     (tmp_path / "letters.py").write_text(LETTERS)
     for name, options in {
         "student": dict(seed=0),
@@ -61,7 +61,7 @@ def logged(path: Path, **options) -> list[dict]:
 
 @pytest.mark.parametrize(("form", "task"), [("reward", 1.0), ("loss", 0.0)])
 def test_a_student_approaches_its_teacher(write, form, task):
-    """Alone, and added to the task's reward."""
+    """The KL falls with and without the task's reward."""
     optim = {"learning_rate": 5e-3, "batch_size": 8, "max_steps": 24, "warmup_ratio": 0.0}
     path = write(("teacher", form, 1.0, task), optim=optim)
     built = SetUp(load_config(str(path)).check(), startup.prepare()).build()
@@ -73,7 +73,7 @@ def test_a_student_approaches_its_teacher(write, form, task):
 
 
 def first_batch(path: Path, ranks: Ranks | None = None):
-    """A run's first experience, its batch as it is cut, and the run."""
+    """A run, its first experience, the batch, and the graded batch."""
     run: Any = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks()).build()
     plan, state = plan_of(run, cast(Any, Silent())), first_state(run)
     plan.engine.load(plan.weights(state))
@@ -84,7 +84,7 @@ def first_batch(path: Path, ranks: Ranks | None = None):
 
 
 class Silent:
-    """In place of a diary."""
+    """Replaces a diary."""
 
     def note(self, text):
         """Nothing."""
@@ -102,7 +102,7 @@ def naive_logprobs(module, prompt, tokens):
 
 @pytest.mark.parametrize("name", ["teacher", "packed"])
 def test_the_reward_of_a_token_is_minus_its_log_ratio(write, tmp_path, name):
-    """Row by row: task_weight·A − weight·(log π − log μ), with a quantized teacher too."""
+    """Each row's advantages are task_weight·A − weight·(log π − log μ), also with a quantized teacher."""
     run, experience, batch, graded = first_batch(write((name, "reward", 0.5, 2.0)))
     module, _ = load_model(tmp_path / name)
     module.set_dtype(mx.float32)
@@ -115,8 +115,8 @@ def test_the_reward_of_a_token_is_minus_its_log_ratio(write, tmp_path, name):
     assert not run.learner.grader.in_loss
 
 
-def test_the_student_s_own_view_with_the_answer(write, tmp_path):
-    """The teacher "self" is the student at the start, whose prompt has the hint behind the question."""
+def test_the_student_is_its_own_teacher_with_a_hint(write, tmp_path):
+    """The teacher "self" is the initial student; its prompt contains the hint after the question."""
     path = write(("self", "reward", 1.0, 0.0, " It is {answer}."))
     run, experience, _, graded = first_batch(path)
     module, _ = load_model(tmp_path / "student")
@@ -138,7 +138,7 @@ def test_the_student_s_own_view_with_the_answer(write, tmp_path):
 
 
 def test_ranks_grade_as_one(write):
-    """Each computes its part of the log-probs, and all have the whole."""
+    """Each rank computes its part of the log-probs, and all return the complete result."""
     path = write(("teacher",))
     want = np.array(first_batch(path)[3].advantages_b)
     for found in on_ranks(2, lambda own: np.array(first_batch(path, as_run_ranks(own))[3].advantages_b)):
@@ -146,7 +146,7 @@ def test_ranks_grade_as_one(write):
 
 
 def test_a_teacher_equal_to_the_student_changes_nothing(write):
-    """Its KL is 0, and alone it has no gradient beyond rounding."""
+    """The KL is 0, and without other rewards the gradient is 0 up to rounding."""
     for form in ("reward", "loss"):
         (first, *_) = logged(write(("student", form, 1.0, 0.0)), overwrite=True)
         assert abs(first["teacher/kl"]) < 1e-5 and first["grad_norm"] < 1e-4
@@ -154,14 +154,14 @@ def test_a_teacher_equal_to_the_student_changes_nothing(write):
 
 @pytest.mark.parametrize("form", ["reward", "loss"])
 def test_a_teacher_may_have_fewer_rows_of_padding(write, tmp_path, form):
-    """Embeddings are padded to different sizes; an id of the student's padding is the teacher's last."""
+    """The embeddings are padded to different sizes."""
     make_model_folder(tmp_path / "student", vocab_size=400, tokenizer_size=320)
     make_model_folder(tmp_path / "teacher", seed=5, vocab_size=330, tokenizer_size=320)
     assert all(np.isfinite(line["teacher/kl"]) for line in logged(write(("teacher", form))))
 
 
 def test_other_vocabularies_are_refused(write):
-    """The first token with another id is named."""
+    """The error names the teacher's key and the student."""
     with pytest.raises(UserError, match=r"teacher\.path: expected the vocabulary of .*student"):
         logged(write(("other",)))
 
@@ -174,7 +174,7 @@ def test_other_vocabularies_are_refused(write):
         (("nowhere/here",), r"teacher\.path: no such file or folder"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(write, teacher, said):
-    """Before anything is loaded."""
+def test_invalid_teacher_keys_are_refused(write, teacher, said):
+    """The error comes before anything is loaded."""
     with pytest.raises(ConfigError, match=said):
         load_config(str(write(teacher)))

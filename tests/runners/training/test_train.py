@@ -1,4 +1,4 @@
-"""The training loop from config to final model, on the embedded model and on random ones."""
+"""The training loop from the config to the final model, with the embedded model and random models."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.resuming import lines_of
 from tests.support.runs.talking_runs import talking_run
 from tests.support.tiny_runs import Ran, ran, small, updates_of
 
-# So hot that completions differ early, and each earns something else: every group has a gradient.
+# The temperature makes completions and rewards differ, so every group has a gradient.
 CONFIG = small(
     run={"seed": 5},
     rollout={"max_new_tokens": 10, "temperature": 2.0},
@@ -35,7 +35,7 @@ def sums(completions, **_):
 
 
 def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> Ran:
-    """Run a config, with SUMS beside it."""
+    """Runs a config next to SUMS."""
     (tmp_path / "sums.py").write_text(SUMS, encoding="utf-8")
     return ran(tmp_path, *overrides, text=text)
 
@@ -43,8 +43,8 @@ def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> Ran:
 SCORED = 'reward.functions=["correctness_reward_func", "sums.py:sums"]'
 
 
-def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
-    """Resolved config, both logs with the design's metric names, a checkpoint, and a model that loads."""
+def test_a_run_writes_its_files(tmp_path: Path) -> None:
+    """It writes the resolved config, both logs with their metrics, a checkpoint, and a loadable model."""
     from mlx_lm import load
 
     found = run(tmp_path, SCORED, "checkpoint.every=2")
@@ -70,7 +70,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
 
 
 def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every batch step and round of dynamic sampling of seeds 0 and 3 has a random key of its own."""
+    """Every batch step and round of dynamic sampling of seeds 0 and 3 has its own random key."""
     keys, submit = [], LocalEngine.submit
 
     def watched(self: Any, request: Any, sampling: g.Sampling) -> Any:
@@ -99,8 +99,8 @@ def brevity(completions, completion_ids, **columns):
 """
 
 
-def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
-    """Functions of a file beside the config, weighted; a missing reward is left out of the statistics."""
+def test_custom_rewards_receive_the_nudge(tmp_path: Path) -> None:
+    """Functions in a file next to the config are weighted; missing rewards do not count in statistics."""
     (tmp_path / "mine.py").write_text(REWARDS, encoding="utf-8")
     functions = 'reward.functions=["mine.py:starts_with_the_nudge", "mine.py:brevity"]'
     one = ("optim.max_steps=1", 'reward.on_error="raise"', "data.nudge=<reasoning>")
@@ -112,7 +112,7 @@ def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -> None:
-    """The first KL is what rounding costs; a reference that is synced is the policy, rounded again."""
+    """The first KL is due to rounding; a synced reference is the rounded policy."""
     more = ["loss.beta=0.05", "loss.ref_quantization=affine-4", f"loss.ref_storage={storage}"]
     many = ("rollout.max_new_tokens=24", "optim.batch_size=4")  # tokens, for a mean
     found = run(tmp_path, *more, *many, "optim.learning_rate=1e-5")
@@ -129,7 +129,7 @@ def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -
 
 
 def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns are answered by tokens; the log counts them, a run resumed amid an update has the same end."""
+    """The log counts turns and calls; a run resumed within an update ends with the same weights."""
     settings = ["optim.gradient_accumulation_steps=2", "checkpoint.every=1"]
     whole = talking_run(tmp_path, monkeypatch, *settings)
     (update,) = updates_of(whole)
@@ -142,10 +142,10 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_conversations_that_are_drawn_again_begin_anew(
+def test_conversations_that_are_sampled_again_start_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the quantized sampler's numbers fail, the second draw does not go on with the first."""
+    """If the quantized sampler's numbers fail, the second rollout does not continue the first."""
     spoil, converse = [mx.nan], environments.converse
 
     def first_fails(*given: Any, **how: Any) -> g.Rollout:
@@ -159,8 +159,8 @@ def test_conversations_that_are_drawn_again_begin_anew(
     assert not spoil and 1 < max(turns) <= 3
 
 
-def test_the_learner_compiles_unless_it_is_told_not_to(tmp_path, monkeypatch):
-    """`system.compile = false`: the same run with fewer programs."""
+def test_system_compile_false_compiles_fewer_programs(tmp_path, monkeypatch):
+    """The run itself is the same."""
     made, compile_for = [], Compiled._compile_for
     monkeypatch.setattr(Compiled, "_compile_for", lambda *args: made.append(1) or compile_for(*args))
 
@@ -174,13 +174,13 @@ def test_the_learner_compiles_unless_it_is_told_not_to(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at_start", ["true", "false"])
 def test_the_first_evaluation_judges_the_form_of_answers(tmp_path, at_start):
-    """Wherever in the run it is; later ones do not repeat it."""
+    """Later evaluations do not repeat the message."""
     notes = ran(tmp_path, "eval.every=1", f"eval.at_start={at_start}").notes
     assert sum("completions are cut off at 8 tokens" in line for line in notes) == 1
 
 
-def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_says_so(tmp_path, monkeypatch):
-    """As a rollout does: the line is the evaluation's."""
+def test_an_evaluation_that_runs_out_of_memory_is_repeated(tmp_path, monkeypatch):
+    """It is repeated with fewer rows, as a rollout is, with a message."""
     real, tries = local.decode_queue, []
 
     def short(*given):

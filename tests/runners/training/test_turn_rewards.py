@@ -1,4 +1,4 @@
-"""Runs whose environment rewards turns: from `get_turn_rewards` to the advantages in completions.jsonl."""
+"""Runs whose environment rewards turns, from `get_turn_rewards` to the advantages in completions.jsonl."""
 
 from types import SimpleNamespace
 
@@ -56,7 +56,7 @@ def length(completions, **_):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs two batch steps of an environment; each turn of the model is a call. Its records, and lines."""
+    """Runs two batch steps of an environment in which each turn of the model is a call."""
     monkeypatch.setattr(
         CallReader, "read", lambda self, text: (text, [ToolCall("step", {"text": text[-3:]})])
     )
@@ -90,7 +90,7 @@ def run(tmp_path, monkeypatch):
 
 
 def rewards_of(record, *, outcome):
-    """The rewards at the end of each turn of a record, NaN where there is none."""
+    """The reward of each turn of a record; NaN if it has none."""
     turns = [message for message in record["messages"] if message["role"] == "assistant"]
     own = [np.nan if value is None else value for value in record["extra"]["turn_rewards"] or []]
     found = np.array([*own, *[np.nan] * (len(turns) - len(own))])
@@ -102,7 +102,7 @@ def rewards_of(record, *, outcome):
 
 
 def groups(records):
-    """Four completions each."""
+    """The records in groups of four completions."""
     return [records[start : start + 4] for start in range(0, len(records), 4)]
 
 
@@ -110,8 +110,8 @@ def groups(records):
 @pytest.mark.parametrize("buffer", [0, 39])
 @pytest.mark.parametrize("outcome", [True, False])
 def test_rewards_of_turns_are_normalised_together(run, outcome, buffer, discount):
-    """Process supervision: A = Σ of the later turns' (r − mean of the group); the sum is the reward. Rewards
-    of the whole completion, and a length penalty, belong to its last turn."""
+    """Process supervision: A = Σ over this and later turns of (r − mean of the group). Rewards of the whole
+    completion and a length penalty belong to its last turn."""
     functions, overlong = ("walk.py:length",) if outcome else (), {"buffer": buffer}
     records, logged, _ = run(functions=functions, overlong=overlong, discount=discount)
     assert any(record.get("length_penalty") for record in records) == bool(buffer)
@@ -129,7 +129,7 @@ def test_rewards_of_turns_are_normalised_together(run, outcome, buffer, discount
 
 
 def test_gigpo_compares_turns_after_one_observation(run):
-    """A = A^E + A^S: the states are what the environment said last, the prompt's is the first turn's."""
+    """A = A^E + A^S; the state of a turn is the environment's last message, or the prompt."""
     records, _, _ = run(baseline="turn", discount=0.9)
     shared = 0
     for group in groups(records):
@@ -155,8 +155,8 @@ def test_gigpo_compares_turns_after_one_observation(run):
     assert shared, "a state besides the prompt's occurs more than once in a group"
 
 
-def test_more_rewards_than_turns_are_no_reward(run):
-    """A line says so; the rows still have their other rewards."""
+def test_more_rewards_than_turns_are_dropped(run):
+    """A message reports it, and other rewards of these rows are kept."""
     records, logged, lines = run(factory="walk.py:Talks", quantization="affine-4")
     quantization = [line["rollout/quantization"] for line in logged if "loss" in line]
     assert quantization[0] == "affine-4", "calibrated on turns with advantages of their own"
@@ -168,14 +168,14 @@ def test_more_rewards_than_turns_are_no_reward(run):
 
 
 def test_normalised_rewards_are_refused_beside_rewards_of_turns(run):
-    """Their sum would not be the completion's reward."""
+    """With normalised rewards, the sum would not be the completion's reward."""
     with pytest.raises(UserError, match=r"aggregate: expected \"sum_then_normalize\" with get_turn_rewards"):
         run(aggregate="normalize_then_sum")
 
 
 @pytest.mark.parametrize("setting", ['loss.baseline="turn"', "loss.discount=0.9"])
 def test_turns_need_an_environment(setting):
-    """Otherwise a completion has one turn, and the key no meaning."""
+    """Without an environment, a completion has only one turn."""
     with pytest.raises(ConfigError, match=r"expected \[env\]"):
         load_config("quickstart", [setting]).check()
     load_config("quickstart_tools", [setting]).check()
@@ -185,7 +185,7 @@ def test_turns_need_an_environment(setting):
 
 @pytest.mark.parametrize("values", [None, 1.0, "abc"])
 def test_rewards_of_turns_are_a_list(values):
-    """Anything else is an error that names the method."""
+    """For other values, the error names the method."""
     environment = SimpleNamespace(get_turn_rewards=lambda: values)
     with pytest.raises(TypeError, match="get_turn_rewards: expected a list of numbers, found"):
         get_turn_rewards([environment], lambda *column: None)
