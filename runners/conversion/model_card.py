@@ -128,9 +128,11 @@ def run_facts(model: Path) -> RunFacts | None:
         loop = read_json(model / "trainer_state.json").get("loop")
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0
         lines = [line for line in lines if whole_number(line.get("update")) <= last]
-    evaluations = [line for line in lines if line.keys() & _MEASURED.keys()]
-    updates = [line for line in lines if not line.keys() & _MEASURED.keys()]
-    return RunFacts(shareable(recorded), evaluations, updates)
+    return RunFacts(
+        shareable(recorded),
+        evaluations=[line for line in lines if line.keys() & _MEASURED.keys()],
+        updates=[line for line in lines if not line.keys() & _MEASURED.keys()],
+    )
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

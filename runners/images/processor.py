@@ -140,7 +140,7 @@ class ImageProcessor:
 
 
 def _rejects(file: ImageFile) -> str:
-    return f"{file.path or file.name}: the image processor rejects it"
+    return f"{file.place}: the image processor rejects it"
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:

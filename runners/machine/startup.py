@@ -57,8 +57,11 @@ class Platform:
         found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}
         if self.backend != "cpu":
             return found
-        processor = platform.processor() or platform.machine()
-        return found | {"blas": self.blas, "cores": self.cores, "processor": processor}
+        return found | {
+            "blas": self.blas,
+            "cores": self.cores,
+            "processor": platform.processor() or platform.machine(),
+        }
 
 
 def load_blas() -> Blas:

@@ -115,8 +115,8 @@ def read_header(file: Path) -> GGUF:
             tensors[name] = Tensor(kind, shape, start + offset, length)
         return GGUF(file, metadata, tensors)
     except (struct.error, ValueError, OSError) as error:
-        cut = "the header is truncated" if isinstance(error, struct.error) else first_line(error)
-        raise UserError(f"cannot be read as GGUF: {cut}") from error
+        reason = "the header is truncated" if isinstance(error, struct.error) else first_line(error)
+        raise UserError(f"cannot be read as GGUF: {reason}") from error
 
 
 @attrs.define

@@ -41,10 +41,8 @@ rm -f "$PART" "$PART.h" ) </dev/null >/dev/null 2>&1 &
 
 def programs_folder() -> Path:
     """The folder of MLX's programs for a CPU."""
-    temporary = next(
-        filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp"
-    )
-    return Path(temporary) / "mlx" / (installed_version("mlx") or "") / "cpu"
+    named = filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR")))
+    return Path(next(named, "/tmp")) / "mlx" / (installed_version("mlx") or "") / "cpu"
 
 
 def compile_header(platform: Platform) -> Path | None:

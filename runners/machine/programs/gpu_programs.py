@@ -140,7 +140,7 @@ def _move(source: Path, target: Path) -> None:
     """Moves programs between folders, each program's code last, so that other processes only see
     complete programs.
     """
-    files = [path for path in source.rglob("*") if path.is_file()]
+    files = filter(Path.is_file, source.rglob("*"))
     for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""GGUF out and in: every family there and back, tokenizers, transformers' own loader."""
+"""Export to GGUF and conversion back, for every family and tokenizer, and with transformers' own loader."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ def logits_of(folder):
 
 
 def folder_of(tmp_path, arch, **more):
-    """A tiny model whose norms are not all one, which a wrong offset would not change."""
+    """A tiny model with random norms, so that a wrong offset changes its logits."""
     folder = make_model_folder(tmp_path / arch, arch, **more)
     file = folder / "model.safetensors"
     weights: Any = mx.load(str(file))
@@ -67,9 +67,9 @@ KINDS = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_family_goes_there_and_back(tmp_path_factory, arch):
-    """Any sizes: the weights' bits in float32, rounded once in half precision; sizes and logits with them.
+    """For any sizes, float32 weights keep their bits and half-precision weights are rounded once.
 
-    A gemma's norms stand in GGUF with one added: they come back to the rounding of that sum.
+    GGUF stores gemma's norms plus one, so they are equal up to the rounding of that sum.
     """
 
     @settings(max_examples=examples(5))
@@ -104,7 +104,7 @@ def test_every_family_goes_there_and_back(tmp_path_factory, arch):
 
 
 def test_a_tokenizer_goes_there_and_back(tmp_path):
-    """Its tokens, texts, ends and template."""
+    """Tokens, texts, end tokens and the template are kept."""
     folder = make_model_folder(tmp_path / "m")
     grpo("export", folder, "--gguf", tmp_path / "m.gguf")
     grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
@@ -118,14 +118,14 @@ def test_a_tokenizer_goes_there_and_back(tmp_path):
 
 
 def numbers_of(file, name="blk.1.ffn_up.weight"):
-    """What the gguf package reads."""
+    """A tensor's numbers, as read by the gguf package."""
     (stored,) = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == name]
     return gguf.quants.dequantize(stored.data, stored.tensor_type)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("q8_0", 8), ("q4_0", 4), ("q4_1", 4)])
 def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
-    """Packed layers hold exactly the numbers that the gguf package reads, and --dequantize unpacks them."""
+    """Packed layers have exactly the numbers that the gguf package reads, and --dequantize unpacks them."""
     file = tmp_path / "m.gguf"
     grpo("export", folder_of(tmp_path, "llama", tie=False), "--gguf", file, "--type", kind)
     grpo("convert", file, "--out", tmp_path / "packed")
@@ -147,7 +147,7 @@ def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
 
 
 def test_other_quants_are_unpacked(tmp_path, monkeypatch):
-    """A kind that MLX does not have becomes numbers, by the gguf package."""
+    """The gguf package unpacks formats that MLX does not support."""
     monkeypatch.setitem(TYPES, "q5_1", 9)
     file = tmp_path / "m.gguf"
     grpo("export", folder_of(tmp_path, "llama"), "--gguf", file, "--type", "q5_1")
@@ -158,7 +158,7 @@ def test_other_quants_are_unpacked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_a_file_of_other_quants_becomes_wholly_unpacked(tmp_path, monkeypatch, dequantize):
-    """As most files of Q4_K_M: their head is Q8_0, their matrices are not MLX's."""
+    """Most Q4_K_M files are like this: the head is Q8_0, and MLX does not support the other matrices."""
     monkeypatch.setitem(TYPES, "q5_1", 9)
     leaves_of = writing._leaves
 
@@ -189,7 +189,7 @@ ROPES = [
 
 @pytest.mark.parametrize("scaling", ROPES, ids=lambda scaling: scaling["rope_type"])
 def test_rotations_of_long_contexts_are_kept(scaling):
-    """config.json -> GGUF -> config.json, with the tensor of Llama 3's factors."""
+    """config.json -> GGUF -> config.json keeps them, including the tensor of Llama 3's factors."""
     sizes = {"max_position_embeddings": 512, "hidden_size": 128, "intermediate_size": 64, "head_dim": 64,
              "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
     config = {**sizes, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "rope_scaling": scaling}
@@ -223,7 +223,7 @@ def there_and_back(tokenizer, folder, rows):
 
 @pytest.mark.parametrize("name", tokenizers._CUTS)
 def test_every_cutting_into_words_is_kept(tmp_path, name):
-    """Its name in GGUF, and the same tokens of any text."""
+    """It keeps its name in GGUF, and any text has the same tokens."""
     backend = gguf_files.cut_words(make_tokenizer(), name)
     metadata, back = there_and_back(wrapped(backend, eos_token="<|im_end|>"), tmp_path, 320)
     assert metadata["tokenizer.ggml.pre"] == name
@@ -241,7 +241,7 @@ def words_of(expression):
 
 
 def published(name, monkeypatch):
-    """The expression of one of OpenAI's encodings, whose vocabulary is left out."""
+    """The regular expression of one of OpenAI's encodings, without its vocabulary."""
     openai_public = pytest.importorskip("tiktoken_ext.openai_public", reason="tiktoken has moved it")
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
     monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *_, **__: {})
@@ -272,7 +272,7 @@ OWN = {  # llama.cpp's name -> how the family's own tokenizer cuts
 
 @pytest.mark.parametrize("name", tokenizers._CUTS)
 def test_every_cutting_into_words_is_the_familys_own(monkeypatch, name):
-    """As the makers publish it: the same words of 300 texts; qwen2 composes accents first."""
+    """300 texts have the words of the published tokenizer; qwen2 composes accents first."""
     own = OWN[name](monkeypatch)
     backend: Any = gguf_files.cut_words(make_tokenizer(), name)
     for text in gguf_files.many_texts():
@@ -284,7 +284,7 @@ def test_every_cutting_into_words_is_the_familys_own(monkeypatch, name):
 
 
 def test_a_qwen2_has_the_tokens_of_transformers(tmp_path):
-    """Of 300 texts, with accents in one character or two."""
+    """The tokens of 300 texts are equal, with composed and decomposed accents."""
     backend = gguf_files.cut_words(make_tokenizer(), "qwen2")
     _, back = there_and_back(wrapped(backend, eos_token="<|im_end|>"), tmp_path, 320)
     stated = json.loads(backend.to_str())["model"]
@@ -296,7 +296,7 @@ def test_a_qwen2_has_the_tokens_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentence_pieces_have_the_tokens_of_sentencepiece(tmp_path, prefix):
-    """Its own scores, of a model that it trained: the same tokens of 300 texts."""
+    """With the scores of a model trained by SentencePiece, 300 texts have the same tokens."""
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     (tmp_path / "texts").write_text("\n".join(" ".join(text.split()) for text in gguf_files.many_texts()))
     sentencepiece.SentencePieceTrainer.train(
@@ -329,7 +329,7 @@ def end_ids(tmp_path, tokens, **keys):
 
 
 def test_a_generation_ends_where_llama_cpp_ends_it(tmp_path):
-    """Its list for Qwen2.5-Coder, with HTML's `</s>`: by keys, then by names; a key replaces its names."""
+    """End tokens are found by keys, then by names; a key replaces its names. The first list is Qwen's."""
     qwen = ["<|im_end|>", "a", "</s>", "<|endoftext|>", "<|im_start|>", "<|fim_pad|>", "<|fim_prefix|>",
             "<|repo_name|>", "<|file_sep|>"]  # fmt: skip
     assert end_ids(tmp_path, qwen) == [0, 2, 3, 5, 7, 8]
@@ -338,7 +338,7 @@ def test_a_generation_ends_where_llama_cpp_ends_it(tmp_path):
 
 
 def test_ends_that_llama_cpp_does_not_know_are_written():
-    """Beside those that it knows by name, which need no key."""
+    """End tokens that llama.cpp knows by name need no key."""
     backend = make_tokenizer()
     backend.add_tokens(["</answer>"])
     end: Any = backend.token_to_id("</answer>")
@@ -350,7 +350,7 @@ def test_ends_that_llama_cpp_does_not_know_are_written():
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scores_stand_for_merges(tmp_path, prefix):
-    """A BPE like SentencePiece's, with bytes for unknown characters: the same tokens of any text."""
+    """Any text has the same tokens with a BPE like SentencePiece's and byte fallback."""
     backend = sentence_tokenizer(SENTENCES, prefix, 400)
     rows = backend.get_vocab_size() + 5  # a padded embedding
     ours = wrapped(backend, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
@@ -368,7 +368,7 @@ def test_scores_stand_for_merges(tmp_path, prefix):
 
 @pytest.mark.parametrize("name", ["<s:1>", "$A"])
 def test_any_name_begins_a_text(tmp_path, name):
-    """Also one that is a word of the tokenizers library's own templates."""
+    """Names that have a meaning in the tokenizers library's own templates are accepted."""
     more = {
         "tokens": ["a", "b", "<end>", name],
         "token_type": np.array([1, 1, 3, 3]),
@@ -381,7 +381,7 @@ def test_any_name_begins_a_text(tmp_path, name):
 
 
 def test_other_tokenizers_are_refused(tmp_path):
-    """A cutting without a name, and a model that is no BPE."""
+    """A pre-tokenizer without a name in llama.cpp, and a model that is not a BPE."""
     backend = make_tokenizer()
     stated = json.loads(backend.to_str())
     stated["pre_tokenizer"] = {"type": "Whitespace"}
@@ -397,9 +397,9 @@ REAL = os.environ.get("GRPO_REAL_GGUF", "")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "real"])
 def test_transformers_reads_the_same(tmp_path, arch):
-    """Its GGUF loader gives our folder's logits and tokens, of our files and of a stranger's.
+    """Its GGUF loader and our folder have the same logits and tokens, for our files and for a foreign one.
 
-    It takes a qwen3's heads to be 128 wide, whatever the file says; these are not.
+    qwen3 is not tested, because that loader assumes heads of width 128.
     """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("accelerate")

@@ -1,4 +1,4 @@
-"""GGUF files that no honest writer writes: one line, little time, little memory."""
+"""Hostile GGUF files are refused in one line, with little time and memory."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def tensors(**shapes):
     return {"tensors": TENSORS | {f"{name}.weight": shape for name, shape in shapes.items()}}
 
 
-HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
+HOSTILE = {  # the fault -> arguments of `write`, and a pattern of the message
     "nothing": ({"size": 0}, "cannot be read as GGUF"),
     "10⁹ tokens": (llama("tokenizer.ggml.tokens", MANY), "truncated"),
     "10⁹ empty tokens, as a hole": (
@@ -68,7 +68,7 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
 
 
 def test_hostile_files_end_with_a_line(tmp_path):
-    """Each within 5 s of processor time and 1 GB more than an idle process has; nothing is left of it."""
+    """Each needs at most 5 s of processor time and 1 GB of additional memory, and leaves no files."""
     for number, (content, _) in enumerate(HOSTILE.values()):
         write(tmp_path / f"{number}.gguf", **content)
     code = f"""

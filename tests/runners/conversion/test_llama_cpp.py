@@ -31,7 +31,7 @@ TEXT = "<|im_start|>user\nWhat is 17 times 3, and why?\n\n  It's half.<|im_end|>
 
 
 def opened(file, **more):
-    """llama.cpp with its plain kernels and an exact cache; its AMX ones crash on some virtual machines."""
+    """llama.cpp with an exact cache and without AMX kernels, which crash on some virtual machines."""
     parameters = llama_cpp.llama_model_default_params
 
     def plain():
@@ -60,7 +60,7 @@ def logits_of(llama, tokens):
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_family_computes_the_same(tmp_path, arch):
-    """float32: tokens as ours, logits to rounding, over more tokens than a window has; the end of text."""
+    """In float32, tokens and end of text are equal, and logits up to rounding, beyond the window's length."""
     folder = make_model_folder(tmp_path / "m", arch, tie=arch.startswith("gemma"))
     module, tokenizer = mlx_lm.load(str(folder))[:2]
     llama = exported(folder, tmp_path / "m.gguf", "f32")
@@ -75,7 +75,7 @@ def test_every_family_computes_the_same(tmp_path, arch):
 
 @pytest.mark.parametrize("cut", tokenizers._CUTS)
 def test_every_cutting_into_words_is_llama_cpps(tmp_path, cut):
-    """A tokenizer with many merges over digits, words and spaces: the same tokens by the name we give it."""
+    """With many merges over digits, words and spaces, the name that we write leads to the same tokens."""
     folder = make_model_folder(tmp_path / "m")
     backend = cut_words(make_tokenizer(), cut)
     trainer = trainers.BpeTrainer(
@@ -90,7 +90,7 @@ def test_every_cutting_into_words_is_llama_cpps(tmp_path, cut):
 
 
 def test_sentences_are_cut_as_by_llama_cpp(tmp_path):
-    """A BPE like SentencePiece's, with a space in front or not, and bytes for unknown characters."""
+    """A BPE like SentencePiece's with byte fallback, with and without a space before the text."""
     for prefix in (True, False):
         folder = make_model_folder(tmp_path / f"m{prefix}", vocab_size=384)
         sentence_tokenizer(TEXTS, prefix, 384).save(str(folder / "tokenizer.json"))
@@ -107,9 +107,9 @@ def test_sentences_are_cut_as_by_llama_cpp(tmp_path):
     ("kind", "room"), [("f16", 0.002), ("bf16", 0.02), ("q8_0", 0.06), ("q4_1", 0.1), ("q4_0", 0.5)]
 )
 def test_a_real_model_computes_the_same(tmp_path, kind, room):
-    """To the type's rounding, as a share of the largest logit; in float16 the same 40 tokens, greedily.
+    """Logits differ by the type's rounding, relative to the largest; 40 greedy tokens are equal in float16.
 
-    On packed weights llama.cpp rounds the activations to eight bits as well.
+    With packed weights, llama.cpp also rounds the activations to eight bits.
     """
     module, tokenizer = mlx_lm.load(REAL)[:2]
     module.set_dtype(mx.float32)

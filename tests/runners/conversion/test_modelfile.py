@@ -1,4 +1,4 @@
-"""Modelfiles: what Ollama reads in them is what training asked with, whatever the texts."""
+"""Ollama reads the prompt format of training from a Modelfile, for any texts."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def braces(tmp_path_factory):
-    """A tokenizer whose template has braces and quotes at each message's ends."""
+    """A tokenizer whose template puts braces and quotes around each message."""
     folder = make_model_folder(tmp_path_factory.mktemp("models") / "m")
     (folder / "chat_template.jinja").write_text(BRACES)
     return load_tokenizer(folder)
@@ -49,8 +49,8 @@ def conversations(system):
 
 
 @pytest.mark.parametrize("system", ["", "Think {{first}}."])
-def test_a_modelfile_asks_as_training_asked(tokenizer, system):
-    """Its template gives the text of the run's prompts, turn by turn; sampling and ends are the run's."""
+def test_a_modelfile_has_the_prompt_format_of_training(tokenizer, system):
+    """Its template renders the run's prompts, turn by turn, and its parameters are the run's."""
     prompt = attrs.evolve(PROMPT, system_prompt=system, nudge="<think>", stop=("</a>", "\n"), temperature=0.8)
     text = modelfile("m.gguf", tokenizer, prompt)
     one, more, before = conversations(system)
@@ -66,7 +66,7 @@ def test_a_modelfile_asks_as_training_asked(tokenizer, system):
 
 @given(system=TEXTS, nudge=TEXTS, stop=TEXTS)
 def test_any_text_comes_out_of_a_modelfile_as_it_went_in(braces, system, nudge, stop):
-    """System message, nudge and stop string; a stop string that has no form there is refused."""
+    """System message, nudge and stop string are kept; a stop string that cannot be written is refused."""
     prompt = attrs.evolve(PROMPT, system_prompt=system, nudge=nudge, stop=(stop,))
     try:
         text = modelfile("m.gguf", braces, prompt)
@@ -85,7 +85,7 @@ def test_any_text_comes_out_of_a_modelfile_as_it_went_in(braces, system, nudge, 
 
 @pytest.mark.parametrize("stop", ['a\n"""\nb', "\u00a0", "\u200b"])
 def test_a_stop_string_that_ollama_would_change_is_a_line(tokenizer, stop):
-    """A line that ends the value, and characters that its parser drops."""
+    """Stop strings that end the value, or contain characters that Ollama's parser drops, are refused."""
     with pytest.raises(UserError, match=r"a stop string cannot be written to a Modelfile: [^\n]+; found "):
         modelfile("m.gguf", tokenizer, attrs.evolve(PROMPT, stop=(stop,)))
 
@@ -115,7 +115,7 @@ func main() {
 
 @pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed")
 def test_go_reads_templates_alike(braces, tmp_path):
-    """Go's own text/template gives what tests/support/modelfiles.py does."""
+    """Go's text/template and tests/support/modelfiles.py render the same texts."""
     texts = ["", "{", "{{", "}}", '"', '"""\n', "\u00a0", "\u200b{", '{"a": "b\\"}', "a\tb\r\n", "😀"]
     cases = []
     wanted = []

@@ -76,7 +76,7 @@ def test_the_logits_are_those_of_pytorch(tmp_path, prefix):
 
 
 def test_a_converted_checkpoint_loads_in_its_own_dtypes(tmp_path):
-    """Tokenizer included: it loads as a model does, in its own dtypes on disk."""
+    """The converted folder has a tokenizer, loads like any model, and keeps the dtypes on disk."""
     folder = convert(str(write_checkpoint(tmp_path / "d3")), tmp_path / "out")
     model = load_inference(str(folder), Platform(backend="cpu"))
     assert model.eos_ids == (320, 324) and model.notices == ()
@@ -89,7 +89,7 @@ def test_a_converted_checkpoint_loads_in_its_own_dtypes(tmp_path):
 
 
 def test_it_can_be_quantized_at_once_or_later(tmp_path):
-    """From the checkpoint or from the MLX folder: the same packed weights, near the full model's logits."""
+    """Packing the checkpoint or the MLX folder has the same result, near the full model's logits."""
     quantization = QuantizationOptions(bits=3, group_size=32)
     source = write_checkpoint(tmp_path / "d3")
     full = convert(str(source), tmp_path / "full")
@@ -105,7 +105,7 @@ def test_it_can_be_quantized_at_once_or_later(tmp_path):
 
 
 def spoil(tensors, **changes):
-    """The tensors with some replaced, or (None) left out."""
+    """The tensors with some replaced, or removed if None."""
     return {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
 
 
@@ -119,7 +119,7 @@ def spoil(tensors, **changes):
     ],
 )
 def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
-    """Unknown, missing, of another shape: nothing is written."""
+    """Unknown and missing tensors and other shapes are refused, and nothing is written."""
     source = write_checkpoint(tmp_path / "d3", spoil(make_tensors(), **changes))
     with pytest.raises(UserError, match=message):
         convert(str(source), tmp_path / "out")
@@ -136,13 +136,13 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
     ],
 )
 def test_another_architecture_is_refused(tmp_path, meta, message):
-    """Sizes that are none, and settings that mlx-lm's model does not have."""
+    """Invalid sizes, and settings that mlx-lm's model does not support."""
     with pytest.raises(UserError, match=message):
         convert(str(write_checkpoint(tmp_path / "d3", **meta)), tmp_path / "out")
 
 
 def test_a_file_that_runs_code_is_refused(tmp_path):
-    """weights_only: the pickle inside asks for more than tensors."""
+    """Reading with weights_only refuses a pickle that contains more than tensors."""
     source = write_checkpoint(tmp_path / "d3")
     torch.save({"x": __import__("collections").Counter, "y": print}, source / "model_000650.pt")
     with pytest.raises(UserError, match=r"model_000650\.pt: cannot be read as a checkpoint with tensors"):
@@ -150,7 +150,7 @@ def test_a_file_that_runs_code_is_refused(tmp_path):
 
 
 def test_the_last_step_or_the_one_asked_for(tmp_path):
-    """--step chooses; the tokenizer may be where nanochat keeps it."""
+    """--step selects a step; the tokenizer may be in nanochat's own folder."""
     base = tmp_path / "nanochat"
     folder = write_checkpoint(base / "chatsft_checkpoints" / "d3", step=9)
     write_checkpoint(folder, step=650)
@@ -167,7 +167,7 @@ def test_the_last_step_or_the_one_asked_for(tmp_path):
 
 
 def test_without_pytorch_the_extra_is_named(tmp_path, monkeypatch):
-    """The line says what to install."""
+    """The message contains the command that installs it."""
     source = write_checkpoint(tmp_path / "d3")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[torch\]' in a clone"):

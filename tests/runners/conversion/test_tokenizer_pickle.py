@@ -1,4 +1,4 @@
-"""tokenizer.pkl: an Encoding is read, other names and opcodes are refused, and nothing of a pickle runs."""
+"""Only an Encoding is read from tokenizer.pkl; other names and opcodes are refused, and no code runs."""
 
 import json
 import pickle
@@ -19,11 +19,11 @@ STATE = {
     "mergeable_ranks": {bytes([i]): i for i in range(256)},
     "special_tokens": {"<|bos|>": 256},
 }
-ran = []  # what a pickle managed to call
+ran = []  # calls by a pickle
 
 
 def trip(*arguments):
-    """Called by a pickle that got through."""
+    """Must never be called by a pickle."""
     ran.append(arguments)
     return {}
 
@@ -32,13 +32,13 @@ ENCODING = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93"
 
 
 def pickled(state):
-    """An Encoding with any state, as bytes."""
+    """A pickled Encoding with any state."""
     return ENCODING + b")\x81" + pickle.dumps(state, 4)[2:-1] + b"b."
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a tokenizer.pkl of this content."""
+    """Reads a tokenizer.pkl with this content."""
 
     def content_read(content):
         (tmp_path / "tokenizer.pkl").write_bytes(content)
@@ -49,7 +49,7 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_an_encoding_comes_back_from_a_pickle(tmp_path, read, protocol):
-    """A real one, trained here: the same vocabulary and the same tokens."""
+    """A trained encoding keeps its vocabulary and tokens."""
     encoding = make_encoding()
     found = read_encoding(write_pickle(tmp_path, encoding, protocol=protocol))
     assert found.encode("Anna bakes, naïve 漢字 😀") == encoding.encode("Anna bakes, naïve 漢字 😀")
@@ -88,8 +88,8 @@ NESTED = b"".join(b"\x94h%c\x86" % place for place in range(60))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_vocabulary_needs_is_refused_and_nothing_runs(read, content, found):
-    """Other names, calls, references to outside, and few bytes that stand for gigabytes or for hours."""
+def test_opcodes_that_no_vocabulary_needs_are_refused(read, content, found):
+    """Other names, calls, external references, and short pickles that expand to gigabytes or hours."""
     ran.clear()
     with pytest.raises(UserError, match=f"{re.escape(found)}; no code was run"):
         read(content)
@@ -116,8 +116,8 @@ TABLE = "does not map bytes and names to distinct numbers"
         (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "lacks tokens for some bytes"),
     ],
 )
-def test_what_is_no_vocabulary_is_reported(read, content, message):
-    """One line with the file; broken pickles end in the same way."""
+def test_invalid_vocabularies_are_refused(read, content, message):
+    """The error names the file in one line, also for broken pickles."""
     with pytest.raises(
         UserError, match=r"tokenizer\.pkl: this is not a pickle of tiktoken's Encoding: "
     ) as caught:
@@ -126,7 +126,7 @@ def test_what_is_no_vocabulary_is_reported(read, content, message):
 
 
 def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
-    """As MLX-GRPO wrote them: `grpo convert` makes the tokenizer's files, wherever the pickle is."""
+    """`grpo convert` creates the tokenizer's files for folders as MLX-GRPO writes them."""
     folder = make_nanochat_folder(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""A row's images are paths or bytes; invalid ones, and models without vision, are refused (without mlx-vlm)."""
+"""A row's images are paths or bytes; invalid ones and models without vision are refused."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Adapters keep the rules of whole models: complete, finite, and of the base that they are applied to."""
+"""Adapters must be complete, finite, and made for the model that they are applied to."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ TOKENS = mx.array([[5, 9, 70, 31]])
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model and random adapters for it as a run saves them."""
+    """A model, and random adapters for it in the files of a run."""
     folder = tmp_path_factory.mktemp("made")
     path = make_model_folder(folder / "base", dtype="bfloat16")
     loaded = load_model(ModelConfig(path=str(path), tune="lora", lora=LoraConfig(rank=2, scale=4.0)), CPU)
@@ -44,21 +44,21 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def base(made, tmp_path, monkeypatch):
-    """The model, in the current folder."""
+    """A copy of the model in the current folder."""
     monkeypatch.chdir(tmp_path)
     return shutil.copytree(made / "base", tmp_path / "base")
 
 
 @pytest.fixture
 def adapter(made, base, tmp_path):
-    """Its adapters."""
+    """A copy of its adapters."""
     folder = shutil.copytree(made / "adapter", tmp_path / "adapter")
     edit(folder, model=str(base))
     return folder
 
 
 def edit(folder, **changes):
-    """Changes keys of adapter_config.json; None leaves them out."""
+    """Changes keys of adapter_config.json; None removes them."""
     file = folder / "adapter_config.json"
     settings = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
@@ -78,7 +78,7 @@ def edit(folder, **changes):
     ],
 )
 def test_settings_that_mlx_lm_cannot_compute_with(adapter, key, value, line):
-    """The key, what is expected and what was found, in one line."""
+    """The error names the key, what is expected and what was found, in one line."""
     table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
     edit(
         adapter,
@@ -107,8 +107,8 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
-    """To talk to, and to export: no model of NaN, none that is half of two."""
+def test_incomplete_and_invalid_tensors_are_refused(base, adapter, name):
+    """Neither inference nor export accepts missing tensors, NaN or integers."""
     spoil, line = SPOILT[name]
     file = adapter / "adapters.safetensors"
     save_arrays(file, spoil(load_arrays(file)[0]), {})
@@ -120,7 +120,7 @@ def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
 
 
 def test_adapters_know_their_base(base, adapter, tmp_path):
-    """The same weights wherever they lie and in whatever dtype holds them; others are refused by name."""
+    """The base may be in another folder or dtype; different weights are refused, with both names."""
     assert load_inference(str(base), CPU, adapter=str(adapter)).notices == ()
     shutil.copytree(base, tmp_path / "moved")
     weights, metadata = load_arrays(base / "model.safetensors")
@@ -140,8 +140,8 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
 
 
 def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
-    """As mlx-lm's own trainer writes them, and applies them, but for the dropout; by --adapter, or by naming
-    the adapters' folder alone."""
+    """mlx-lm's trainer writes such adapters. They have mlx-lm's logits without dropout, given as --adapter or
+    as the model."""
     table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
     edit(adapter, base_digest=None, lora_parameters=table | {"dropout": 0.5})
     theirs, _ = mlx_lm.load(str(base), adapter_path=str(adapter))[:2]
@@ -156,7 +156,7 @@ def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
 
 
 def test_unusable_adapters_are_errors(base, adapter):
-    """As a model to train, two at once, a base that is not named, missing files."""
+    """Adapters as a model to train, two at once, an unnamed base, and missing files."""
     with pytest.raises(UserError, match=r"these are adapters, not a model; .* set model\.adapters"):
         resolve_model(str(adapter))
     with pytest.raises(UserError, match=r"contains adapters, and .* is also given"):
@@ -170,7 +170,7 @@ def test_unusable_adapters_are_errors(base, adapter):
 
 
 def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_one():
-    """Names, shapes and numbers count, the dtype that holds them does not; places are spread evenly."""
+    """It depends on names, shapes and numbers, but not on the dtype; sampled positions are spread evenly."""
     leaf = mx.random.normal((WHOLE // 64, 64), key=mx.random.key(0)).astype(mx.bfloat16)
     digest = base_digest({"a": leaf})
     assert base_digest({"a": leaf.astype(mx.float32)}) == digest
@@ -204,8 +204,8 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(*value.items()),
 )
-def test_adapters_that_a_run_cannot_go_on_from(base, adapter, tmp_path, change, line):
-    """Each is refused before the first step, in a line with the folder and what was expected."""
+def test_adapters_that_a_run_cannot_continue_from(base, adapter, tmp_path, change, line):
+    """The run ends before its first step; one line names the folder and what was expected."""
     make_model_folder(tmp_path / "other", seed=1)
     shutil.copytree(adapter, tmp_path / "wide")
     edit(tmp_path / "wide", lora_parameters={"rank": 3, "scale": 1.0, "dropout": 0.0})

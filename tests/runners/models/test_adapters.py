@@ -1,4 +1,4 @@
-"""LoRA, DoRA and full training from end to end, on plain and quantized bases; the reference costs nothing."""
+"""LoRA, DoRA and full training from end to end, on plain and quantized bases, with a reference."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ CASES = [("full", None), ("lora", None), ("dora", None), ("lora", QUANTIZED), ("
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The config, the base's folder and the result of a run of each case: once."""
+    """The config, the base's folder and the result of a run, cached for each case."""
 
     @functools.cache
     def train(tune, packed):
@@ -58,8 +58,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("tune", "quantize"), CASES)
-def test_what_was_trained_opens_in_mlx_lm(trained, tune, quantize):
-    """final/ as a model, and its adapters over the base, both compute what the learner ended with."""
+def test_a_trained_model_opens_in_mlx_lm(trained, tune, quantize):
+    """final/ as a model, and the base with its adapters, have the logits of the learner's last state."""
     from mlx_lm import load
 
     config, folder, result = trained(tune, quantize)
@@ -84,7 +84,7 @@ def test_what_was_trained_opens_in_mlx_lm(trained, tune, quantize):
 
 @pytest.mark.parametrize(("tune", "quantize"), CASES[1:])
 def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
-    """All roles share the frozen base and the first adapters, array by array; the reference is the base."""
+    """All roles share the arrays of the base and the first adapters; the reference equals the base."""
     from mlx_lm import load
 
     config, folder = config_of(tmp_path, tune, quantize)
@@ -102,9 +102,9 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
 
 
 @pytest.mark.parametrize("tune", ["lora", "dora"])
-def test_a_run_goes_on_from_the_adapters_of_another(trained, tune):
-    """model.adapters: the folder's settings replace model.lora, its tensors are the first state, and the
-    reference; final/ holds them on, for mlx-lm as well."""
+def test_a_run_continues_from_existing_adapters(trained, tune):
+    """With model.adapters, the folder's settings replace model.lora, and its tensors are initial state and
+    reference. mlx-lm opens the adapters in final/."""
     from mlx_lm import load
 
     _, folder, first = trained(tune, None)

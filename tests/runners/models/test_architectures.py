@@ -1,4 +1,4 @@
-"""Every architecture that is promised: loaded, trained for two updates, saved, and generated from."""
+"""Every supported architecture is loaded, trained for two updates, saved, and used to generate."""
 
 import json
 
@@ -38,7 +38,7 @@ def folder(request, tmp_path, monkeypatch):
 
 
 def greedy(module, prompt, count, ends):
-    """The likeliest continuation by whole forward passes; ends with an end token."""
+    """The greedy continuation, computed by whole forward passes until an end token."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(module(mx.array([tokens]))[0, -1].argmax()))
@@ -48,8 +48,8 @@ def greedy(module, prompt, count, ends):
 
 
 def test_an_architecture_from_end_to_end(folder):
-    """Learner and sampler agree on log-probs; training moves the model; mlx-lm opens what was written, and
-    our generation is the greedy one of its forward."""
+    """Learner and sampler agree on log-probs, training changes the model, and mlx-lm opens final/. Greedy
+    generation equals the greedy tokens of mlx-lm's forward pass."""
     start = load_model(ModelConfig(path="model"), CPU).module(TOKENS)
     result = grpo("run", "train.toml")
     updates = updates_of(folder / "two")

@@ -1,4 +1,4 @@
-"""The model check of a run: what passes is remembered, and it can be switched off."""
+"""A run's model check records what has passed, and can be switched off."""
 
 import attrs
 import pytest
@@ -19,17 +19,17 @@ FACTS = {"model_config": {"model_type": "afm7"}, "platform": Platform(backend="c
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
-    """The user's cache folder, a fresh one."""
+    """An empty user cache."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
 
 
 def check(of, **changes):
-    """What the check of a policy finds."""
+    """The result of checking a policy."""
     return check_model(CONFIG, of, of.params, PROMPTS, **FACTS | changes)
 
 
-def test_what_passes_is_not_compared_again(monkeypatch):
-    """Another model or version of mlx is, and all where the cache cannot be written to."""
+def test_a_model_that_passed_is_not_checked_again(monkeypatch):
+    """Another model or MLX version is checked, and every model if the cache cannot be written."""
     calls, compare, of = [], g.check_policy, tiny_policy()
     monkeypatch.setattr(g, "check_policy", lambda *a, **k: calls.append(1) or compare(*a, **k))
     for count, changes in ((1, {}), (1, {}), (2, {"model_config": {"model_type": "other"}})):
@@ -42,7 +42,7 @@ def test_what_passes_is_not_compared_again(monkeypatch):
 
 
 def test_a_path_is_given_up_each_time():
-    """With its line: afm7 shares no prompts in the learner."""
+    """afm7 cannot share prompts in the learner; every check says so."""
     for found in (check(tiny_policy("afm7")), check(tiny_policy("afm7"))):
         assert found.given_up == ("share_prompts",) and "separately" in found.notices[0]
 
@@ -50,8 +50,8 @@ def test_a_path_is_given_up_each_time():
 @pytest.mark.parametrize(
     "fault, key", [("checkpointed blocks give", "grad_checkpoint"), ("log-probs differ", "check_model")]
 )
-def test_a_fault_names_the_key_that_goes_on(fault, key, monkeypatch):
-    """In one line."""
+def test_a_fault_names_the_key_that_skips_the_check(fault, key, monkeypatch):
+    """The error is one line with that key."""
 
     def refuse(*_, **__):
         raise ValueError(fault)

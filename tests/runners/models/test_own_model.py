@@ -1,4 +1,4 @@
-"""`model.loader`: the documented example is trained, saved, opened and generated from; faults are lines."""
+"""The documented `model.loader` is trained, saved, opened and used; faulty loaders end with one line."""
 
 import json
 
@@ -34,7 +34,7 @@ CONFIG = small(
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder: parallel.py as docs/own-model.md has it, a model of random weights, a config."""
+    """The current folder with parallel.py from docs/own-model.md, a random model, and a config."""
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "own-model.md"
     (text,) = [s.text for s in snippets(page) if s.comments.get("file") == "parallel.py"]
@@ -60,7 +60,7 @@ def _model(folder, sizes):
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_the_documented_architecture_is_trained_and_opened_again(folder, tune):
-    """Two updates move it; the learner and the sampler agree; final/ opens by the same loader, trained."""
+    """Two updates change it, learner and sampler agree, and the same loader opens the trained final/."""
     config = load_config("train.toml", [f"model.tune={tune}"])
     result = run_training(config, report=Quiet())
     updates = updates_of(result.folder)
@@ -76,7 +76,7 @@ def test_the_documented_architecture_is_trained_and_opened_again(folder, tune):
 
 
 def test_generate_and_eval_use_the_loader(folder):
-    """grpo generate and eval open it with --loader; without, mlx-lm's word on the architecture is a line."""
+    """grpo generate and eval open it with --loader; without it, they end with one line."""
 
     def grpo(*arguments):
         return CliRunner().invoke(cli.main, arguments)
@@ -106,7 +106,7 @@ def test_generate_and_eval_use_the_loader(folder):
     ],
 )
 def test_a_faulty_loader_is_refused_in_one_line(folder, text, message):
-    """What was named, what came of it, what is wanted."""
+    """The line names the loader, what it returned or raised, and what is expected."""
     (folder / "own.py").write_text(text + "\n")
     with pytest.raises(UserError, match=message) as caught:
         load_model(ModelConfig(path="wide", loader="own.py:load"), CPU)

@@ -1,4 +1,4 @@
-"""rope_parameters, as transformers 5 writes them, in the keys that mlx-lm's modules read."""
+"""rope_parameters from transformers 5 are translated to the keys that mlx-lm's modules read."""
 
 import importlib
 import json
@@ -43,19 +43,19 @@ LAYERS = {
 
 
 def config(model_type, rope_parameters, **more):
-    """A config.json as far as the rotary embedding goes."""
+    """The keys of a config.json that concern the rotary embedding."""
     return {"model_type": model_type, **LENGTHS, **more, "rope_parameters": rope_parameters}
 
 
 def added(before):
-    """What the mapping adds; everything else stays, and a second pass changes nothing."""
+    """The added keys. Existing keys are kept, and a second translation changes nothing."""
     after = with_rope_keys(before)
     assert after.items() >= before.items() and with_rope_keys(after) == after
     return {key: value for key, value in after.items() if key not in before}
 
 
 def scaling(table, **changes):
-    """rope_scaling of a table: both names of its type, neither θ nor the rotated share."""
+    """rope_scaling for a table, with both names of its type, without θ and the rotated share."""
     kept = {k: v for k, v in table.items() if k not in ("rope_theta", "partial_rotary_factor")}
     return {**kept, "type": table["rope_type"], **changes}
 
@@ -106,12 +106,12 @@ KEYS = [
 
 @pytest.mark.parametrize(("before", "want"), KEYS)
 def test_the_keys_of_each_kind(before, want):
-    """θ, scaling, the rotated share and layers' own tables go where mlx-lm's module looks for them."""
+    """mlx-lm's module finds θ, scaling, the rotated share and tables by layer type."""
     assert added(before) == want
 
 
 def test_nothing_to_map_changes_nothing():
-    """No rope_parameters, a module that reads them itself or of its own, or no module at all."""
+    """No rope_parameters, a module that reads them, custom code, or an unknown module."""
     table = {"rope_type": "default", "rope_theta": 5e5}
     for before in (
         {"model_type": "llama", "rope_theta": 1e4},
@@ -150,15 +150,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("before", "line"), REFUSED)
-def test_what_mlx_lm_does_not_compute_is_refused_by_name(before, line):
-    """One line, which names the key: no default in its place."""
+def test_settings_that_mlx_lm_does_not_support_are_refused(before, line):
+    """The error names the key in one line, instead of using a default."""
     with pytest.raises(UserError, match=line) as caught:
         with_rope_keys(before)
     assert "\n" not in str(caught.value)
 
 
 def modules():
-    """mlx-lm's modules with the keys that they read: name, keys."""
+    """The name of each of mlx-lm's modules and the keys that it reads."""
     for found in pkgutil.iter_modules(mlx_lm.models.__path__):
         if found.name == "olmo":  # ends the process where a package of its own is missing
             continue
@@ -172,7 +172,7 @@ def modules():
 
 
 def test_every_module_of_mlx_lm_is_accounted_for():
-    """Whoever reads rope_parameters itself or has a text part is listed."""
+    """Modules that read rope_parameters or have a text_config are listed."""
     found = dict(modules())
     assert len(found) > 90
     themselves = {"gemma4", "kimi_k3", "minimax_m3_vl", "muse_spark", "qwen3_5", "qwen3_5_moe"}
@@ -187,12 +187,12 @@ def test_every_module_of_mlx_lm_is_accounted_for():
 
 
 def logits(folder):
-    """What mlx-lm alone computes with a folder."""
+    """A folder's logits, computed by mlx-lm alone."""
     return mlx_lm.utils.load_model(folder)[0](TOKENS)
 
 
 def test_both_spellings_compute_the_same(tmp_path, monkeypatch):
-    """Loaded to train or to use; mlx-lm alone reads what training, `convert` and `export` write."""
+    """Both have the same logits, and mlx-lm alone reads the folders of training, `convert` and `export`."""
     monkeypatch.chdir(tmp_path)
     old, new = make_model_folder(tmp_path / "old"), make_model_folder(tmp_path / "new")
     stating("config.json", rope_theta=777.0, rope_scaling=scaling(LLAMA3), **LENGTHS)(old)
@@ -216,7 +216,7 @@ def test_both_spellings_compute_the_same(tmp_path, monkeypatch):
 
 
 def test_convert_reads_what_transformers_saves(tmp_path):
-    """Another name for the number of experts: mlx-lm alone opens the new folder, and computes the same."""
+    """transformers names the number of experts differently; mlx-lm alone opens the converted folder."""
     source = make_model_folder(tmp_path / "source")  # for its tokenizer
     model, config = small_model("qwen3_moe"), small_config("qwen3_moe")
     config["num_local_experts"] = config.pop("num_experts")

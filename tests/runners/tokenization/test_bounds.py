@@ -114,7 +114,7 @@ def hoard(size):
 
 @pytest.mark.parametrize(("size", "patience"), [(600_000_000, 60.0), (10, 1.0)], ids=["memory", "asleep"])
 def test_the_parent_ends_what_the_system_does_not_limit(monkeypatch, size, patience):
-    """macOS cannot limit the address space, so the parent reads the child's memory, and it also limits time."""
+    """macOS cannot limit the address space, so the parent reads the child's memory and limits its time."""
     monkeypatch.setattr(bounded_process, "_CAN_LIMIT", False)
     monkeypatch.setattr(bounded_process, "_PATIENCE", patience)
     with closing(BoundedFunction(f"{__name__}:hoard", seconds=0.1, memory=10**9)) as call:

@@ -96,7 +96,7 @@ def looks(find, tokens, places):
 def test_find_stop_equals_the_naive_search(plain, sentencepiece, text, stops, cut, places):
     """The number of checks and their positions do not matter, even inside a stop string or a character.
 
-    Texts of the tokenizer with byte fallback are not cut, because its decoder drops bytes after an incomplete
+    Texts of the tokenizer with byte fallback are not cut: its decoder drops bytes after an incomplete
     character.
     """
     for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
@@ -126,7 +126,7 @@ def test_a_stream_gives_a_character_with_its_last_token(plain):
 
 @given(text=st.text(alphabet="ab1 \né√<>/漢😀", max_size=30), cut=st.integers(0, 3))
 def test_a_stream_joins_to_the_whole_text(plain, sentencepiece, text, cut):
-    """The pieces join to the whole text, also with special tokens, and none ends with an incomplete character.
+    """The pieces join to the whole text, also with special tokens; none ends with an incomplete character.
 
     Only byte-level tokens are cut, because a decoder with byte fallback would damage the neighbours.
     """
