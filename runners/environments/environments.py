@@ -19,7 +19,7 @@ from runners.data.rendering import render
 from runners.engines.engine import Engine, Request, ShouldStop, interruptible, never
 from runners.engines.rollouts import Cancelled, converse, seeds_of
 from runners.environments.chat_turns import ChatTurns
-from runners.environments.episodes import Episode, Session
+from runners.environments.episodes import Episode, Home, Session
 from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
@@ -68,20 +68,13 @@ class Player(Protocol):
         ...
 
 
-@attrs.define(eq=False)
-class Environments:
+@attrs.define(eq=False, kw_only=True)
+class Environments(Home):
     """The environments of a run. Instances are created when needed, and reused after a `reset`.
 
     They live in the process of user code and are addressed by number.
     """
 
-    config: EnvConfig
-    calls: Calls
-    tools: dict[str, Tool]  # by name
-    chat: ChatTurns  # how observations become tokens
-    reader: CallReader
-    nudge: str
-    thoughts: tuple[str, ...]  # the tags around them
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None  # the sum of the rewards of turns
     _idle: list[int] = attrs.field(alias="idle")  # instances that no episode uses

@@ -2,29 +2,25 @@
 rewards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import attrs
 
 import grpo_fn as g
 from runners.answers.thoughts import split_thoughts
+from runners.config.sections import EnvConfig
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
 from runners.engines.rollouts import turn_starts
-from runners.environments.chat_turns import LONGEST
+from runners.environments.chat_turns import LONGEST, ChatTurns
 from runners.environments.instances import failure
-from runners.environments.tool_calls import ToolCall
+from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.user_code.process import THREAD, TOGETHER, Outcome
-
-if TYPE_CHECKING:
-    from runners.environments.environments import Environments
+from runners.user_code.worker import Calls
 
 
 @attrs.define(eq=False)
@@ -40,6 +36,19 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
+@attrs.define(eq=False, kw_only=True)
+class Home:
+    """The tools of a run, and what all of its episodes share."""
+
+    config: EnvConfig
+    calls: Calls
+    tools: dict[str, Tool]  # by name
+    chat: ChatTurns  # how observations become tokens
+    reader: CallReader
+    nudge: str  # precedes each row's first words
+    thoughts: tuple[str, ...]  # the tags around thoughts, in which nothing is called
+
+
 @attrs.define(eq=False)
 class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them executed, and writes
@@ -47,7 +56,7 @@ class Session:
 
     episodes: Sequence[Episode]  # one episode per row, already started
     prompts: Sequence[tuple[int, ...]]  # one prompt per row
-    _home: Environments
+    _home: Home
     _should_stop: ShouldStop = never
     # For each row that waits for a reply: its turn, and the names of refused calls.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)

@@ -231,20 +231,9 @@ class Server(HttpServer):
     async def _models(self, request: Request) -> Response:
         self._session(request)
         model = self.service.model
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [
-                    {
-                        "id": model.name,
-                        "object": "model",
-                        "created": 0,
-                        "owned_by": "grpo_fn",
-                        "max_model_len": model.length,
-                    }
-                ],
-            }
-        )
+        card = {"id": model.name, "max_model_len": model.length, "created": 0}
+        data = [{**card, "object": "model", "owned_by": "grpo_fn"}]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _complete(
         self, read: Callable[[dict[str, Any]], Asked], request: Request

@@ -380,6 +380,8 @@ class TrainingServer(HttpServer):
         scored = min(last, len(prompt) - 1) if asked["prompt_logprobs"] else 0
         seeds = tuple(derived_seed((seed >> 32, seed & 0xFFFFFFFF), n) for n in range(count))
         wanted = EngineRequest(prompt=prompt, seeds=seeds)
-        job = partial(self._trainer.sample, future, way.made, wanted, sampling, scored)
+        job = partial(
+            self._trainer.sample, future, way.made, wanted, sampling, scored, wire.sample_output
+        )
         self._trainer.put(job, future)
         return future.said

@@ -19,7 +19,7 @@ import grpo_fn as g
 from grpo_fn.layers import twin_module
 from grpo_fn.trees import flat, from_names, named_leaves, on_host, split_leaves
 from runners.config.sections import LoraConfig
-from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Weights
+from runners.engines.engine import DEFAULT_ROWS, Engine, Request, Row, Weights
 from runners.errors import UserError, error_line, show
 from runners.files.durable import new_folder
 from runners.files.json_files import write_json
@@ -28,7 +28,6 @@ from runners.models import adapters
 from runners.models.model_reader import cast_floating, main_dtype
 from runners.serve.service import WAIT, News, hand_out
 from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
-from runners.serve.tinker.wire import sample_output
 
 ALPHA = 32.0  # Tinker's adapters have the scale ALPHA / rank
 LINGER = 0.01  # seconds to wait for more samples before decoding starts
@@ -72,6 +71,8 @@ class Sample:
     request: Request
     sampling: g.Sampling
     prompt_logp: np.ndarray | None  # None: not requested
+    # From the rows and the log-probs of the prompt, what the listener receives.
+    answer: Callable[[Sequence[Row], np.ndarray | None], Any]
 
 
 class Trainer:
@@ -134,9 +135,10 @@ class Trainer:
         request: Request,
         sampling: g.Sampling,
         scored: int,
+        answer: Callable[[Sequence[Row], np.ndarray | None], Any],
     ) -> None:
-        """A job: queues a request for the engine. The listener receives a SampleResponse, with the
-        log-probs of the prompt's last `scored` tokens.
+        """A job: queues a request for the engine. The listener receives the `answer` made of its
+        rows and the log-probs of the prompt's last `scored` tokens.
         """
         sampler = source()
         prompt_logp = None
@@ -146,7 +148,7 @@ class Trainer:
             (piece,) = g.split_batch(g.batch_of([row], [[0.0] * scored]), max_tokens=MICRO_TOKENS)
             logp = np.array(sampler.logprobs(sampler.params, piece))[0, :scored]
             prompt_logp = np.concatenate([np.full(start, np.nan, np.float32), logp])
-        self._waiting.append(Sample(listener, sampler, request, sampling, prompt_logp))
+        self._waiting.append(Sample(listener, sampler, request, sampling, prompt_logp, answer))
 
     def _begin(self) -> None:
         """Submits samples to the engine: those with the oldest sample's weights, if no others are
@@ -180,7 +182,7 @@ class Trainer:
             return
         for ticket in done.keys() & self._decoding.keys():
             sample = self._decoding.pop(ticket)
-            self._work(partial(sample_output, done[ticket], sample.prompt_logp), sample.listener)
+            self._work(partial(sample.answer, done[ticket], sample.prompt_logp), sample.listener)
 
     def sampler(self, path: str | None) -> Sampler:
         """A job: creates a sampler with saved weights; None means the base model's."""
