@@ -47,8 +47,9 @@ _MORE = {  # keys that a config.json may have, besides those of the folder that 
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
     "_name_or_path": "somebody/model",
 }
-_MODEL_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
-_RUN_FILES = ("config.resolved.json", "final/grpo_prompt.json", "final/config.json")
+_NAMES = ("config", "tokenizer_config", "tokenizer", "generation_config")
+_MODEL_FILES = [f"model/{name}.json" for name in _NAMES]
+_RUN_FILES = [f"runs/one/{name}.json" for name in ("config.resolved", "final/grpo_prompt", "final/config")]
 
 
 def places(value: Any, path: tuple = (), most: int = 40) -> Iterator[tuple]:
@@ -101,12 +102,7 @@ def changes(draw: Any, folder: Path) -> tuple[str, Any]:
         path = draw(st.sampled_from(sorted(places(lines[0]), key=repr)))
         lines = [replaced(line, path, text, as_key) for line in lines if path[0] in line]
         return name, "".join(json.dumps(line) + "\n" for line in lines)
-    files = (
-        [f"model/{name}" for name in _MODEL_FILES]
-        if kind == "model"
-        else [f"runs/one/{x}" for x in _RUN_FILES]
-    )
-    name = draw(st.sampled_from(files))
+    name = draw(st.sampled_from(_MODEL_FILES if kind == "model" else _RUN_FILES))
     content = json.loads((folder / name).read_text()) if (folder / name).exists() else {"eos_token_id": [2]}
     if name == "model/config.json":
         more = draw(st.sampled_from(sorted(_MORE)))

@@ -42,14 +42,12 @@ def make_state(loaded, *, seed=1, reference=True):
 
 def same_bits(first, second):
     """Equal structure, dtypes and bits, NaN and -0.0 included."""
-    left, right = [], []
-    if structure_of(attrs.asdict(first, recurse=False), left) != structure_of(
-        attrs.asdict(second, recurse=False), right
-    ):
-        return False
-    return all(
+    leaves = [], []
+    fields = [attrs.asdict(each, recurse=False) for each in (first, second)]
+    one, other = (structure_of(*pair) for pair in zip(fields, leaves, strict=True))
+    return one == other and all(
         a.dtype == b.dtype and a.shape == b.shape and bytes(memoryview(a)) == bytes(memoryview(b))
-        for a, b in zip(left, right, strict=True)
+        for a, b in zip(*leaves, strict=True)
     )
 
 

@@ -18,26 +18,19 @@ line = " The river runs until the sea , and after the rain it was until the even
 datasets.load_dataset = lambda *_, **__: datasets.Dataset.from_dict({"text": [line * 40] * 400})
 tokenizer_utils.register_tokenizer(NAME, lambda: AutoTokenizer.from_pretrained(FOLDER))
 task = env.CountingTaskConfig(num_pages_min=1, num_pages_max=1, page_chars=120)
-config = train.build_config(
-    train.CLIConfig(
-        model_name=NAME,
-        renderer_name=RENDERER,
-        lora_rank=4,
-        learning_rate=1e-3,
-        group_size=2,
-        groups_per_batch=1,
-        max_tokens=12,
-        max_trajectory_tokens=2048,
-        task=task,
-        save_every=0,
-        max_steps=STEPS,
-        base_url=URL,
-        log_path=LOGS,
-    )
-)
+names = {"model_name": NAME, "renderer_name": RENDERER, "base_url": URL, "log_path": LOGS}
+sizes = {
+    "lora_rank": 4,
+    "group_size": 2,
+    "groups_per_batch": 1,
+    "max_tokens": 12,
+    "max_trajectory_tokens": 2048,
+}
+steps = {"max_trajectory_tokens": 2048, "learning_rate": 1e-3, "save_every": 0, "max_steps": STEPS}
+config = train.build_config(train.CLIConfig(task=task, **names, **sizes, **steps))
 asyncio.run(rl_train.main(config))
 rows = [json.loads(text) for text in Path(LOGS, "metrics.jsonl").read_text().splitlines()]
-names = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
-apart = [[row[name] for name in names] for row in rows if names[0] in row]
+kls = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
+apart = [[row[name] for name in kls] for row in rows if kls[0] in row]
 assert apart and all(abs(first) < 1e-3 and second < 1e-4 for first, second in apart), apart
 print("fine")

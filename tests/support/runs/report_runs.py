@@ -85,19 +85,11 @@ def write_update(files, update, group=4, texts=("a", "b"), nan_at=None, gold=Tru
                 }
             )  # fmt: skip
     if update % 3 == 0:
-        found = (
-            {"em": 0.1 * update, "em_subset": 4}
-            if gold
-            else {"eval/reward": 0.1 * update, "eval/reward_std": 0.1}
-        )
+        reward = {"eval/reward": 0.1 * update, "eval/reward_std": 0.1}
+        found = {"em": 0.1 * update, "em_subset": 4} if gold else reward
         files["training_log"].write({"update": update, **found, "time/eval": 0.1})
         for problem in range(4):
             right = problem < update // 3 + 1
             judged = {"answer": "1", "extracted": f"read {right}", "correct": right} if gold else {}
-            record = {
-                "update": update,
-                "problem": problem,
-                "prompt": f"problem {problem}",
-                "completion": f"{right}",
-            }
-            files["evaluations"].write({**record, **judged, "reward": float(right)})
+            record = {"update": update, "problem": problem, "prompt": f"problem {problem}"}
+            files["evaluations"].write({**record, "completion": f"{right}", **judged, "reward": float(right)})
