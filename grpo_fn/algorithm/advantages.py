@@ -125,7 +125,7 @@ def turn_advantages(
         A_s = Σ_{k ≥ s} γ^(k−s)·z_k        z = the rewards of all steps, normalised by
                                            `group_advantages`
 
-    so with γ = 1 and one reward per completion, at its last step, the result is exactly that of
+    With γ = 1 and one reward per completion, at its last step, the result is exactly that of
     `group_advantages`. With `turn` (GiGPO, arXiv 2505.10978, section 4; its ω = 1):
 
         A_s = A^E + A^S_s                  A^E = the group's advantages of Σ_k r_k

@@ -63,8 +63,8 @@ class HeadSplit:
         trainable: names of the trainable leaves that the head uses.
         weight: name of a leaf [V,D] such that the logits are cap · tanh(scale · x / cap) of the
             product x with this leaf, or scale · x without a cap; None if there is no such leaf.
-        scale: the number in these formulas.
-        cap: the number in the first formula, or None.
+        scale: the number `scale` in the formulas of `weight`.
+        cap: the number `cap` in the first formula of `weight`; None without a cap.
         over_caches: whether the model needs its own caches to compute what it decodes.
     """
 

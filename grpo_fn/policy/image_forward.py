@@ -1,8 +1,8 @@
 """Images in a model's forward pass: features replace embeddings, and rotations use three positions
 per token.
 
-Positions are passed through the caches: a layer rotates by its cache's `offset`, which is a number
-(or one per row) for text, and a `Positions` here.
+Positions are passed through the caches, because a layer rotates by its cache's `offset`. For text,
+the offset is a number, or one number per row; here, it is a `Positions`.
 """
 
 import functools

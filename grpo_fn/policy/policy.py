@@ -137,8 +137,8 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """Like `bound`, for decoding this many rows. If `joins_weights` is set, `decode_weights`
-        applies.
+        """Like `bound`, for decoding this many rows. If `joins_weights` is set, the module has its
+        weights in the form of `decode_weights`.
         """
         with self.bound(params) as module:
             if not self.joins_weights:

@@ -123,8 +123,8 @@ def _last(size: int) -> mx.array:
 def can_share(module: nn.Module) -> bool:
     """Whether every layer has its own plain key-value cache and accepts a mask for each row.
 
-    Sliding windows, recurrent states, and layers that use other layers' caches do not allow shared
-    prompts.
+    Prompts cannot be shared with sliding windows, recurrent states, or layers that use other
+    layers' caches.
     """
     from mlx_lm.models.cache import KVCache
 

@@ -149,7 +149,8 @@ class PrefixCache:
         return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
     def join(self, other: "PrefixCache", layout: Layout) -> None:
-        """Appends the prompts and rows of another cache; these rows have no own tokens yet."""
+        """Appends the prompts and rows of another cache; these rows have not sampled any tokens
+        yet."""
         self.prompt = (
             _stacked(self.prompt[0], other.prompt[0]),
             _stacked(self.prompt[1], other.prompt[1]),
