@@ -72,8 +72,8 @@ class Plan:
 
     def syncs(self, state: RunState) -> bool:
         """Whether the sampler receives the learner's weights after the next update."""
-        steps = state.batch_step - state.synced_at
-        return steps >= self.config.loss.sync_every or self.is_supervised(state)
+        due = state.batch_step - state.synced_at >= self.config.loss.sync_every
+        return due or self.is_supervised(state)
 
     def progress(self, state: RunState) -> TrainerState:
         """The progress of the run, for rewards."""
