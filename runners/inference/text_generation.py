@@ -242,7 +242,7 @@ class Conversation:
         )
         one = attrs.evolve(self.sampling, num_generations=1)
         (first,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
-        request = attrs.evolve(first, keep=True, continues=self._last)
+        request = attrs.evolve(first, keep=not images, continues=self._last)
         tokens: list[Token] = []
         times = [time.perf_counter()]
 

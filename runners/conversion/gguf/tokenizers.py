@@ -132,7 +132,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
     kinds = header.numbers("tokenizer.ggml.token_type", len(tokens))
-    types = [int(each) for each in kinds or [_Type.NORMAL] * len(tokens)]
+    types: list[int] = [int(each) for each in kinds or [_Type.NORMAL] * len(tokens)]
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _Type.UNUSED}
     parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
     if parts is None:
