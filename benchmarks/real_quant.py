@@ -47,8 +47,8 @@ from grpo_fn.policy.quantized_role import MODES
 from grpo_fn.trees import Tree, materialize, named_leaves, nbytes
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
-from runners.data.row_files import Rows
 from runners.data.prompts import build_examples
+from runners.data.row_files import Rows
 from runners.machine import startup
 from runners.models.loaded_model import load_model
 
@@ -240,9 +240,8 @@ def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     rows, _ = load_rows(config.data)
     count, tokens = (4, 8) if quick else (64, 128)
-    prompts = [
-        list(example.tokens) for example in build_examples(Rows(rows[:count]), config.data, loaded.tokenizer)[0]
-    ]
+    examples, _ = build_examples(Rows(rows[:count]), config.data, loaded.tokenizer)
+    prompts = [list(example.tokens) for example in examples]
     texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
     say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
     full = log_probs(policy, policy.params, texts)
