@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: its files with their digests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

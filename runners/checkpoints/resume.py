@@ -2,8 +2,6 @@
 current ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime

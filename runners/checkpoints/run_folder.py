@@ -1,7 +1,5 @@
 """Manages the folder of a run: its lock, its checkpoints, and files of an earlier run."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

@@ -4,8 +4,6 @@ Digests are SHA-256. Files and columns are read completely; for the weights unde
 `base_digest`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Lists the runs in a folder: progress, results, and how to resume each. Nothing is changed."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

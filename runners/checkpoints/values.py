@@ -3,8 +3,6 @@
 Checkpoints are untrusted: values that do not match their field's type are rejected.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin

@@ -1,8 +1,6 @@
 """Exports a model: a folder with merged adapters, optionally quantized, a model card, and an
 upload."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 It contains a run's config and results, but no folder, host or user name.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Format: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx; templates are Go's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

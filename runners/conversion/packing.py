@@ -2,8 +2,6 @@
 on prompts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable

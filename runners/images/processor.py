@@ -4,8 +4,6 @@ as patches.
 mlx-vlm does this with the settings in the model folder's preprocessor_config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 images.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

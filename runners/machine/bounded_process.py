@@ -1,7 +1,5 @@
 """Runs functions in a separate process with limits on time and memory."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import os

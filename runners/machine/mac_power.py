@@ -3,8 +3,6 @@
 Importing this module does not import MLX.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

@@ -3,8 +3,6 @@
 Only the functions import MLX, not this module.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

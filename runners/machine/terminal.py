@@ -6,8 +6,6 @@ in it could hide lines, change the window's title or send input on behalf of the
 later be shown on terminals.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

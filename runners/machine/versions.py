@@ -1,7 +1,5 @@
 """Reports installed packages, imports optional ones, and says how to install missing ones."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 from typing import Any

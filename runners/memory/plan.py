@@ -1,7 +1,5 @@
 """`grpo plan`: shows a run's memory as a table or as JSON, with a message if it does not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

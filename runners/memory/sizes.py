@@ -5,8 +5,6 @@ MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes 
 no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adds adapters to a module: new ones, or those in a folder."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from itertools import chain

@@ -1,7 +1,5 @@
 """Finds a model folder, checks its files before loading, and copies its companion files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

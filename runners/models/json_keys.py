@@ -1,7 +1,5 @@
 """Defines which keys are read from a model's untrusted JSON files, and their valid values."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

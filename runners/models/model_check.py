@@ -3,8 +3,6 @@
 A model that passed is not checked again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -4,8 +4,6 @@ checkpoints.
 `final/` contains the model in its original dtype with merged adapters, and the adapters themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ has its own adapters in PEFT and uses the embedding's in mlx-lm.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantizes a model for its roles, as configured in [rollout] and [loss]."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

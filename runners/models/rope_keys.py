@@ -8,8 +8,6 @@ these are missing. Some other keys have two names in transformers (`attribute_ma
 only one of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys

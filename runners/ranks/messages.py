@@ -2,8 +2,6 @@
 code.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,8 +2,6 @@
 `mpirun`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

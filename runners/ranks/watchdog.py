@@ -7,8 +7,6 @@ system releases the lock when the process ends for any reason, so a rank whose l
 take has disappeared.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Importing this module imports transformers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

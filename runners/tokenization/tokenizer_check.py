@@ -6,8 +6,6 @@ takes a second, once per file content: contents that have passed are recorded in
 folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import closing
 from importlib.metadata import version

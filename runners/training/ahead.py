@@ -5,8 +5,6 @@ Batch steps start in order, according to the number of updates and never to time
 reproducible and no batch step is dropped. One thread samples, and one batch is scored at a time.
 """
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 

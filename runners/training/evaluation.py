@@ -1,7 +1,5 @@
 """Evaluates a run during training: held-out problems, with the learner's weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Gathers the parts of a rollout that the ranks have sampled, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

@@ -5,8 +5,6 @@ On Metal and CUDA, MLX raises an exception. On a CPU, the system ends the proces
 caught.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain

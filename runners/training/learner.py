@@ -1,8 +1,6 @@
 """Builds the functional core of a run from its config: policies, compiled steps and the first
 state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -2,8 +2,6 @@
 micro-batches, and what may follow a rollout or an update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

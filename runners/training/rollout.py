@@ -6,8 +6,6 @@ receive the complete result. A completion's random numbers depend on its prompt'
 sample the same completions as one rank.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor

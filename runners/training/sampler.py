@@ -4,8 +4,6 @@ Its weights are the learner's, in full precision or rounded to few bits. A forma
 is replaced by a finer one, and finally by full precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import attrs

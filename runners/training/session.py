@@ -1,7 +1,5 @@
 """A run in progress: holds its current state, and commits, saves and ends it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

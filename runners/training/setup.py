@@ -1,7 +1,5 @@
 """Builds a run up to its first step, beginning with the parts that can fail quickly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial

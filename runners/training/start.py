@@ -1,7 +1,5 @@
 """Starts a run: its folder, its parts, and its initial state or a checkpoint's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

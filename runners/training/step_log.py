@@ -1,7 +1,5 @@
 """Reports a run's steps: log lines, the display, warnings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

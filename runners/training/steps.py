@@ -6,8 +6,6 @@ gradients of an update are not part of `learn`, because a checkpoint must not de
 of ranks: it contains the waiting micro-batches, but no rank's sums.
 """
 
-from __future__ import annotations
-
 import attrs
 import mlx.core as mx
 

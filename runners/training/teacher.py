@@ -2,8 +2,6 @@
 student sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import attrs

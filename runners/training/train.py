@@ -1,7 +1,5 @@
 """Runs a config from the start or a checkpoint to its final model."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack, closing
 from pathlib import Path

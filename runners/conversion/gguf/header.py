@@ -4,8 +4,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 The `gguf` package defines the types of tensors; its own reader is slow, and does not check bounds.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Mapping

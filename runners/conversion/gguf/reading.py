@@ -2,8 +2,6 @@
 supports their format.
 """
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 

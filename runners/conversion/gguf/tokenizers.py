@@ -2,8 +2,6 @@
 pre-tokenizer, or a BPE like SentencePiece's ("llama") with scores instead of merges.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
