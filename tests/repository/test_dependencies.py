@@ -48,6 +48,12 @@ def imports_of(folder):
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 modules = [node.module or ""]
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "import_extra"
+            ):
+                modules = [ast.unparse(node.args[0]).removeprefix("f").strip("'")]
             for module in modules:
                 name = module.split(".")[0]
                 if name not in OURS | sys.stdlib_module_names:
