@@ -105,13 +105,13 @@ rollout/fallback | text | why the sampler returned to full precision | absent | 
 staleness/mean | updates | with `rollout.max_staleness`: number of updates between sampling a completion and learning from it, averaged over completions | `rollout.max_staleness`, but less at the start | –
 staleness/max | updates | the same number for the oldest completion | at most `rollout.max_staleness` | –
 staleness/tokens | updates | the same number, averaged over tokens | about the same as `staleness/mean` | if it is very different, long completions are older or younger than short ones
-time/ahead | seconds | time that sampling and scoring took in parallel with training, including their waits for the previous batch | close to the total time for sampling and scoring | if it is small and `time/rollout` is large, the learner is faster than the sampler: a larger `rollout.max_staleness`
+time/ahead | seconds | time that sampling and scoring took in parallel with training, including their waits for the previous batch | close to the total time for sampling and scoring | if it is small and `time/rollout` is large, the learner is faster than the sampler; increase `rollout.max_staleness`
 
 # Ranks
 ranks/number | count | number of ranks, if there is more than one | constant | –
 ranks/rollout_seconds/{name} | seconds | time that the rank with this number spent sampling | similar for all ranks | if one rank always takes longer, its machine is slower or runs other programs
 ranks/slowest | rank | the rank that took longest to sample | varies | if the same rank is always slowest, its machine is slower or is running other programs
-ranks/rollout_skew | seconds | time between the ends of sampling on the fastest and on the slowest rank | small compared with `time/rollout` | if it is large, completions differ greatly in length, or the machines differ
+ranks/rollout_skew | seconds | time from when the fastest rank finishes sampling until the slowest one does | small compared with `time/rollout` | if it is large, completions differ greatly in length, or the machines differ
 ranks/waiting_seconds | seconds | time that rank 0 waited for slower ranks | about the same as `ranks/rollout_skew` | see `ranks/rollout_skew`
 ranks/reducing_seconds | seconds | time spent summing gradients over ranks | small compared with `time/learner` | a faster network, or more completions per rank
 fault | text | why a rank failed and ended the run | absent | [many devices](many-devices.md)

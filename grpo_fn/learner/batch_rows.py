@@ -92,8 +92,8 @@ def take_part(
     prompts: Sequence[int] | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Batch:
-    """Selects, cuts and pads the fields of a batch along their `AXES`; the counts remain the whole
-    batch's. No other function cuts or pads a batch.
+    """Selects, truncates and pads the fields of a batch along their `AXES`; the counts remain the
+    whole batch's. No other function truncates or pads a batch.
 
     Args:
         rows: the rows of `targets_bt`.

@@ -140,8 +140,8 @@ def _merged(layer: Any, key: mx.array) -> nn.Linear:
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
-    """Inside the `with` block, the module has its weights in the form for decoding this many rows
-    at a time.
+    """Inside the `with` block, the module's weights are in the form that decodes `rows` rows at a
+    time fastest.
     """
     with ExitStack() as stack:
         plain = stack.enter_context(unpacked_weights(module))

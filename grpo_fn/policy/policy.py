@@ -110,8 +110,8 @@ class Policy:
         """The same policy without the initial parameters, over a module without trainable weights.
 
         Use this method for long runs; otherwise, `params` and the module would keep the initial
-        weights in memory. The module loses its weights in place; afterwards, use it through
-        `bound`.
+        weights in memory. The weights are removed from the module in place; afterwards, use it
+        through `bound`.
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)

@@ -36,7 +36,7 @@ class Sampling:
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
         repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1
             means none.
-        eos_ids: tokens that end a completion; the end token is part of the completion and counts.
+        eos_ids: tokens that end a completion; the completion and its length include the end token.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the full distribution at each position.
 

@@ -1,4 +1,4 @@
-"""Answers in running text: the last number, and the letter of a choice.
+"""Finds the answer in free text: the last number, or the letter of a choice.
 
 Ambiguous text (a number inside an expression, a list or a range, or two letters) has no answer. All
 patterns are applied to a limited part of the text.

@@ -70,7 +70,7 @@ class LoraConfig:
 class ModelConfig:
     """[model]: what is trained, and in which precision."""
 
-    path: str = key(attrs.NOTHING, '`"embedded"` or `"embedded-tools"` (the small models in the package), a model folder in the format of mlx-lm (or of [nanochat](nanochat.md)), or the name of a model on the Hub', "one line, not empty")
+    path: str = key(attrs.NOTHING, '`"embedded"` or `"embedded-tools"` (the small models in the package), a model folder in the format that mlx-lm (or [nanochat](nanochat.md)) writes, or the name of a model on the Hub', "one line, not empty")
     tune: Literal["full", "lora", "dora"] = key("full", "what is trained: all weights (`full`), or only adapters (`lora`, `dora`)")
     lora: LoraConfig = attrs.field(factory=LoraConfig)
     adapters: str = key("", 'folder with the adapters to resume from, in mlx-lm\'s or PEFT\'s format, such as another run\'s `final`. Their rank, scale, layers and keys replace those in `lora`, and the KL term (`loss.beta`) is measured against them. `tune` must be `"lora"` or `"dora"`, whichever the adapters are; empty: new adapters')
@@ -95,7 +95,7 @@ class DataConfig:
     image: str = key("", "column that contains images for vision-language models, as bytes or as paths relative to the data: see [images](vision.md); empty: none")
     image_folder: str = key("", "folder that image paths are relative to; no path may lead outside it; empty: the data's folder")
     image_max_pixels: int = key(0, "images with more pixels than this are scaled down; 0: the limit of the model's processor", ">= 0")
-    system_prompt: str = key(FORMS["xml"].instruction, "system message; empty: none. If not set: a message that asks for `answer.form` (shown: the one for `xml`), or none if `data.prompt` is set")
+    system_prompt: str = key(FORMS["xml"].instruction, "system message; empty: none. If not set: instructions to answer in the format of `answer.form` (shown: those for `xml`), or none if `data.prompt` is set")
     nudge: str = key("<reasoning>", "first words of every completion: they are appended to the prompt, and rewards and evaluation see them as part of the completion. If not set: the default for `answer.form`, or none if `data.prompt` is set")
     thoughts: tuple[str, ...] = key(TAGS, "opening and closing tags of the model's reasoning. Answers, formats and tool calls inside the tags are ignored; a completion that is cut off inside them has no answer. `[]`: the whole completion is read. See [thoughts](your-task.md#thoughts)", "an opening and a closing tag, or nothing")
     chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "extra arguments for the chat template, such as `{enable_thinking = false}`", "arguments that the template itself reads", hash=False)
@@ -139,7 +139,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = key((), "strings that end a completion, at the token that completes one of them", "no empty string")
     quantization: QuantizationMode = key("none", "format in which the sampler's weights are quantized; the learner's weights are not quantized: see [quantization.md](quantization.md)")
     storage: Storage = key("dequantized", "how quantized weights are stored: `dequantized` (faster) or `packed` (less memory); used with `quantization`")
-    group_size: int = key(0, "number of weights that share a scale in affine formats, in the sampler and the reference model; 0: 64", "0 or 32 or 64 or 128")
+    group_size: int = key(0, "group size of affine formats (weights per scale), for the sampler and the reference model; 0: 64", "0 or 32 or 64 or 128")
     quantize_head: bool = key(False, "also quantize the embeddings and the output head of the sampler and the reference model")
     calibration: Literal["none", "activations"] = key("activations", "how weights are rounded to affine formats of at most 6 bits, in the sampler and the reference model. `activations`: so that the outputs of each layer change little, measured on its inputs in the first rollout, which runs in full precision; `none`: each weight to the nearest value")
     bits_budget: float = key(0.0, "with `calibration`: average bits per weight of the sampler, including scales. Each layer uses an affine format of 3 to 8 bits; the more its rounding changes the log-probabilities of the first rollout, the more bits it uses. 0: all layers use `quantization`", "0 or 3.5 <= x <= 9")
@@ -182,7 +182,7 @@ class LossConfig(_LossKeys):
     router_aux_coef: float = key(0.0, "for models with experts: coefficient of the load-balancing loss; see [models](models.md#experts)", ">= 0")
     router_replay: bool = key(False, "for models with experts: the learner uses the experts that the sampler chose; see [models](models.md#router-replay)")
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "turn"] | None = key(None, "value that is subtracted from each reward: the mean reward of its group (`group_mean`), of the group's other completions (`leave_one_out`) or of the batch step (`batch_mean`). `turn` (GiGPO, with [env]): as `group_mean`, and each turn's return is also reduced by a baseline: see [credit for turns](algorithms.md#credit-for-turns)")
-    discount: float = key(1.0, "with [env]: discount factor γ of the turns' returns: in the return of a turn, a reward k turns later is multiplied by γᵏ", "0 <= x <= 1")
+    discount: float = key(1.0, "with [env]: discount factor γ for the return of each turn: a reward k turns later is multiplied by γᵏ", "0 <= x <= 1")
     scale: Literal["group", "batch", "none"] | None = key(None, "what the difference between reward and baseline is divided by: the standard deviation of the `group` or of the `batch`, or nothing (`none`)")
     mask_truncated_completions: bool = key(False, "exclude from the loss all completions that reach the length limit")
     dynamic_sampling: bool | None = key(None, "replace prompts for which all completions receive the same reward")
@@ -238,7 +238,7 @@ class SftConfig:
     completions: str = key("", "a run's folder, or a file in the format of its `completions.jsonl`; the prompts and completions in it replace `data.completion`; empty: none")
     min_reward: float = key(1.0, "use only those `completions` whose reward is at least this")
     learning_rate: float = key(1e-05, "AdamW's learning rate for supervised updates, at the peak of `optim.schedule`; GRPO restarts the schedule", ">= 0")
-    batch_size: int = key(0, "reference completions per batch step; 0: as many as GRPO samples, `optim.batch_size` × `rollout.num_generations`", ">= 0")
+    batch_size: int = key(0, "reference completions per batch step; 0: the number of completions that GRPO samples, `optim.batch_size` × `rollout.num_generations`", ">= 0")
 
     @property
     def is_on(self) -> bool:

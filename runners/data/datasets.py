@@ -110,7 +110,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
                 raise ValueError(
-                    'expected a text or a number; tests of a program require form = "code"'
+                    'expected a string or a number; tests for programs require form = "code"'
                 )
     golds = list(filter(None, (gold_answer(row.get(name)) for row in rows[:_LOOKED_AT])))
     prompt = config.data.system_prompt

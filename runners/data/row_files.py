@@ -165,7 +165,9 @@ def _json_row(place: str, line: str) -> Row:
 
 def _as_row(place: str, value: Any) -> Row:
     if _is_deep(value):
-        return Row({}, place, f"expected at most {_DEPTH} nested lists and objects, found more")
+        return Row(
+            {}, place, f"expected lists and objects nested at most {_DEPTH} deep, found deeper ones"
+        )
     if isinstance(value, dict):
         return Row(value, place)
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")

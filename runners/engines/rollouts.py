@@ -48,7 +48,8 @@ def requests_of(
 ) -> list[Request]:
     """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
 
-    `numbers` are the prompts' n (None: 0, 1, 2, …). With a vision part, prompts may have images.
+    `numbers` contains the number n of each prompt; None means 0, 1, 2, …. With a vision part,
+    prompts may have images.
     """
     images = vision.see(prompts) if vision else None
     seeds = seeds_of(key, numbers or range(len(prompts)), sampling)

@@ -35,15 +35,17 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens an existing or new file for writing. Raises OSError for a link of any kind and for
-    anything but a regular file, because a link in a folder that somebody else created could lead to
-    any file of this user.
+    """Opens an existing or new file for writing. Raises OSError for a symbolic or hard link, and for
+    anything that is not a regular file: in a folder that another user created, a link could point
+    to any of this user's files.
     """
     number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     facts = os.fstat(number)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(number)
-        raise OSError(errno.EINVAL, "expected a regular file without links", str(path))
+        raise OSError(
+            errno.EINVAL, "expected a regular file without symbolic or hard links", str(path)
+        )
     return number
 
 

@@ -58,7 +58,7 @@ class Interrupts:
     """Within the `with` block, the first SIGINT sets `received`, and a second one raises
     KeyboardInterrupt.
 
-    In a thread other than the main one, where signals do not arrive, it does nothing.
+    It does nothing outside the main thread, because only the main thread receives signals.
     """
 
     signals: tuple[int, ...] = (signal.SIGINT,)

@@ -164,8 +164,8 @@ def _cpu_notices(found: Blas) -> tuple[str, ...]:
         lines.append(f"matrix products are about 30x slower than necessary: {found.reason}{hint}")
     if shutil.which("g++") is None:
         lines.append(
-            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or a "
-            "similar package"
+            "g++ is not installed, so steps run without compilation; install it, for example with "
+            "`apt-get install g++`"
         )
     return tuple(lines)
 

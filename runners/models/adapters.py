@@ -164,8 +164,8 @@ def read_adapters(
         name.endswith("lm_head") for name, _ in module.named_modules()
     ):
         raise UserError(
-            f"{where}: the model's head shares the weights of its token embedding, but the "
-            f"adapters change them separately; expected PEFT's ensure_weight_tying = true"
+            f"{where}: the model's head and its token embedding share their weights, but the "
+            f"adapters change the two separately; expected PEFT's ensure_weight_tying = true"
         )
     count = stated["num_layers"]
     parameters = {**stated["lora_parameters"], "dropout": 0.0}  # the learner has none

@@ -91,8 +91,8 @@ def run_data(
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl, in order, in parts of about ROWS; group and prompt numbers
-    are added to each.
+    """The records of completions.jsonl in order, in chunks of about ROWS records. Each record gets
+    the numbers of its group and its prompt.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """

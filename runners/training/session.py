@@ -102,7 +102,7 @@ class Session:
             g.materialize(self.state.train, self.state.waiting)
 
     def change(self, **changes: Any) -> None:
-        """Replaces fields of the state; within `committing`."""
+        """Replaces fields of the state. Call it only within `committing`."""
         self.state = attrs.evolve(self.state, **changes)
 
     # saves

@@ -237,7 +237,9 @@ class TrainingServer(HttpServer):
         if self._trainer.draining:
             raise ApiError("the server is shutting down", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:
-            raise ApiError("too many requests are in progress or were not fetched", status=429)
+            raise ApiError(
+                "too many requests are in progress or have unfetched results", status=429
+            )
 
         def free(_: object) -> None:
             self._room += cost

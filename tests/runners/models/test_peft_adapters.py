@@ -224,8 +224,8 @@ def test_embedding_and_head_are_read_with_the_weights_under_them(tmp_path, tie, 
 @pytest.mark.parametrize(
     ("tie", "tensors", "message"),
     [
-        (True, over_embedding, "embedding, but the adapters change them separately"),
-        (True, over_head, "embedding, but the adapters change them separately"),
+        (True, over_embedding, "but the adapters change the two separately"),
+        (True, over_head, "but the adapters change the two separately"),
         (False, moved, "lm_head has weights that differ from the adapters' base_layer"),
     ],
 )

@@ -60,7 +60,7 @@ def test_losses_in_the_log_are_cross_entropies(tmp_path):
         ({"context": {"role": "user"}}, "expected text as its content"),
         ({"context": 7}, "message 0: expected a role"),
         ({"prompt": {"a": 1}}, "message 0: expected text as its content, found dict"),
-        ({"context": json.loads("[" * 300 + "]" * 300)}, "at most 100 nested lists and objects"),
+        ({"context": json.loads("[" * 300 + "]" * 300)}, "nested at most 100 deep"),
     ],
 )
 def test_invalid_completions_are_refused(tmp_path, changes, line):

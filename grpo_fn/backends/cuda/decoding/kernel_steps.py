@@ -27,8 +27,8 @@ _PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
-    """Compiled steps over one copy of each prompt; each row's keys and values are written in
-    place.
+    """Compiled decoding steps. Rows share one copy of their prompt's keys and values; their own
+    are written in place.
     """
 
     drops_rows = False  # each number of rows would be a program of its own
