@@ -323,7 +323,7 @@ def build_player(
         )
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         raise UserError(
-            "training with programs requires the extra serve: pip install 'grpo_fn[serve]'"
+            "env.program and env.taskset require the `serve` extra: pip install 'grpo_fn[serve]'"
         )
     env, data, loss = config.env, config.data, config.loss
     new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens)

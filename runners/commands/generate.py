@@ -71,7 +71,7 @@ _COMMANDS = """\
     option("--out=FILE", "Write JSON lines to this file instead of stdout.", default=""),
     option(
         "--image as images=FILE",
-        "Image to place before PROMPT's text; may be repeated (requires the extra vlm).",
+        "Image to place before PROMPT's text; may be repeated (requires the `vlm` extra).",
         multiple=True,
     ),
     PROMPT,

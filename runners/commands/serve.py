@@ -96,7 +96,7 @@ def serve_command(
         ),
         (
             not all(map(find_spec, ("starlette", "uvicorn", "tinker")[: 2 + tinker])),
-            f"grpo serve requires the extra {extra}: pip install 'grpo_fn[{extra}]'",
+            f"grpo serve requires the `{extra}` extra: pip install 'grpo_fn[{extra}]'",
         ),
     )
     loaded = open_model(model, values)

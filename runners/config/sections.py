@@ -164,7 +164,7 @@ class RewardConfig:
     aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = key("sum_then_normalize", "`sum_then_normalize`: add the rewards, then compute advantages; `normalize_then_sum`: first normalise each reward within its group (GDPO)")
     timeout: float = key(60.0, "time limit for one call of a reward function, in seconds; 0: no limit, and reward functions run in the run's own process", LONG)
     on_error: Literal["skip", "raise"] = key("skip", "if a reward fails: skip and report it (`skip`), or stop the run (`raise`)")
-    stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: stop the run if a reward fails for every completion of a batch step; see [faults.md](troubleshooting.md#rewards)')
+    stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: stop the run if a reward fails for every completion of a batch step; see [troubleshooting](troubleshooting.md#rewards)')
 
 
 @attrs.frozen(kw_only=True)
@@ -225,7 +225,7 @@ class OptimConfig:
     max_steps: int = key(0, "total number of batch steps; 0: `num_epochs` determines it", ">= 0")
     num_iterations: int = key(1, "number of times that each rollout is used for updates (μ in the GRPO paper)", ">= 1")
     minibatches: int = key(1, "number of updates per pass over a rollout, which is split into this many parts; at most `batch_size` × `rollout.num_generations`", ">= 1")
-    max_bad_updates: int = key(10, "stop the run after this many consecutive updates with NaN or infinite values; 0: never; see [faults.md](troubleshooting.md)", ">= 0")
+    max_bad_updates: int = key(10, "stop the run after this many consecutive updates with NaN or infinite values; 0: never; see [troubleshooting](troubleshooting.md)", ">= 0")
 
 
 @attrs.frozen(kw_only=True)

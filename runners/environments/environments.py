@@ -326,9 +326,9 @@ def all_rewards(rewards: Sequence[Reward], environments: Player | None) -> tuple
             reward.function, UserFunction
         ):
             raise UserError(
-                f"reward {reward.name} accepts environments, which live in the process of user "
-                f"code; expected reward.timeout above 0, found 0, with which rewards run in the "
-                f"run's own process"
+                f"reward {reward.name} accepts environments, which exist only in the user-code "
+                f"process: expected reward.timeout above 0, found 0 (rewards then run in the run's "
+                f"own process)"
             )
     found = () if environments is None else (environments.reward, environments.turn_reward)
     whole = (*rewards, *filter(None, found))
