@@ -24,6 +24,7 @@ from runners.files.json_files import read_json
 from runners.images.image_files import ImageFile
 from runners.images.processor import check_family, mlx_vlm_module
 from runners.images.tower import VisionPart, prepare_vision
+from runners.machine.memory_readings import keep_model_resident
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.folders import TEMPLATE_FILE, is_adapter_folder, resolve_model
 from runners.models.model_reader import cast_floating, choose_dtype, custom_loader, read_model
@@ -161,6 +162,7 @@ def load_inference(
             use_template(tokenizer, str(own))
     module.freeze()
     module.eval()
+    keep_model_resident()
     compute_dtype = choose_dtype(dtype, platform, module)
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy inspects the model

@@ -34,6 +34,14 @@ def resident_limit() -> int:
     return int(mx.device_info().get("max_recommended_working_set_size", 0))
 
 
+def keep_model_resident() -> None:
+    """On Metal, keeps as much memory resident as macOS allows, until the process ends."""
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        mx.set_wired_limit(resident_limit())
+
+
 def memory_metrics() -> dict[str, float]:
     """MLX's memory and the system's swap, under the log's names."""
     import mlx.core as mx

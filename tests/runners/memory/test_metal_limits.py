@@ -3,6 +3,8 @@
 import mlx.core as mx
 import pytest
 
+from runners.inference.inference_model import load_inference
+from runners.machine.startup import Platform
 from runners.memory.forecast import Phase
 from runners.memory.metal_limits import keep_cache_of, metal_limits
 from runners.telemetry.report import Quiet
@@ -53,6 +55,14 @@ def test_the_run_s_memory_stays_resident(phases, resident, said, device):
     assert device["wired"][-1] == 0 and device["cache"][-1] == 24 * GB
     assert len(notes) == bool(said) and all(said in note for note in notes)
     assert all(("sysctl" in said) == ("sysctl" in note) for note in notes)
+
+
+def test_a_command_keeps_its_model_resident(device, monkeypatch):
+    """Without a forecast, as far as macOS allows; on other backends, nothing is set."""
+    load_inference("embedded", Platform(backend="cpu"))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    load_inference("embedded", Platform(backend="cpu"))
+    assert device["wired"] == [0, 12 * GB]
 
 
 def test_only_metal_has_these_limits(device):
