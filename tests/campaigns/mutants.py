@@ -242,9 +242,8 @@ def hunt(chosen: list[Mutant], report=print, workers: int = os.cpu_count() or 1)
     """Run the tests of each mutant, report each, and return those that survived, and tests that are red."""
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
-    def tried(mutant: Mutant) -> list[str]:
+    def tried(mutant: Mutant, file: Path, text: str) -> list[str]:
         """The tests that notice a mutant."""
-        file, text = mutated(mutant)
         folder = copies.get()
         begin = time.perf_counter()
         (folder / file).write_text(text, encoding="utf-8")
@@ -260,7 +259,9 @@ def hunt(chosen: list[Mutant], report=print, workers: int = os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(workers) as pool:
         for number in range(workers):
             copies.put(copy_tree(Path(place) / str(number)))
-        noticed = list(pool.map(tried, chosen))
+        # Here, because CPython 3.11's parser can fail in threads: "recursion depth mismatch".
+        files, texts = zip(*map(mutated, chosen), strict=True)
+        noticed = list(pool.map(tried, chosen, files, texts))
         wrong = [mutant.name for mutant, tests in zip(chosen, noticed, strict=True) if not tests]
         every = sorted({test for tests in noticed for test in tests})
         healthy = run_tests(copies.get(), every) if every else None
