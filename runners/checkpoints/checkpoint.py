@@ -106,7 +106,8 @@ def pack_state(
 
 
 def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
-    """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
+    """Returns the TrainState of a checkpoint folder and the trees that were saved with it, bit for
+    bit.
 
     Shared arrays are shared again. Raises UserError if a file is missing, truncated or incomplete,
     or if a weight or moment is not finite.
@@ -174,8 +175,9 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
-    """The tree that `pack` described. Raises KeyError if an array is missing, and other errors for
-    a damaged structure."""
+    """Returns the tree that `pack` described. Raises KeyError if an array is missing, and other
+    errors for a damaged structure.
+    """
     ((kind, content),) = shape.items()
     if kind == "array":
         return arrays[content]
@@ -190,8 +192,8 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
 
 
 def _is_spread_zero(array: mx.array) -> bool:
-    """Whether this is a broadcast zero. Only strides are read, which is cheaper than reading
-    contents.
+    """Returns whether this is a broadcast zero. Only strides are read, which is cheaper than
+    reading contents.
     """
     if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
         return False
@@ -233,8 +235,8 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """A checkpoint's trainer_state.json. Raises UserError for content that no run could have
-    saved.
+    """Returns a checkpoint's trainer_state.json. Raises UserError for content that no run could
+    have saved.
     """
     file = folder / TRAINER_STATE
     content = read_json(file)

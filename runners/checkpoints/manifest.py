@@ -46,7 +46,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint in a folder whose files match its manifest.
+    """Returns the newest checkpoint in a folder whose files match its manifest.
 
     `note` receives a message for each damaged checkpoint.
     """
@@ -61,7 +61,7 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
 
 
 def model_of_run(name: str, note: Callable[[str], None]) -> str:
-    """The model of a run's folder: `final`, or its newest complete checkpoint.
+    """Returns the model of a run's folder: `final`, or its newest complete checkpoint.
 
     Any other name is returned unchanged. `note` receives a message if a checkpoint is used, and for
     each damaged checkpoint. Raises UserError if the run has neither.
@@ -81,6 +81,6 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
 
 
 def digest(path: Path) -> str:
-    """A file's SHA-256 digest in hexadecimal."""
+    """Returns a file's SHA-256 digest in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -43,11 +43,11 @@ class Origin:
 
 
 def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) -> Origin | None:
-    """The checkpoint to resume from, or None if the run's folder has none yet.
+    """Returns the checkpoint to resume from, or None if the run's folder has none yet.
 
     Args:
         folder: the run's folder.
-        wish: a checkpoint, or a folder with checkpoints; None for the run's own checkpoints.
+        wish: a checkpoint, or a folder with checkpoints, or None for the run's own checkpoints.
         note: receives a message for each damaged checkpoint, which is skipped.
 
     Raises UserError if the named checkpoint or all checkpoints are damaged, or if the version
@@ -74,8 +74,8 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
 
 
 def first_start(origin: Origin | None) -> datetime:
-    """The time of the first start of a run whose chat template contains the date; for other runs
-    and new ones, the current time.
+    """Returns the time of the first start of a run whose chat template contains the date; for other
+    runs and new ones, the current time.
     """
     with suppress(ValueError):
         return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
@@ -170,8 +170,8 @@ def _change(name: str, was: Any, now: Any) -> str:
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """The choices of an earlier process for this config; None if the corresponding keys of
-    [rollout] have changed.
+    """Returns the choices of an earlier process for this config, or None if the corresponding keys
+    of [rollout] have changed.
     """
     asked = origin.facts.config.get("rollout")
     same = isinstance(asked, Mapping) and decisions(config).items() <= asked.items()
@@ -179,5 +179,5 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """The choices that `earlier_decisions` returns, read from a complete config."""
+    """Returns the choices that `earlier_decisions` returns, read from a complete config."""
     return {name: getattr(config.rollout, name) for name in DECIDED}

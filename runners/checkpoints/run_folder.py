@@ -55,8 +55,8 @@ def _take(lock: int, folder: Path) -> None:
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """An identifier of a folder that distinguishes it from a later one with the same path; None if
-    there is no folder.
+    """Returns an identifier of a folder that distinguishes it from a later one with the same path,
+    or None if there is no folder.
     """
     with suppress(OSError):
         facts = os.stat(folder)
@@ -77,21 +77,21 @@ def check_place(folder: Path, place: tuple[int, int] | None) -> None:
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
-    """All folders with a checkpoint's name, by step, oldest first."""
+    """Returns all folders with a checkpoint's name, by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest step first."""
+    """Returns the run's complete checkpoints, oldest step first."""
     return [
         path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()
     ]
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of the newest checkpoint if the run has not finished since; otherwise None.
+    """Returns the name of the newest checkpoint if the run has not finished since; otherwise None.
 
     The run's last event determines whether it has finished, because copying changes time stamps.
     Without events, its final model does.
@@ -118,7 +118,9 @@ def clear(folder: Path) -> None:
 
 
 def saved_best(folder: Path) -> dict:
-    """The results of evaluating a run's best weights, with the update; empty if there are none."""
+    """Returns the results of evaluating a run's best weights, with the update; empty if there are
+    none.
+    """
     with suppress(UserError):
         return read_json(folder / BEST / EVALUATION)
     return {}

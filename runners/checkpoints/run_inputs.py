@@ -60,7 +60,7 @@ def run_inputs(
 
 
 def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | None]:
-    """The files of custom code and of given adapters, keyed by their names in messages."""
+    """Returns the files of custom code and of given adapters, keyed by their names in messages."""
     files: dict[str, Path | str | None] = {}
     for name, reward in zip(config.reward.functions, rewards, strict=False):
         if ":" in name:
@@ -79,7 +79,7 @@ def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | 
 
 
 def data_digest(examples: Sequence[Example]) -> str:
-    """A hash of all training data of a run, in order."""
+    """Returns a hash of all training data of a run, in order."""
     return _digest(repr((example.tokens, example.answer)) for example in examples)
 
 

@@ -30,8 +30,8 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and its subfolders, most recent first. Raises UserError if it does not
-    exist.
+    """Returns the runs in a folder and its subfolders, most recent first. Raises UserError if it
+    does not exist.
     """
     if not folder.is_dir():
         raise UserError(
@@ -42,8 +42,8 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def summarize(folder: Path) -> RunSummary:
-    """The facts about one run. Lines of its log that are not JSON are skipped, because a run may be
-    writing there.
+    """Returns the facts about one run. Lines of its log that are not JSON are skipped, because a
+    run may be writing there.
     """
     record = RunRecord(folder)
     state = "stopped"

@@ -41,14 +41,15 @@ def encoded(value: Any) -> Any:
 
 
 def has_arrays(tree: Any) -> bool:
-    """Whether an encoded value contains an array."""
+    """Returns whether an encoded value contains an array."""
     if isinstance(tree, dict):
         return any(has_arrays(part) for part in tree.values())
     return isinstance(tree, mx.array) or (isinstance(tree, list) and any(map(has_arrays, tree)))
 
 
 def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
-    """The inverse of `encoded`, for an attrs class; `given` are fields that are not in the tree.
+    """Returns the inverse of `encoded`, for an attrs class; `given` are fields that are not in the
+    tree.
 
     Raises UserError, starting with `where` and naming the field, for invalid values.
     """

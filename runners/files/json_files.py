@@ -35,9 +35,9 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens an existing or new file for writing. Raises OSError for a symbolic or hard link, and for
-    anything that is not a regular file: in a folder that another user created, a link could point
-    to any of this user's files.
+    """Opens an existing or new file for writing. Raises OSError for a symbolic or hard link, and
+    for anything that is not a regular file: in a folder that another user created, a link could
+    point to any of this user's files.
     """
     number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     facts = os.fstat(number)
@@ -50,7 +50,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in a regular file. Raises UserError if there is none."""
+    """Returns the JSON object in a regular file. Raises UserError if there is none."""
     with (
         user_errors(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError),
         open_file(file, follow=True) as stream,
@@ -69,19 +69,19 @@ def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
 
 
 def finite_number(value: Any) -> float | None:
-    """A value of an untrusted file as a finite number; None if it is not one."""
+    """Returns a value of an untrusted file as a finite number, or None if it is not one."""
     if type(value) is int and abs(value) < 1 << 1023:  # float64 can hold it
         return float(value)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def whole_number(value: Any) -> int:
-    """A value of an untrusted file as a count; 0 if it is not one."""
+    """Returns a value of an untrusted file as a count, or 0 if it is not one."""
     return value if type(value) is int and 0 < value < 2**63 else 0
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """One JSON object on one line. 0-d arrays become numbers.
+    """Returns one JSON object on one line. 0-d arrays become numbers.
 
     NaN and infinite numbers become null, because JSON cannot represent them, and an extra key
     "nonfinite" lists their names (dotted if nested). Raises TypeError, with the name, for a value
@@ -95,7 +95,7 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A record as a JSON object on one line, without control characters.
+    """Returns a record as a JSON object on one line, without control characters.
 
     Raises ValueError for a number that is not finite, and TypeError for a value that JSON cannot
     represent.
@@ -104,7 +104,9 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """A value in JSON's types; adds the dotted names of numbers that become null to `nonfinite`."""
+    """Returns a value in JSON's types; adds the dotted names of numbers that become null to
+    `nonfinite`.
+    """
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float):
@@ -180,7 +182,7 @@ def set_aside(path: Path) -> None:
 
 
 def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a file's complete lines; text after the last line feed is ignored.
+    """Yields the objects of a file's complete lines; text after the last line feed is ignored.
 
     A missing file contains none. `bad` receives the numbers of lines that are not JSON objects.
     Raises UserError if the file cannot be read.
@@ -203,7 +205,7 @@ def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, A
 
 
 def _whole_lines(path: Path, most: int) -> int:
-    """The number of bytes of complete lines within a file's first `most` bytes."""
+    """Returns the number of bytes of complete lines within a file's first `most` bytes."""
     if not path.stat().st_size:
         return 0
     with (

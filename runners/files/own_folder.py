@@ -12,7 +12,7 @@ from runners.errors import UserError
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, created with its parents if it is missing. Raises OSError if that fails.
+    """Returns the folder, created with its parents if it is missing. Raises OSError if that fails.
 
     Raises UserError if others can write there: in a shared folder such as /tmp, anybody could
     create a folder of this name first and put programs into it.
@@ -29,8 +29,8 @@ def own_folder(path: Path) -> Path:
 
 
 def foreign(path: Path) -> str:
-    """The reason why a folder cannot be trusted; empty if only this user can write to it. Raises
-    OSError if it is missing.
+    """Returns the reason why a folder cannot be trusted; empty if only this user can write to it.
+    Raises OSError if it is missing.
 
     Links are followed only if they belong to this user too.
     """
@@ -45,8 +45,8 @@ def foreign(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; the environment variable GRPO_FN_CACHE sets a
-    different one.
+    """Returns this package's folder in the user's cache; the environment variable GRPO_FN_CACHE
+    sets a different one.
     """
     wish = os.environ.get("GRPO_FN_CACHE", "")
     if wish:
@@ -57,7 +57,7 @@ def cache_folder() -> Path:
 
 
 def kept_folder(*names: str) -> Path:
-    """A folder in the user's cache, given by the names in its path, created if missing.
+    """Returns a folder in the user's cache, given by the names in its path, created if missing.
 
     Raises OSError if that fails, and UserError if others can write to it or to a folder in its
     path.
@@ -77,7 +77,7 @@ def remember(kind: str, digest: str) -> None:
 
 
 def remembers(kind: str, digest: str) -> bool:
-    """Whether `remember` has recorded this digest. A cache that others can write to is not
+    """Returns whether `remember` has recorded this digest. A cache that others can write to is not
     trusted.
     """
     place = cache_folder() / kind

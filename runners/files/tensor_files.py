@@ -26,8 +26,8 @@ def save_arrays(file: Path, arrays: "Mapping[str, mx.array]", metadata: Mapping[
 
 
 def load_arrays(file: Path) -> "tuple[dict[str, mx.array], dict[str, str]]":
-    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or
-    truncated.
+    """Returns the arrays and the metadata of a safetensors file. Raises UserError if it is missing
+    or truncated.
 
     The arrays are read immediately, because a lazy array would change if the file changed.
     """
@@ -43,7 +43,7 @@ def load_arrays(file: Path) -> "tuple[dict[str, mx.array], dict[str, str]]":
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, sorted by name.
+    """Returns the weight files of a model folder, sorted by name.
 
     Raises the errors of `check_header`, and UserError for a tensor in two files, because mlx-lm
     could use either one.
@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_header(file: Path) -> list[str]:
-    """The names of a file's tensors.
+    """Returns the names of a file's tensors.
 
     Raises UserError unless the file contains every tensor of the header with the size of its shape.
     MLX does not check this: it counts elements in 64 bits, and accepts shapes whose product
@@ -84,8 +84,8 @@ def check_header(file: Path) -> list[str]:
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most tensors in a model folder's weight files, read from their headers;
-    "" if unknown.
+    """Returns the floating dtype of most tensors in a model folder's weight files, read from their
+    headers, or "" if unknown.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -14,8 +14,8 @@ def toml_text(
     notes: Mapping[tuple[str, str], str] = MappingProxyType({}),
     heading: str = "",
 ) -> str:
-    """The tables of values as a TOML document. `notes`, by table and key, and `heading` become
-    comments.
+    """Returns the tables of values as a TOML document. `notes`, by table and key, and `heading`
+    become comments.
     """
     import tomlkit
 
@@ -39,7 +39,7 @@ def toml_text(
 
 
 def _item(value: Any) -> Any:
-    """A value on one line, with inline tables."""
+    """Returns a value on one line, with inline tables."""
     import tomlkit
 
     if isinstance(value, Mapping):

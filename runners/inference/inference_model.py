@@ -90,7 +90,7 @@ class InferenceModel:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         raw: bool = False,
     ) -> Example:
-        """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
+        """Returns a prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
 
         `columns` are passed to an environment; at most `most` tokens follow the prompt. Raises the
         errors of `check`.
@@ -194,8 +194,8 @@ def find_model(
     *,
     custom_loader: bool = False,
 ) -> tuple[Path, Path | None]:
-    """The folder of a model, named as for `load_inference`, and the folder of its adapters, if
-    any.
+    """Returns the folder of a model, named as for `load_inference`, and the folder of its adapters,
+    if any.
     """
     named = Path(model_of_run(model, note)).expanduser()
     adapters = Path(adapter).expanduser() if adapter else None
@@ -214,7 +214,7 @@ def find_model(
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """The prompt format of a model's training, from its adapters (which were trained last) or from
-    the model's folder.
+    """Returns the prompt format of a model's training, from its adapters (which were trained last)
+    or from the model's folder.
     """
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

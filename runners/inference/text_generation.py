@@ -60,7 +60,7 @@ def sample(
     vision: VisionPart | None,
     should_stop: ShouldStop,
 ) -> tuple[g.Rollout, list[FinishedEpisode] | None]:
-    """Completions of the examples, or conversations if there are `environments`; see
+    """Returns completions of the examples, or conversations if there are `environments`; see
     `sample_batches`.
     """
     if environments is not None:
@@ -85,8 +85,8 @@ def sample_batches(
     should_stop: ShouldStop = never,
     numbered: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Completions of all examples, in order; completion g of example n uses the random stream (key,
-    n, g).
+    """Yields completions of all examples, in order; completion g of example n uses the random
+    stream (key, n, g).
 
     They do not depend on the number of `rows` sampled at a time (0: 256). `environments` reply to
     turns; if it is None, each completion is one turn. `should_stop` ends the current batch, which
@@ -141,8 +141,8 @@ def sample_batches(
 
 
 def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
-    """The reason why each row of a rollout of at most `most` tokens ended; `cut` marks interrupted
-    rows.
+    """Returns the reason why each row of a rollout of at most `most` tokens ended; `cut` marks
+    interrupted rows.
     """
 
     lengths = on_host(rollout.lengths_b)
@@ -170,7 +170,7 @@ class Speed:
         self.seconds += batch.seconds
 
     def line(self) -> str:
-        """A readable line: tokens, tokens per second, peak memory."""
+        """Returns a readable line: tokens, tokens per second, peak memory."""
         prompts = f"prompt {self.prompt_tokens:,} tokens"
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
@@ -182,7 +182,7 @@ class Speed:
 
 
 def generation_key(seed: int) -> mx.array:
-    """The random key of `grpo generate` and `grpo chat`."""
+    """Returns the random key of `grpo generate` and `grpo chat`."""
     return fold_in(mx.random.key(seed), GENERATION)
 
 
@@ -224,7 +224,7 @@ class Conversation:
         should_stop: ShouldStop = never,
         speed: Speed | None = None,
     ) -> Iterator[str]:
-        """The assistant's answer to a message, piece by piece.
+        """Yields the assistant's answer to a message, piece by piece.
 
         If `should_stop` ends the answer, the part so far stays in the conversation. If an exception
         ends it, the conversation does not change.

@@ -21,7 +21,7 @@ _MAPPED = 200_000_000  # bytes that the child has before the call
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """The command of a new Python process that runs `code` with this one's import path."""
+    """Returns the command of a new Python process that runs `code` with this one's import path."""
     # -P: imports nothing from the current folder that this process would not import itself.
     return [
         sys.executable,
@@ -54,7 +54,9 @@ class BoundedFunction:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Starts the process if there is none; it imports the function's module in the background."""
+        """Starts the process if there is none; it imports the function's module in the
+        background.
+        """
         if self._running is None:
             ours, theirs = Pipe()
             code = f"from {__name__} import serve; serve(*sys.argv[1:])"
@@ -69,7 +71,7 @@ class BoundedFunction:
         return self._running
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's result; None if it exceeded the limits."""
+        """Returns the function's result, or None if it exceeded the limits."""
         with self._lock:
             try:
                 process, connection = self.start()
@@ -131,6 +133,6 @@ def limit_memory(memory: int) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if unknown."""
+    """Returns bytes of memory that a process holds, or 0 if unknown."""
     done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
     return int(done.stdout.strip() or 0) * 1024

@@ -46,9 +46,10 @@ def awake() -> Iterator[None]:
 
 
 def power_state() -> dict[str, int]:
-    """What macOS reports: minutes until it sleeps (0: never), low-power mode, CPU speed in per
-    cent, thermal pressure (0 to 4). Values that it does not report are missing; empty on other
-    systems."""
+    """Returns what macOS reports: minutes until it sleeps (0: never), low-power mode, CPU speed in
+    per cent, thermal pressure (0 to 4). Values that it does not report are missing; empty on other
+    systems.
+    """
     if sys.platform != "darwin":
         return {}
     done = subprocess.run(["/bin/sh", "-c", _QUERY], capture_output=True, text=True, check=False)
@@ -58,7 +59,9 @@ def power_state() -> dict[str, int]:
 
 
 def slow_because(state: dict[str, int]) -> str:
-    """The reason why the machine computes more slowly than it could; empty if macOS reports none."""
+    """Returns the reason why the machine computes more slowly than it could; empty if macOS reports
+    none.
+    """
     pressure = state.get("thermal_pressure", 0)
     reasons = {
         "low-power mode is on (`sudo pmset -a lowpowermode 0`)": state.get("low_power"),
@@ -78,7 +81,7 @@ class PowerWatch:
     _told: bool = attrs.field(default=False, init=False)
 
     def metrics(self) -> dict[str, float]:
-        """The readings for the log; empty if the system is not macOS."""
+        """Returns the readings for the log; empty if the system is not macOS."""
         if time.monotonic() >= self._due:
             self._state = power_state()
             self._due = time.monotonic() + _EVERY

@@ -16,7 +16,7 @@ _VERSION_1 = "memory/memory.limit_in_bytes"
 
 
 def total_memory() -> int:
-    """Bytes of memory of the machine, or of its GPU."""
+    """Returns bytes of memory of the machine, or of its GPU."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -28,7 +28,7 @@ def total_memory() -> int:
 
 
 def resident_limit() -> int:
-    """Bytes that macOS lets the GPU keep in memory; 0 if no Mac's GPU computes."""
+    """Returns bytes that macOS lets the GPU keep in memory, or 0 if no Mac's GPU computes."""
     import mlx.core as mx
 
     return int(mx.device_info().get("max_recommended_working_set_size", 0))
@@ -43,8 +43,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes available for new arrays, within MLX's limit and the memory that other programs leave
-    free (CUDA, Linux).
+    """Returns bytes available for new arrays, within MLX's limit and the memory that other programs
+    leave free (CUDA, Linux).
     """
     import mlx.core as mx
 
@@ -57,11 +57,11 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may use: on a GPU, its own plus free memory; on a CPU, all memory; at
-    most the limit.
+    """Returns bytes that this process may use: on a GPU, its own plus free memory; on a CPU, all
+    memory; at most the limit.
 
     Free memory on a CPU is not a useful measure: it changes every second, and the system frees its
-        caches on demand.
+    caches on demand.
     """
     import mlx.core as mx
 
@@ -72,7 +72,7 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def swap_used() -> int | None:
-    """Bytes of the whole system's swap in use; None if unknown."""
+    """Returns bytes of the whole system's swap in use, or None if unknown."""
     if sys.platform == "darwin":  # total = 2.00G  used = 61.5M  …
         done = subprocess.run(
             ["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False
@@ -85,8 +85,9 @@ def swap_used() -> int | None:
 
 
 def swap_limit(asked_gb: float) -> float:
-    """Bytes of swap that a run may add: `asked_gb`; if that is 0, on a Mac half of the memory, and
-    at most half of the free disk, which holds the swap. Elsewhere 0: any number."""
+    """Returns bytes of swap that a run may add: `asked_gb`; if that is 0, on a Mac half of the
+    memory, and at most half of the free disk, which holds the swap. Elsewhere 0: any number.
+    """
     import mlx.core as mx
 
     if asked_gb or not mx.metal.is_available():
@@ -95,7 +96,8 @@ def swap_limit(asked_gb: float) -> float:
 
 
 def memory_limit() -> int | None:
-    """The lowest memory limit of this process's control groups; None if there is no limit.
+    """Returns the lowest memory limit of this process's control groups, or None if there is no
+    limit.
 
     It considers all groups of version 2, and the group of version 1 that a container shows as its
     root.
@@ -109,7 +111,7 @@ def memory_limit() -> int | None:
 
 
 def _meminfo() -> dict[str, int]:
-    """Linux's table of memory in bytes; {} on other systems."""
+    """Linux's table of memory in bytes, or {} on other systems."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
     return {name: 1024 * int(size) for name, size in rows}
 

@@ -20,7 +20,9 @@ _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
 
 
 def is_watchdog(error: BaseException) -> bool:
-    """Whether this exception is a command buffer that the system ended because it took too long."""
+    """Returns whether this exception is a command buffer that the system ended because it took too
+    long.
+    """
     text = text_of(error).lower() if isinstance(error, RuntimeError) else ""
     return "command buffer" in text and any(sign in text for sign in _SIGNS)
 

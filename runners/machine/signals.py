@@ -124,7 +124,8 @@ class StopSignals(Interrupts):
 
     def ignore_launcher(self) -> None:
         """After the block, SIGTERM is ignored: mlx.launch sends it when one rank has ended, while
-        the others still have to print their last lines."""
+        the others still have to print their last lines.
+        """
         if self._before:
             self._before[signal.SIGTERM] = signal.SIG_IGN
 

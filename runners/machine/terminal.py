@@ -37,12 +37,16 @@ class OutputLost(UserError):
 
 
 def visible(text: str) -> str:
-    r"""The text with every control character except line feed and tab escaped, such as \x1b."""
+    r"""Returns the text with every control character except line feed and tab escaped, such as
+    \x1b.
+    """
     return text.translate(_TABLE)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Rows of a table as lines; the columns with a number in `right` are aligned to the right."""
+    """Returns rows of a table as lines; the columns with a number in `right` are aligned to the
+    right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

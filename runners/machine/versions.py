@@ -8,8 +8,9 @@ from runners.errors import UserError, first_line
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version, read from the metadata without an import; None if it is not
-    installed."""
+    """Returns the installed version, read from the metadata without an import, or None if it is not
+    installed.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +31,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 
 def install_hint(*extras: str) -> str:
-    """The command that installs one of the extras of pyproject.toml.
+    """Returns the command that installs one of the extras of pyproject.toml.
 
     grpo_fn is not on a package index; anyone could register its name there with any content.
     """

@@ -94,11 +94,11 @@ class Forecast:
         return name, int(sum(phase))
 
     def having(self, section: str, **values: object) -> Forecast:
-        """The forecast for the config with other values in a section."""
+        """Returns the forecast for the config with other values in a section."""
         return attrs.evolve(self, config=self.config.having(section, **values))
 
     def rollout(self) -> Phase:
-        """The rollout phase, for as many training prompts as are decoded together."""
+        """Returns the rollout phase, for as many training prompts as are decoded together."""
         rollout = self.config.rollout
         prompts = -(-self.config.optim.batch_size // self.sizes.ranks)
         if rollout.max_batch:
@@ -113,7 +113,7 @@ class Forecast:
         )
 
     def evaluation(self) -> Phase:
-        """The evaluation phase, for as many held-out problems as are decoded together."""
+        """Returns the evaluation phase, for as many held-out problems as are decoded together."""
         settings = self.config.eval
         rollout = self.config.rollout
         limit = rollout.max_batch or DEFAULT_ROWS
@@ -158,7 +158,7 @@ class Forecast:
         )
 
     def gradient(self) -> Phase:
-        """The largest micro-batch of a batch step, or of its first rows."""
+        """Returns the largest micro-batch of a batch step, or of its first rows."""
         config = self.config
         sizes = self.sizes
         prompt = self.prompt
@@ -178,7 +178,7 @@ class Forecast:
         return max((self._backward(shape, sums_up) for shape in shapes), key=sum)
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
-        """The larger of two moments: all activations saved, or all gradients computed."""
+        """Returns the larger of two moments: all activations saved, or all gradients computed."""
         sizes = self.sizes
         shape = sizes.shape
         size = sizes.compute
@@ -241,8 +241,8 @@ class Forecast:
 
 
 def saved(shape: ModelShape) -> tuple[float, ...]:
-    """The number of arrays that one block saves for the backward pass; relu² saves one array less
-    than a gated MLP.
+    """Returns the number of arrays that one block saves for the backward pass; relu² saves one
+    array less than a gated MLP.
     """
     return (SAVED[0], 3 + number("gate_arrays") if shape.gated else 2, *SAVED[2:])
 
@@ -250,7 +250,9 @@ def saved(shape: ModelShape) -> tuple[float, ...]:
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    """Returns bytes of these arrays in one block, for `rows` of `length` tokens that attend to
+    `attended`.
+    """
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
     own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
@@ -269,7 +271,7 @@ def forecast(
     sizes: ModelSizes,
     held_out: int = 0,
 ) -> Forecast:
-    """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
+    """Returns the memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
     `prompt` is the longest prompt's length; `held_out` is the number of problems to evaluate on, 0
     if unknown. `total` is the memory that the run may use. If the config does not set the
@@ -289,8 +291,8 @@ def forecast(
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """The tokens of a micro-batch if memory is not limited: on a CPU, activations fill the caches;
-    with CUDA, computing takes as long as launching.
+    """Returns the tokens of a micro-batch if memory is not limited: on a CPU, activations fill the
+    caches; with CUDA, computing takes as long as launching.
     """
     if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
@@ -305,7 +307,9 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 
 
 def rows_that_fit(found: Forecast) -> int:
-    """The largest rollout.max_batch whose rollout leaves some memory free; at least one group."""
+    """Returns the largest rollout.max_batch whose rollout leaves some memory free; at least one
+    group.
+    """
     size = found.config.rollout.num_generations
     groups = _largest(
         lambda n: sum(found.having("rollout", max_batch=n * size).rollout()),
@@ -316,8 +320,8 @@ def rows_that_fit(found: Forecast) -> int:
 
 
 def largest_batch(found: Forecast) -> int:
-    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt
-    fits.
+    """Returns the largest `optim.batch_size` whose peak fits into the memory, or 0 if not even one
+    prompt fits.
     """
     return _largest(
         lambda n: found.having("optim", batch_size=n).peak[1], found.total, MOST_PROMPTS
@@ -325,5 +329,5 @@ def largest_batch(found: Forecast) -> int:
 
 
 def _largest(nbytes: Callable[[int], float], room: float, most: int) -> int:
-    """The largest n in 0..most whose bytes fit; bytes grow with n."""
+    """Returns the largest n in 0..most whose bytes fit; bytes grow with n."""
     return bisect_right(range(1, most + 1), room, key=nbytes)

@@ -26,8 +26,8 @@ USUAL_TOKENS = 4096  # of a micro-batch of a model whose sizes are not known
 def make_plan(
     config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1
 ) -> tuple[str, str | None]:
-    """The plan of a checked config for each of `ranks` ranks, and a message if the run does not
-    fit.
+    """Returns the plan of a checked config for each of `ranks` ranks, and a message if the run does
+    not fit.
 
     Only the model's shapes are loaded. Raises UserError if the model or the data cannot be used.
     """
@@ -81,7 +81,8 @@ def make_plan(
 
 
 def data_shape(config: Config) -> tuple[int, int]:
-    """The length of the longest training prompt in tokens, and the number of held-out problems.
+    """Returns the length of the longest training prompt in tokens, and the number of held-out
+    problems.
 
     Both are 0 unless data and tokenizer are on this machine. Raises UserError if the data or the
     tokenizer cannot be used.
@@ -99,7 +100,7 @@ def data_shape(config: Config) -> tuple[int, int]:
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or a message with the reason why they are unknown.
+    """Returns the model's sizes, or a message with the reason why they are unknown.
 
     Raises UserError if weights, moments and gradients alone exceed the memory.
     """
@@ -116,8 +117,8 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
 ) -> tuple[Config, tuple[str, ...], dict[str, Phase]]:
-    """The config with micro-batch and rollout.max_batch chosen, notices, and the phases of the
-    forecast; none if there is no forecast.
+    """Returns the config with micro-batch and rollout.max_batch chosen, notices, and the phases of
+    the forecast; none if there is no forecast.
 
     `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if unknown.
     Values that the config sets are kept.
@@ -144,7 +145,9 @@ def memory_outlook(
 
 
 def _too_large(config: Config, sizes: ModelSizes) -> str | None:
-    """A message if weights, moments and gradients alone exceed the memory; otherwise None."""
+    """Returns a message if weights, moments and gradients alone exceed the memory;
+    otherwise None.
+    """
     total = _all_memory(config)
     if sizes.floor <= total:
         return None
@@ -157,8 +160,8 @@ def _too_large(config: Config, sizes: ModelSizes) -> str | None:
 
 
 def _over_memory(found: Forecast) -> str | None:
-    """A message if the predicted peak exceeds the memory, with the key that lowers it; otherwise
-    None.
+    """Returns a message if the predicted peak exceeds the memory, with the key that lowers it;
+    otherwise None.
     """
     config = found.config
     phase, nbytes = found.peak
@@ -176,7 +179,7 @@ def _over_memory(found: Forecast) -> str | None:
 
 
 def _all_memory(config: Config) -> int:
-    """The memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is
+    """Returns the memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is
     less.
     """
     total = total_memory()

@@ -81,8 +81,8 @@ class ModelSizes:
 
 
 def models_bytes(config: Config, parameters: int, trained: int, size: int) -> int:
-    """Bytes on disk of a run's final model and its best model (only adapters, if there are any).
-    `size` is the number of bytes per number in the source's files.
+    """Returns bytes on disk of a run's final model and its best model (only adapters, if there are
+    any). `size` is the number of bytes per number in the source's files.
     """
     final = parameters * size  # every parameter, unpacked
     if config.model.tune != "full":
@@ -91,7 +91,7 @@ def models_bytes(config: Config, parameters: int, trained: int, size: int) -> in
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json.
+    """Returns the shape given by a model's config.json.
 
     Raises ValueError if layers, width, heads or vocabulary are missing.
     """
@@ -128,7 +128,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
-    """The sizes of the model that [model] names, in its roles in the config, on one of `ranks`.
+    """Returns the sizes of the model that [model] names, in its roles in the config, on one of
+    `ranks`.
 
     For a local folder, the headers of its weight files are read. For a model on the Hub, only
     config.json is read; its weights are not downloaded. `config` is checked ([loss] complete).
@@ -164,7 +165,7 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with `part` rounded weights; embeddings and head are often not
+        """Returns bytes of a role with `part` rounded weights; embeddings and head are often not
         rounded.
         """
         if storage != "packed":
@@ -231,8 +232,8 @@ def model_sizes(
 
 
 def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
-    """Whether the learner computes a group's prompt once: on a GPU only if requested, because
-    attention would need a mask array there.
+    """Returns whether the learner computes a group's prompt once: on a GPU only if requested,
+    because attention would need a mask array there.
 
     It does not for checkpointed blocks, which would run again without the first run's keys, or if
     routers' decisions are recorded over whole rows.
@@ -246,13 +247,13 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
 
 
 def checkpoints_mlps(config: Config) -> bool:
-    """Whether gated MLPs recompute their inner activations in the backward pass."""
+    """Returns whether gated MLPs recompute their inner activations in the backward pass."""
     wanted = number("checkpoints_mlps") and enabled("checkpointed_mlps")
     return bool(wanted) and not config.system.grad_checkpoint
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
-    """Bytes of the leaves if floating leaves have this dtype."""
+    """Returns bytes of the leaves if floating leaves have this dtype."""
     return sum(
         leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
         for leaf in leaves.values()
@@ -292,7 +293,9 @@ def _unloaded(
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:
-    """The module that config.json describes; its random initial values are never computed."""
+    """Returns the module that config.json describes; its random initial values are never
+    computed.
+    """
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(stated)

@@ -38,7 +38,7 @@ class RankError(UserError):
 
 
 def encode_message(message: RankMessage) -> bytes:
-    """The inverse of `decode_message`; tuples become lists, and MLX arrays NumPy arrays.
+    """Returns the inverse of `decode_message`; tuples become lists, and MLX arrays NumPy arrays.
 
     Raises TypeError for a value that JSON cannot represent.
     """
@@ -58,7 +58,7 @@ def encode_message(message: RankMessage) -> bytes:
 
 
 def decode_message(data: bytes) -> RankMessage:
-    """The message from the bytes of `encode_message`."""
+    """Returns the message from the bytes of `encode_message`."""
     arrays = load(data)
     text = arrays.pop(_TEXT).tobytes()
     return RankMessage(

@@ -27,7 +27,8 @@ class RankPlace:
 
 
 def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
-    """This process's place, or None if it was started without a launcher or as the only rank.
+    """Returns this process's place, or None if it was started without a launcher or as the only
+    rank.
 
     Raises UserError if the launcher's variables cannot be read.
     """
@@ -61,8 +62,8 @@ def _place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _listed(path: str) -> list[Any]:
-    """The list in a launcher's file, with one entry per rank; the file is empty for a single
-    rank.
+    """Returns the list in a launcher's file, with one entry per rank; the file is empty for a
+    single rank.
     """
     return json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
 

@@ -106,7 +106,7 @@ class Ranks:
         return self.count == 1
 
     def name(self, rank: int) -> str:
-        """A rank's name in messages."""
+        """Returns a rank's name in messages."""
         return (
             f"rank {rank} ({self.hosts[rank]})" if len(self.hosts) == self.count else f"rank {rank}"
         )
@@ -137,7 +137,7 @@ class Ranks:
     # exchanges
 
     def all_gather_object(self, where: str, value: Any = None) -> list[Any]:
-        """Every rank's value in this exchange, in order.
+        """Returns every rank's value in this exchange, in order.
 
         Raises Stopped on all ranks if one has received a signal. Raises RankError if a rank has
         reported its end, or if one has disappeared.
@@ -157,7 +157,9 @@ class Ranks:
         return [message.value for message in messages]
 
     def _checked(self, messages: list[RankMessage]) -> list[RankMessage]:
-        """The messages of an exchange. Raises RankError if a rank ends, or is at another point."""
+        """Returns the messages of an exchange. Raises RankError if a rank ends, or is at another
+        point.
+        """
         if any(message.error is not None for message in messages):
             self.agreed_to_end()
             raise self._error_of(messages)
@@ -173,15 +175,16 @@ class Ranks:
     # ranks that sample for rank 0
 
     def apart(self) -> Ranks:
-        """This rank alone, for the steps that it does not share with the others."""
+        """Returns this rank alone, for the steps that it does not share with the others."""
         alone = Ranks(signals=self._signals)
         alone.number = self.number
         alone.watchdog = self.watchdog
         return alone
 
     def meet(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value. Unlike `all_gather_object`, it may be called in any thread: a signal
-        that has come to a rank is passed on to the process, and does not end the exchange."""
+        """Returns every rank's value. Unlike `all_gather_object`, it may be called in any thread: a
+        signal that has come to a rank is passed on to the process, and does not end the exchange.
+        """
         own = RankMessage(where, value, asked=self._signals.received or 0)
         messages = self._checked(self._exchange(own))
         for asked in {message.asked for message in messages} - {0}:
@@ -189,8 +192,9 @@ class Ranks:
         return [message.value for message in messages]
 
     def shared(self, tree: Tree) -> Tree:
-        """Rank 0's tree on all ranks; the others pass one with the same shapes. May be called in
-        any thread."""
+        """Returns Rank 0's tree on all ranks; the others pass one with the same shapes. May be
+        called in any thread.
+        """
         from grpo_fn.learner import share
 
         self._moving = True  # if it fails, each rank detects that itself
@@ -199,7 +203,7 @@ class Ranks:
         return found
 
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
-        """Every rank's message, without checks."""
+        """Returns every rank's message, without checks."""
         data = encode_message(own)
         sizes = self._gathered(own.where, np.array([len(data)], np.int32))[:, 0].tolist()
         padded = np.frombuffer(data.ljust(max(sizes), b"\0"), np.uint8)
@@ -207,7 +211,7 @@ class Ranks:
         return [decode_message(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gathered(self, where: str, own: np.ndarray) -> np.ndarray:
-        """All ranks' arrays, one row each."""
+        """Returns all ranks' arrays, one row each."""
         import mlx.core as mx
 
         assert self._collectives is not None
@@ -217,7 +221,7 @@ class Ranks:
         return np.array(found).reshape(-1, own.size)
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
-        """A collective under the watchdog. Raises RankError if a peer has disappeared."""
+        """Returns a collective under the watchdog. Raises RankError if a peer has disappeared."""
         started = time.monotonic()
         try:
             with self.watchdog.waiting(what):
@@ -234,7 +238,7 @@ class Ranks:
             self._seconds[kind] += time.monotonic() - started
 
     def _who_is_gone(self, why: str) -> str:
-        """The lost rank, if it is detected within a moment."""
+        """Returns the lost rank, if it is detected within a moment."""
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
             line = self.watchdog.gone()
@@ -245,7 +249,7 @@ class Ranks:
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _error_of(self, messages: Sequence[RankMessage]) -> RankError:
-        """The first fault among the messages."""
+        """Returns the first fault among the messages."""
         rank = next(r for r, message in enumerate(messages) if message.error is not None)
         error = RankError(f"{self.name(rank)}: {messages[rank].error}")
         error.exit_code = messages[rank].code or EXIT_CODE
@@ -278,11 +282,11 @@ class Ranks:
                 self._gather(RankMessage("the stop", asked=error.exit_code - 128))
 
     def any_rank(self, where: str, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Returns whether the flag is set on any rank."""
         return any(self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" for the slowest rank in exchanges, and
+        """Returns seconds since the last call: "waiting" for the slowest rank in exchanges, and
         "reducing".
         """
         found = self._seconds

@@ -49,7 +49,9 @@ class Scoreboard:
 
     @staticmethod
     def create(size: int) -> str:
-        """The path of a new file for `size` ranks, to be removed after all ranks have opened it."""
+        """Returns the path of a new file for `size` ranks, to be removed after all ranks have
+        opened it.
+        """
         number, path = tempfile.mkstemp(prefix="grpo-ranks-")
         os.ftruncate(number, size * _SLOT.itemsize)
         os.close(number)
@@ -69,7 +71,9 @@ class Scoreboard:
         self._own["state"] = state
 
     def read(self, rank: int) -> tuple[int, int, str]:
-        """A rank's state, the number of collectives that it has started, and its last message."""
+        """Returns a rank's state, the number of collectives that it has started, and its last
+        message.
+        """
         slot = self._slots[rank]
         return (
             int(slot["state"]),
@@ -78,7 +82,7 @@ class Scoreboard:
         )
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of another rank has ended."""
+        """Returns whether the process of another rank has ended."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError as error:
@@ -90,7 +94,7 @@ class Scoreboard:
 
 
 def host_key() -> str:
-    """The host's name, with an identifier that distinguishes hosts with the same name and
+    """Returns the host's name, with an identifier that distinguishes hosts with the same name and
     containers on the same host.
     """
     boot = ""
@@ -164,7 +168,7 @@ class Watchdog:
             self.board.write(state, line)
 
     def gone(self) -> str | None:
-        """A message about ranks of this host that failed; None if there are none.
+        """Returns a message about ranks of this host that failed, or None if there are none.
 
         Ranks with their own message are reported first, because the others may have ended for that
         reason.
@@ -181,8 +185,8 @@ class Watchdog:
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining rank of this host that is not `late`, which
-        must report the failure.
+        """Returns whether this rank is the lowest remaining rank of this host that is not `late`,
+        which must report the failure.
         """
         below = [rank for rank in self.here if rank < self.rank and rank not in late]
         return self.board is None or all(map(self.board.is_gone, below))
@@ -233,7 +237,7 @@ class Watchdog:
                 self._signals.ask(asked)
 
     def _late(self) -> list[int]:
-        """The ranks of this host that have not reached this rank's collective."""
+        """Returns the ranks of this host that have not reached this rank's collective."""
         if self.board is None:
             return []
         _, mine, _ = self.board.read(self.rank)

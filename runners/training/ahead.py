@@ -33,8 +33,8 @@ def _free_streams_at_end() -> None:
 
 
 def admitted(plan: Plan, state: RunState) -> RunState:
-    """The state with the flights that start with the current weights: the flights for the current
-    update and the next `rollout.max_staleness` updates.
+    """Returns the state with the flights that start with the current weights: the flights for the
+    current update and the next `rollout.max_staleness` updates.
     """
     length = plan.run.length
     together = plan.config.optim.gradient_accumulation_steps

@@ -46,8 +46,8 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss on the held-out reference completions with the learner's weights; empty if there are
-    none.
+    """Returns the loss on the held-out reference completions with the learner's weights; empty if
+    there are none.
     """
     run, state, ranks = session.run, session.state, session.ranks
     examples = run.data.gold_evaluation
@@ -72,7 +72,7 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 
 
 def _measured(session: Session, problems: Sequence[Example]) -> EvalResult:
-    """The completions of the problems, sampled with the learner's weights and scored."""
+    """Returns the completions of the problems, sampled with the learner's weights and scored."""
     config, run, state = session.config, session.run, session.state
     engine = run.learner.held_out
     engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))

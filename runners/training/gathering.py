@@ -26,7 +26,8 @@ from runners.rewards.scoring import Failed
 def gather_rollout(
     ranks: Ranks, examples: Sequence[Example], part: Experience | None
 ) -> Experience:
-    """The complete experience of these examples from all ranks' parts; the same on all ranks.
+    """Returns the complete experience of these examples from all ranks' parts; the same on all
+    ranks.
 
     `part` is this rank's part, None if it has no example.
     """
@@ -75,7 +76,7 @@ def _packed(experience: Experience) -> dict[str, Any]:
 
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
-    """The inverse of `_packed`, after tuples have become lists and arrays have become NumPy
+    """Returns the inverse of `_packed`, after tuples have become lists and arrays have become NumPy
     arrays.
     """
     rollout, played = value["rollout"], value["played"]

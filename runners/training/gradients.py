@@ -84,9 +84,10 @@ class MicroBatches:
     def logprobs(
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
     ) -> Computed[dict[int, mx.array]]:
-        """The log-probs of micro-batches' tokens under these parameters, by the number of each
-        micro-batch that has rows. With several ranks, each computes its share, and all return the
-        complete result."""
+        """Returns the log-probs of micro-batches' tokens under these parameters, by the number of
+        each micro-batch that has rows. With several ranks, each computes its share, and all return
+        the complete result.
+        """
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
@@ -120,7 +121,7 @@ class MicroBatches:
         return submitted
 
     def _merged(self, found: Sequence[g.LossStats]) -> tuple[g.LossStats, ...]:
-        """Each step's statistics over all ranks' parts, the same on every rank."""
+        """Returns each step's statistics over all ranks' parts, the same on every rank."""
         rows = np.array([[value.item() for value in stats] for stats in found], np.float32)
         merged = []
         for parts in zip(*self.ranks.all_gather_object("the statistics", rows), strict=True):
@@ -171,8 +172,8 @@ class MicroBatches:
         return attrs.evolve(computed, micro_batch_tokens=fits)
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
-        """A budget that splits the largest micro-batches. Raises UserError if each has a single
-        row.
+        """Returns a budget that splits the largest micro-batches. Raises UserError if each has a
+        single row.
         """
         cuttable = [
             _tokens(piece) for piece in chain.from_iterable(steps) if piece.targets_bt.shape[0] > 1
@@ -202,5 +203,5 @@ def _fitting(pieces: Pieces, budget: int) -> Iterator[g.Batch]:
 
 
 def _tokens(piece: g.Batch) -> int:
-    """The number of tokens that the learner computes for a micro-batch."""
+    """Returns the number of tokens that the learner computes for a micro-batch."""
     return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)

@@ -207,7 +207,9 @@ def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
 
 
 def _policy(loaded: LoadedModel) -> g.Policy:
-    """The learner's policy. Raises UserError if mlx-lm cannot compute the model on this machine."""
+    """Returns the learner's policy. Raises UserError if mlx-lm cannot compute the model on this
+    machine.
+    """
     try:
         return g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     except Exception as error:
@@ -249,8 +251,8 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Whether the learner computes a group's prompt once. Raises UserError if this is required but
-    impossible.
+    """Returns whether the learner computes a group's prompt once. Raises UserError if this is
+    required but impossible.
     """
     shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:

@@ -60,27 +60,27 @@ class Plan:
         return self.config.optim.num_iterations * self.config.optim.minibatches
 
     def is_supervised(self, state: RunState) -> bool:
-        """Whether the last batch step used reference completions."""
+        """Returns whether the last batch step used reference completions."""
         return state.batch_step <= self.run.length.supervised
 
     def update_due(self, state: RunState) -> bool:
-        """Whether enough batch steps are available for an update."""
+        """Returns whether enough batch steps are available for an update."""
         enough = state.batch_step % self.config.optim.gradient_accumulation_steps == 0
         return bool(state.waiting) and (enough or state.batch_step == self.run.length.batch_steps)
 
     def syncs(self, state: RunState) -> bool:
-        """Whether the sampler receives the learner's weights after the next update."""
+        """Returns whether the sampler receives the learner's weights after the next update."""
         due = state.batch_step - state.synced_at >= self.config.loss.sync_every
         return due or self.is_supervised(state)
 
     def progress(self, state: RunState) -> TrainerState:
-        """The progress of the run, for rewards."""
+        """Returns the progress of the run, for rewards."""
         run = self.run
         epoch = run.order.epoch(state.position)
         return TrainerState(state.update, run.length.updates, epoch, self.config.optim.num_epochs)
 
     def weights(self, state: RunState) -> Weights:
-        """The sampler's weights."""
+        """Returns the sampler's weights."""
         return weights_of(self.run.learner.sampling, state.train.old_params, state.sampler)
 
     def load(self, state: RunState) -> None:
@@ -90,7 +90,7 @@ class Plan:
 
 
 def plan_of(run: Run, shown: Diary) -> Plan:
-    """The plan of a run."""
+    """Returns the plan of a run."""
     micro_batches = MicroBatches(
         run.learner.grad_step,
         run.config.system.micro_batch_tokens,
@@ -113,8 +113,8 @@ def plan_of(run: Run, shown: Diary) -> Plan:
 def cut_to_micro_batches(
     plan: Plan, state: RunState, batch: g.Batch, budget: int
 ) -> tuple[Pieces, ...]:
-    """The micro-batches of each minibatch, of at most `budget` tokens; rows without a gradient are
-    omitted.
+    """Returns the micro-batches of each minibatch, of at most `budget` tokens; rows without a
+    gradient are omitted.
     """
     run, config = plan.run, plan.config
     learner = run.learner
@@ -189,7 +189,7 @@ def with_old_logprobs(
 
 
 def calibrated_roles(run: Run) -> list[QuantizedRole]:
-    """The roles in this run with calibrated rounding."""
+    """Returns the roles in this run with calibrated rounding."""
     loss, rollout, learner = run.config.loss, run.config.rollout, run.learner
     roles = ((rollout.quantization, learner.quantized), (loss.ref_quantization, learner.reference))
     return [role for name, role in roles if role is not None and is_calibrated(run.config, name)]
@@ -249,7 +249,7 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 
 def synced_reference(plan: Plan, state: RunState, mixup: float = 1.0) -> RunState:
-    """The state with a reference model from the learner's weights, in its current rounding;
+    """Returns the state with a reference model from the learner's weights, in its current rounding;
     unchanged if there is no reference.
     """
     if state.train.ref_params is None:
@@ -264,14 +264,14 @@ def synced_reference(plan: Plan, state: RunState, mixup: float = 1.0) -> RunStat
 
 
 def shapes_of(pieces: Pieces) -> set[Shape]:
-    """The shapes for which the steps have been compiled."""
+    """Returns the shapes for which the steps have been compiled."""
     return {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
-    """The number of padding tokens accepted to avoid a new shape: computing them takes as long as
-    tracing the step. On a CPU, it is almost unlimited once an epoch has shown all lengths; on a
-    GPU, that would be mostly padding once completions have become shorter.
+    """Returns the number of padding tokens accepted to avoid a new shape: computing them takes as
+    long as tracing the step. On a CPU, it is almost unlimited once an epoch has shown all lengths;
+    on a GPU, that would be mostly padding once completions have become shorter.
     """
     return (
         number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000

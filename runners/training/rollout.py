@@ -147,8 +147,8 @@ class Collector:
     def _slow_rewards(
         self, parts: Sequence[Experience], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """The number of consecutive batch steps in which a reward timed out or ended its process
-        for all completions.
+        """Returns the number of consecutive batch steps in which a reward timed out or ended its
+        process for all completions.
 
         Raises RewardError if a reward failed for every completion of the batch step and this is not
         allowed.
@@ -199,7 +199,7 @@ class Collector:
         key: mx.array,
         weights: Weights | None,
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """Completions or conversations; None without examples. The engine receives new
+        """Returns completions or conversations, or None without examples. The engine receives new
         `weights`.
         """
         if weights is not None:
@@ -234,8 +234,8 @@ class Collector:
         numbers: Sequence[int],
         sampling: g.Sampling,
     ) -> Experience | None:
-        """The completions or conversations of the draw's examples with these numbers, with their
-        rewards; None without examples.
+        """Returns the completions or conversations of the draw's examples with these numbers, with
+        their rewards, or None without examples.
         """
         started = time.perf_counter()
         fallback = None
@@ -303,8 +303,9 @@ class Collector:
     def _combined(
         self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int
     ) -> np.ndarray:
-        """The rewards of completions in groups of `size`, float64 [P,G], with the length
-        penalty."""
+        """Returns the rewards of completions in groups of `size`, float64 [P,G], with the length
+        penalty.
+        """
         rewards_b = g.combine_rewards(
             mx.array(values_kb.astype(np.float32)),
             mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
@@ -316,8 +317,8 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Reference completions as a batch step: groups of one, with an advantage of 1 and without
-    rewards.
+    """Returns reference completions as a batch step: groups of one, with an advantage of 1 and
+    without rewards.
     """
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None

@@ -59,7 +59,7 @@ class Flight:
 
     @classmethod
     def of(cls, state: RunState, batch_step: int, position: int) -> Flight:
-        """A batch step that starts in this state."""
+        """Returns a batch step that starts in this state."""
         return cls(
             batch_step=batch_step,
             update=state.update,
@@ -71,7 +71,9 @@ class Flight:
         )
 
     def state(self, state: RunState) -> RunState:
-        """The state at the start of this batch step, restored as far as a proposal reads it."""
+        """Returns the state at the start of this batch step, restored as far as a proposal reads
+        it.
+        """
         return attrs.evolve(
             state,
             batch_step=self.batch_step,
@@ -127,11 +129,13 @@ class RunState:
 
     @property
     def em(self) -> float | None:
-        """Exact match at the last evaluation, from 0 to 1; None if it was not measured."""
+        """Exact match at the last evaluation, from 0 to 1, or None if it was not measured."""
         return self.scores[-1] if self.scores else None
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All saved fields: plain values in JSON's types, and values with arrays as trees."""
+        """Returns all saved fields: plain values in JSON's types, and values with arrays as
+        trees.
+        """
         plain: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         for field in attrs.fields(type(self)):
@@ -148,13 +152,14 @@ def restore_state(
     where: str,
     kind: type[RunState] = RunState,
 ) -> RunState:
-    """The inverse of `saved` (through JSON). Raises UserError, starting with `where`, for invalid
-    values."""
+    """Returns the inverse of `saved` (through JSON). Raises UserError, starting with `where`, for
+    invalid values.
+    """
     return decoded({**plain, **trees}, kind, where, train=train)
 
 
 def first_state(run: Run) -> RunState:
-    """The state before a run's first step."""
+    """Returns the state before a run's first step."""
     learner = run.learner
     assert learner.state is not None
     return RunState(
@@ -172,7 +177,7 @@ _OF_MODEL = ("params", "opt_state", "accum_grads", "accum_weight", "step", "upda
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
-    """The state of a checkpoint.
+    """Returns the state of a checkpoint.
 
     `changed` is --allow-config-change: it allows different training data and roles with a different
     precision.
@@ -227,7 +232,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
 
 
 def _shape(tree: Any) -> tuple[Any, Any]:
-    """The structure of a tree with the shapes and dtypes of its arrays."""
+    """Returns the structure of a tree with the shapes and dtypes of its arrays."""
     arrays: list[Any] = []
     return structure_of(tree, arrays), [(array.shape, array.dtype) for array in arrays]
 
@@ -262,8 +267,8 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
 
 
 def _weights(params: Any) -> list[int]:
-    """A sum over the bits of each leaf: cheap to compute, and almost always different for different
-    weights.
+    """Returns a sum over the bits of each leaf: cheap to compute, and almost always different for
+    different weights.
     """
     sums = [
         mx.contiguous(leaf).reshape(-1).view(mx.uint16).astype(mx.uint32).sum()

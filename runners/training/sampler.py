@@ -54,7 +54,7 @@ class Sampler:
         return FULL if self.role is None else self.format
 
     def metrics(self) -> dict[str, str]:
-        """Metrics of a sampler whose weights are or were quantized."""
+        """Returns metrics of a sampler whose weights are or were quantized."""
         if self.format == FULL:
             return {}
         why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
@@ -62,7 +62,7 @@ class Sampler:
 
 
 def first_sampler(config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """The initial sampler. With calibrated rounding, it starts in full precision."""
+    """Returns the initial sampler. With calibrated rounding, it starts in full precision."""
     rows = config.rollout.max_batch
     if quantized is None:
         return Sampler(rows=rows)
@@ -77,7 +77,7 @@ def rounded_as(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> Sampler:
-    """The sampler with weights in that format, or in each weight's format in `formats`.
+    """Returns the sampler with weights in that format, or in each weight's format in `formats`.
 
     `quantized` is the role that was checked at the start; the results of this check apply to every
     format.
@@ -90,7 +90,7 @@ def rounded_as(
 
 
 def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """A sampler from a checkpoint, with its role."""
+    """Returns a sampler from a checkpoint, with its role."""
     if quantized is None or sampler.fallback is not None:
         return sampler
     name = config.rollout.quantization
@@ -104,20 +104,20 @@ def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) 
 
 
 def given_up(sampler: Sampler, reason: str) -> Sampler:
-    """The sampler, permanently switched to full precision."""
+    """Returns the sampler, permanently switched to full precision."""
     return attrs.evolve(sampler, fallback=reason, role=None)
 
 
 def fallback_line(sampler: Sampler) -> str:
-    """The message about a sampler that was abandoned."""
+    """Returns the message about a sampler that was abandoned."""
     return f"sampling continues in full precision: {sampler.format}: {sampler.fallback}"
 
 
 def judged(
     sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
 ) -> tuple[Sampler, str | None]:
-    """A sampler with a finer format, or finally full precision, with a message, if the weights π/μ
-    of an update are too uneven; otherwise the same sampler and None.
+    """Returns a sampler with a finer format, or finally full precision, with a message, if the
+    weights π/μ of an update are too uneven; otherwise the same sampler and None.
 
     A format is too coarse if KL(μ ‖ π), in nats per token, exceeds rollout.mismatch_limit.
     """
@@ -145,7 +145,7 @@ def judged(
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """The evaluated weights for an engine: the learner's `params`, rounded if the sampler
+    """Returns the evaluated weights for an engine: the learner's `params`, rounded if the sampler
     rounds.
     """
     role = sampler.role

@@ -68,11 +68,11 @@ class Session:
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:
-        """The progress of the run, for log entries."""
+        """Returns the progress of the run, for log entries."""
         return {"update": self.state.update, "batch_step": self.state.batch_step}
 
     def elapsed(self) -> float:
-        """Seconds that the run has taken, including the time before a resume."""
+        """Returns seconds that the run has taken, including the time before a resume."""
         return self.state.elapsed + time.perf_counter() - self._started
 
     @property

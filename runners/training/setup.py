@@ -278,7 +278,7 @@ class SetUp:
 
 
 def tokens_of(examples: Iterable[Example]) -> list[tuple[int, ...]]:
-    """The tokens of each example's prompt."""
+    """Returns the tokens of each example's prompt."""
     return [example.tokens for example in examples]
 
 
@@ -309,7 +309,7 @@ def _check_ranks(config: Config, ranks: Ranks) -> None:
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
-    """Warnings about settings that are allowed but probably mistakes."""
+    """Returns warnings about settings that are allowed but probably mistakes."""
     rollout = config.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     if learner.spec.correction != "none" or not (truncated or learner.quantized):

@@ -158,7 +158,9 @@ def start_or_resume(
 
 
 def _apart(run: Run, stack: ExitStack) -> Run:
-    """The run of a rank that learns alone, with an engine on the others, or of one that samples."""
+    """Returns the run of a rank that learns alone, with an engine on the others, or of one that
+    samples.
+    """
     ranks = run.ranks.apart()
     learner = run.learner
     if ranks.is_rank_zero:
@@ -177,8 +179,8 @@ def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
 def _files(
     run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary
 ) -> MetricsLog:
-    """The log, in a folder that contains only files of this run up to and including `origin`, and
-    the notices.
+    """Returns the log, in a folder that contains only files of this run up to and including
+    `origin`, and the notices.
     """
     config = run.config
     loaded = run.loaded
@@ -211,8 +213,8 @@ def _files(
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Plain lines, with a live one below them if `stream` (stdout) is a terminal that can move its
-    cursor.
+    """Returns plain lines, with a live one below them if `stream` (stdout) is a terminal that can
+    move its cursor.
 
     NO_COLOR in the environment turns off colours, and TERM=dumb turns off the live line. If
     standard output is closed, nothing is shown.

@@ -96,7 +96,7 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def _ends(values: Sequence[float], form: str) -> str:
-    """The first and the last value in this format, or the only one."""
+    """Returns the first and the last value in this format, or the only one."""
     return " → ".join(format(value, form) for value in (*values[:1], *values[1:][-1:]))
 
 
@@ -146,7 +146,7 @@ def log_update(session: Session, loss: g.LossStats, update: g.UpdateStats) -> No
 
 
 def update_metrics(session: Session, loss: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
-    """All metrics of an update."""
+    """Returns all metrics of an update."""
     state, run, plan = session.state, session.run, session.plan
     gold = plan.is_supervised(state)
     epoch = run.order.epoch(state.position)
@@ -191,9 +191,9 @@ def update_metrics(session: Session, loss: g.LossStats, update: g.UpdateStats) -
 
 
 def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
-    """Metrics of how evenly the last rollout uses the experts, from a forward pass over some of its
-    rows. Empty for a model without known routers, with checkpointed blocks, or if all tokens are
-    masked.
+    """Returns metrics of how evenly the last rollout uses the experts, from a forward pass over
+    some of its rows. Empty for a model without known routers, with checkpointed blocks, or if all
+    tokens are masked.
     """
     policy = plan.run.learner.policy
     supported = has_routers(policy.module) and not plan.config.system.grad_checkpoint
@@ -210,7 +210,9 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
-    """The cost of several ranks: seconds for exchanges and sums, and for each rank's rollouts."""
+    """Returns the cost of several ranks: seconds for exchanges and sums, and for each rank's
+    rollouts.
+    """
     ranks = session.ranks
     if ranks.is_alone:
         return {}

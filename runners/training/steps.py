@@ -33,7 +33,7 @@ from runners.training.sampler import fallback_line, given_up, judged, weights_of
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """The inputs of the next rollout: prompts, random key, and fallback weights.
+    """Returns the inputs of the next rollout: prompts, random key, and fallback weights.
 
     All arrays are evaluated, so another thread can read them.
     """
@@ -70,7 +70,7 @@ def propose(plan: Plan, state: RunState) -> Draw:
 
 
 def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
-    """A scored rollout of the proposed prompts, or the proposed reference completions.
+    """Returns a scored rollout of the proposed prompts, or the proposed reference completions.
 
     It does not access the state, and its result is evaluated, so it may run in another thread.
     """
@@ -156,7 +156,7 @@ def release_sampler(plan: Plan, state: RunState) -> RunState:
 
 
 def gradients(plan: Plan, state: RunState) -> RunState:
-    """The gradients of the next update, accumulated over the waiting micro-batches."""
+    """Returns the gradients of the next update, accumulated over the waiting micro-batches."""
     with plan.times.timing("learner"):
         steps = [parts[state.reused % len(parts)] for parts in state.waiting]
         learn = plan.supervised if plan.is_supervised(state) else plan.micro_batches
@@ -168,9 +168,9 @@ def gradients(plan: Plan, state: RunState) -> RunState:
 
 
 def update(plan: Plan, state: RunState) -> tuple[RunState, g.LossStats, g.UpdateStats]:
-    """One optimizer step with these gradients, and its statistics. The new weights reuse the old
-    ones' memory if nothing else refers to them, so the caller must not keep a reference to the
-    state.
+    """Returns one optimizer step with these gradients, and its statistics. The new weights reuse
+    the old ones' memory if nothing else refers to them, so the caller must not keep a reference to
+    the state.
     """
     train = state.train
     state = attrs.evolve(state, train=None)
@@ -222,7 +222,9 @@ def sync(plan: Plan, state: RunState) -> RunState:
 
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:
-    """A batch step as one batch; its mask is True for the tokens that contribute to the loss."""
+    """Returns a batch step as one batch; its mask is True for the tokens that contribute to the
+    loss.
+    """
     rollout, adv_pg, group_b = experience.rollout, experience.advantages_pg, None
     if any(each.earlier for each in experience.played or ()):
         rollout, adv_pg, group_b = all_rows(experience)

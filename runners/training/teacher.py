@@ -43,7 +43,7 @@ class Grader:
     def graded(
         self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
     ) -> Computed[g.Batch]:
-        """The batch with its advantages and, if there are hints, the teacher's prompts. The
+        """Returns the batch with its advantages and, if there are hints, the teacher's prompts. The
         advantages are the task's plus, if the KL is a reward, −(log π − log μ) of each token.
         """
         config = self.config.teacher
@@ -61,7 +61,9 @@ class Grader:
     def _logprobs(
         self, batch: g.Batch, micro_batches: MicroBatches, budget: int
     ) -> Computed[mx.array]:
-        """The teacher's log-probs of the batch's tokens [B,T]; each rank computes its part."""
+        """Returns the teacher's log-probs of the batch's tokens [B,T]; each rank computes
+        its part.
+        """
         rows, width = batch.mask_bt.shape
         pieces = g.split_batch(
             attrs.evolve(batch, row_b=mx.arange(rows)),  # rows are sorted into micro-batches
@@ -91,7 +93,7 @@ class Grader:
         )
 
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The teacher's prompt: the student's prompt with the hint after the question."""
+        """Returns the teacher's prompt: the student's prompt with the hint after the question."""
         data = self.config.data
         *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
@@ -114,8 +116,8 @@ def make_grader(
     share_prompts: bool,
     compile: bool,
 ) -> Grader | None:
-    """The teacher of a checked config, or None. `policy` and `params` are the student's initial
-    policy and parameters.
+    """Returns the teacher of a checked config, or None. `policy` and `params` are the student's
+    initial policy and parameters.
 
     Raises UserError if the vocabulary differs from the student's, and the errors of
     `load_inference`.
@@ -139,8 +141,8 @@ def make_grader(
 
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
-    """The teacher's policy in the compute dtype; `rows` is the number of rows of the student's
-    embedding (None if unknown).
+    """Returns the teacher's policy in the compute dtype; `rows` is the number of rows of the
+    student's embedding (None if unknown).
     """
     folder = resolve_model(config.teacher.path, "teacher.path")
     found = load_inference(

@@ -40,7 +40,7 @@ rm -f "$PART" "$PART.h" ) </dev/null >/dev/null 2>&1 &
 
 
 def programs_folder() -> Path:
-    """The folder of MLX's programs for a CPU."""
+    """Returns the folder of MLX's programs for a CPU."""
     named = filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR")))
     return Path(next(named, "/tmp")) / "mlx" / (installed_version("mlx") or "") / "cpu"
 

@@ -76,8 +76,9 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
 
 
 def _is_whole(code: Path) -> bool:
-    """Whether a program was written completely; an incomplete one, left by a killed process, would
-    end later runs. MLX writes a program's code, its names and its source, in this order.
+    """Returns whether a program was written completely; an incomplete one, left by a killed
+    process, would end later runs. MLX writes a program's code, its names and its source, in this
+    order.
     """
     source = code.with_suffix(".cu")
     return source.exists() and source.stat().st_size > 0
