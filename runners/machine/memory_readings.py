@@ -1,4 +1,4 @@
-"""Reads the current memory: MLX's, the amount available to it, and the system's swap.
+"""Reads the current memory: MLX's memory, the memory available to MLX, and the system's swap.
 
 Only the functions import MLX, not this module.
 """
@@ -16,7 +16,7 @@ _VERSION_1 = "memory/memory.limit_in_bytes"
 
 
 def total_memory() -> int:
-    """Returns bytes of memory of the machine, or of its GPU."""
+    """Returns the machine's or its GPU's total memory in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -28,14 +28,16 @@ def total_memory() -> int:
 
 
 def resident_limit() -> int:
-    """Returns bytes that macOS lets the GPU keep in memory, or 0 if no Mac's GPU computes."""
+    """Returns the bytes that macOS lets the GPU keep resident, or 0 if MLX does not use a Mac's
+    GPU.
+    """
     import mlx.core as mx
 
     return int(mx.device_info().get("max_recommended_working_set_size", 0))
 
 
 def memory_metrics() -> dict[str, float]:
-    """MLX's memory and the system's swap, under the log's names."""
+    """Returns MLX's memory and the system's swap, under their names in the log."""
     import mlx.core as mx
 
     found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "swap": swap_used()}
@@ -43,8 +45,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Returns bytes available for new arrays, within MLX's limit and the memory that other programs
-    leave free (CUDA, Linux).
+    """Returns the bytes available for new arrays, within MLX's limit and the memory that other
+    programs leave free (CUDA, Linux).
     """
     import mlx.core as mx
 
@@ -52,16 +54,16 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     bounds = total_memory(), resident_limit(), 1e9 * memory_limit_gb
     free = int(min(filter(None, bounds))) - mx.get_active_memory()
     left = info.get("free_memory", _meminfo().get("MemAvailable"))
-    # MLX's own cache counts as used there, but new arrays can use it.
+    # The system counts MLX's cache as used, but new arrays can use it.
     return max(free if left is None else min(free, int(left) + mx.get_cache_memory()), 0)
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Returns bytes that this process may use: on a GPU, its own plus free memory; on a CPU, all
-    memory; at most the limit.
+    """Returns the bytes that this process may use, which are at most the limit. On a GPU, these are
+    its own memory plus free memory; on a CPU, all memory.
 
-    Free memory on a CPU is not a useful measure: it changes every second, and the system frees its
-    caches on demand.
+    On a CPU, free memory is not a useful measure, because it changes every second and the system
+    frees its caches on demand.
     """
     import mlx.core as mx
 
@@ -72,7 +74,7 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def swap_used() -> int | None:
-    """Returns bytes of the whole system's swap in use, or None if unknown."""
+    """Returns the bytes of swap that the whole system uses, or None if unknown."""
     if sys.platform == "darwin":  # total = 2.00G  used = 61.5M  …
         done = subprocess.run(
             ["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False
@@ -85,8 +87,10 @@ def swap_used() -> int | None:
 
 
 def swap_limit(asked_gb: float) -> float:
-    """Returns bytes of swap that a run may add: `asked_gb`; if that is 0, on a Mac half of the
-    memory, and at most half of the free disk, which holds the swap. Elsewhere 0: any number.
+    """Returns the bytes of swap that a run may add: `asked_gb` gigabytes, if that is not 0.
+
+    Otherwise, the limit on a Mac is half of the memory or half of the free disk space, which holds
+    the swap, whichever is less. On other systems it is 0, which means no limit.
     """
     import mlx.core as mx
 
@@ -96,10 +100,10 @@ def swap_limit(asked_gb: float) -> float:
 
 
 def memory_limit() -> int | None:
-    """Returns the lowest memory limit of this process's control groups, or None if there is no
+    """Returns the lowest memory limit among this process's control groups, or None if there is no
     limit.
 
-    It considers all groups of version 2, and the group of version 1 that a container shows as its
+    All groups of version 2 are considered, and the version-1 group that a container shows as its
     root.
     """
     root = Path("/sys/fs/cgroup")
@@ -111,7 +115,7 @@ def memory_limit() -> int | None:
 
 
 def _meminfo() -> dict[str, int]:
-    """Linux's table of memory in bytes, or {} on other systems."""
+    """Reads Linux's memory table, in bytes. The dict is empty on other systems."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
     return {name: 1024 * int(size) for name, size in rows}
 
