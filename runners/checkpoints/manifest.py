@@ -46,8 +46,8 @@ def check_manifest(folder: Path) -> None:
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
-    """Returns the newest checkpoint in a folder among those whose files match their manifest, or
-    None if there is none.
+    """Returns the newest checkpoint in a folder that matches its manifest, or None if there is no
+    such checkpoint.
 
     `note` receives a message for each damaged checkpoint.
     """

@@ -20,8 +20,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[Path]:
-    """Locks the folder for this process during the block; creates the folder if necessary. `key` is
-    the folder's name in messages.
+    """Creates the folder if necessary, and locks it for this process during the block. `key` is the
+    folder's name in messages.
 
     The kernel releases the lock when the process ends for any reason; the lock file is kept.
 

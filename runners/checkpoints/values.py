@@ -68,7 +68,7 @@ def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
 
 
 def _as(tree: Any, kind: Any, where: str) -> Any:
-    """Decodes a part of a tree as a value of type `kind`."""
+    """Decodes `tree`, a part of a larger tree, as a value of type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if tree is None:

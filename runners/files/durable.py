@@ -148,7 +148,7 @@ def sweep(parent: Path) -> None:
 def _staging(target: Path) -> Iterator[Path]:
     """Yields a locked staging folder for the target, which is removed at the end.
 
-    Raises OSError if the folder cannot be created or locked.
+    Raises OSError if the folder cannot be created or opened.
     """
     sweep(target.parent)
     stage = target.parent / f"{PREFIX}{secrets.token_hex(6)}-{target.name}"

@@ -34,8 +34,8 @@ INTERRUPTED = "interrupted"
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Finished completions. Each example's G completions are adjacent. The next conversations reuse
-    the environments of these.
+    """Finished completions. Each example's G completions are adjacent. Conversations in the next
+    batch reuse this batch's environments.
     """
 
     examples: Sequence[Example]

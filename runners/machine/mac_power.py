@@ -47,8 +47,8 @@ def awake() -> Iterator[None]:
 
 
 def power_state() -> dict[str, int]:
-    """Returns the power state that macOS reports: minutes until sleep (0: never), low-power mode,
-    CPU speed in percent, thermal pressure (0 to 4).
+    """Returns the power state that macOS reports: minutes until sleep (0 means never), low-power
+    mode, CPU speed in percent, and thermal pressure (0 to 4).
 
     Values that macOS does not report are missing. On other systems, the dict is empty.
     """

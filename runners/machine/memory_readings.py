@@ -59,8 +59,8 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Returns the bytes that this process may use, which are at most the limit. On a GPU, these are
-    its own memory plus free memory; on a CPU, all memory.
+    """Returns the bytes that this process may use. On a GPU, the process may use its own memory and
+    free memory; on a CPU, it may use all memory. The result is at most the limit.
 
     On a CPU, free memory is not a useful measure, because it changes every second and the system
     frees its caches on demand.
@@ -89,8 +89,8 @@ def swap_used() -> int | None:
 def swap_limit(asked_gb: float) -> float:
     """Returns the bytes of swap that a run may add: `asked_gb` gigabytes, if that is not 0.
 
-    Otherwise, the limit on a Mac is half of the memory or half of the free disk space, which holds
-    the swap, whichever is less. On other systems it is 0, which means no limit.
+    Otherwise, on a Mac, a run may add half of the total memory, but at most half of the free disk
+    space, which holds the swap. On other systems, the result is 0, which means no limit.
     """
     import mlx.core as mx
 

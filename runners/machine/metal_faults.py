@@ -29,7 +29,7 @@ def is_watchdog(error: BaseException) -> bool:
 
 @contextmanager
 def explained_aborts(backend: str) -> Iterator[None]:
-    """On Metal, prints ADVICE to stderr if the process exits inside the block without a message.
+    """Prints ADVICE to stderr if, on Metal, the process exits inside the block without a message.
 
     MLX detects such an error on its own thread and ends the process there, so the error cannot be
     caught.

@@ -94,9 +94,9 @@ class StopSignals(Interrupts):
     thread; see `deferred`.
 
     If SIGHUP is ignored at the start, as with nohup, it stays ignored. A second SIGINT or SIGTERM
-    ends the process immediately, with exit code 128 + its number. This also works while MLX
-    computes and no Python handler runs, because a thread reads the signals' numbers from a pipe to
-    which the interpreter writes them. Files on the disk are consistent at any moment.
+    ends the process immediately, with exit code 128 + its number. A second signal also works while
+    MLX computes and no Python handler runs, because a thread reads the signals' numbers from a pipe
+    to which the interpreter writes them. Files on the disk are consistent at any moment.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

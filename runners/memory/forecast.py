@@ -71,7 +71,7 @@ class Phase(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class Forecast:
-    """The predicted memory of a run, in bytes."""
+    """The predicted memory for a run, in bytes."""
 
     config: Config  # with system.micro_batch_tokens
     sizes: ModelSizes
@@ -89,7 +89,7 @@ class Forecast:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs the most memory, and its bytes."""
+        """The name of the phase that needs the most memory, and its size in bytes."""
         name, phase = max(self.phases.items(), key=lambda item: sum(item[1]))
         return name, int(sum(phase))
 
@@ -98,7 +98,9 @@ class Forecast:
         return attrs.evolve(self, config=self.config.having(section, **values))
 
     def rollout(self) -> Phase:
-        """Predicts the rollout phase, with as many training prompts as are decoded together."""
+        """Predicts the rollout phase for the number of training prompts that are decoded
+        together.
+        """
         rollout = self.config.rollout
         prompts = -(-self.config.optim.batch_size // self.sizes.ranks)
         if rollout.max_batch:
@@ -113,7 +115,9 @@ class Forecast:
         )
 
     def evaluation(self) -> Phase:
-        """Predicts the evaluation phase, with as many held-out problems as are decoded together."""
+        """Predicts the evaluation phase for the number of held-out problems that are decoded
+        together.
+        """
         settings = self.config.eval
         rollout = self.config.rollout
         limit = rollout.max_batch or DEFAULT_ROWS
@@ -254,8 +258,8 @@ def saved(shape: ModelShape) -> tuple[float, ...]:
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Returns the bytes that these arrays need in one block, for `rows` rows with `length` tokens
-    each, which attend to `attended` tokens.
+    """Returns the bytes that a block's arrays need, for `rows` rows with `length` tokens each,
+    which attend to `attended` tokens. `counts` has the format of `SAVED`.
     """
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0

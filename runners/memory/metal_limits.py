@@ -20,8 +20,8 @@ _LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
 def metal_limits(
     backend: str, phases: Mapping[str, Phase], note: Callable[[str], None]
 ) -> Iterator[None]:
-    """On Metal, keeps the run's peak memory resident during the block, as far as macOS allows.
-    `note` receives a message if macOS allows less.
+    """Keeps the run's peak memory resident during the block, as far as macOS allows. `note`
+    receives a message if macOS allows less. On other backends than Metal, nothing changes.
 
     Without a forecast, all allowed memory stays resident. Both of MLX's limits are restored
     afterwards.
@@ -51,6 +51,6 @@ def metal_limits(
 
 
 def keep_cache_of(phase: Phase | None) -> None:
-    """On Metal, limits the freed memory that MLX keeps to the amount that this phase reuses."""
+    """Limits the freed memory that MLX keeps on Metal to the amount that this phase reuses."""
     if phase is not None and mx.metal.is_available():
         mx.set_cache_limit(max(round(phase.activations + phase.cache), _LEAST_CACHE))

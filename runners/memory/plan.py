@@ -28,8 +28,8 @@ USUAL_TOKENS = 4096  # per micro-batch, for a model with unknown sizes
 def make_plan(
     config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1
 ) -> tuple[str, str | None]:
-    """Returns the plan of a checked config for each of `ranks` ranks, and a message if the run does
-    not fit.
+    """Returns the memory plan for a checked config on each of `ranks` ranks, and a message if the
+    run does not fit.
 
     Only the model's shapes are loaded. Raises UserError if the model or the data cannot be used.
     """

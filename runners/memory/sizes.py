@@ -71,7 +71,7 @@ class ModelSizes:
 
     @property
     def gradients(self) -> int:
-        """The size of one set of accumulated gradients."""
+        """The size of one accumulated set of gradients."""
         return self.trained * FLOAT
 
     @property
@@ -233,8 +233,8 @@ def model_sizes(
 
 
 def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
-    """Returns whether the learner computes a group's prompt once. On a GPU, this happens only if
-    requested, because attention would need a mask array there.
+    """Returns whether the learner computes a group's prompt once. On a GPU, prompts are shared only
+    if requested, because attention would need a mask array.
 
     Prompts are not shared if blocks are checkpointed, because these blocks would be recomputed
     without the prompt's keys, or if routers' decisions are recorded over complete rows.

@@ -1,5 +1,5 @@
-"""Encodes messages between ranks, which consist of plain values as JSON and of arrays, as bytes
-that contain no code.
+"""Encodes messages between ranks. Plain values are encoded as JSON and arrays as their bytes, so a
+message contains no code.
 """
 
 import json

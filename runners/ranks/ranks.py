@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from grpo_fn.learner import Collectives
     from grpo_fn.trees import Tree
 
-_MOMENT = 1.0  # seconds until the end of another rank is visible
+_MOMENT = 1.0  # seconds after which another rank's end is visible
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
 
 
 class Ranks:
-    """This process as one rank of its run. A run in a single process has the same methods.
+    """This process as one rank of its run. The class is also used for a run in a single process.
 
     The class implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same
     order.
@@ -40,7 +40,7 @@ class Ranks:
         timeout: float = 600.0,
         signals: StopSignals | None = None,
     ) -> None:
-        """Connects to the other ranks of `place`. None means that there are no other ranks.
+        """Connects to the other ranks of `place`; None means that this process is the only rank.
         `timeout` is a collective's time limit in seconds.
 
         `signals` raise Stopped in this process, but not before `ending_together` and not within an
@@ -243,8 +243,8 @@ class Ranks:
             self._seconds[kind] += time.monotonic() - started
 
     def _who_is_gone(self, why: str) -> str:
-        """Returns a message that names the lost rank, if it can be identified within two seconds;
-        otherwise, a general message.
+        """Returns a message that names the lost rank if this rank can be identified within two
+        seconds. Otherwise, returns a general message.
         """
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
@@ -341,7 +341,7 @@ class Ranks:
             yield
             return
         try:
-            self._joining.close()  # raises Stopped if a signal has come meanwhile
+            self._joining.close()  # raises Stopped if a signal has arrived meanwhile
             yield
             with suppress(Stopped):  # the run has finished
                 self.all_gather_object("the end")

@@ -119,7 +119,7 @@ class Watchdog:
 
     rank: int
     timeout: float  # seconds that a collective may take
-    # a signal to one rank of this host is passed on to all of them
+    # a signal to one rank is passed on to all ranks on this host
     _signals: StopSignals
     names: Sequence[str] = ()  # names of all ranks; empty until they have connected
     here: Sequence[int] = ()  # the other ranks on this host, which share the `board`
@@ -252,7 +252,7 @@ class Watchdog:
         ]
 
     def _end(self, line: str, late: Sequence[int] = ()) -> None:
-        """Ends this process; ranks that are `late` then detect that it has disappeared."""
+        """Ends this process. Ranks that are `late` then detect that this rank has disappeared."""
         if self._off.is_set():
             return
         if self.is_reporter(late):

@@ -51,7 +51,9 @@ def admitted(plan: Plan, state: RunState) -> RunState:
 
 
 class Ahead:
-    """The threads of a run, and the experiences that they produce."""
+    """Threads that sample and score rollouts ahead of the learner, and the resulting
+    experiences.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """Creates the thread pools; no batch step runs yet."""

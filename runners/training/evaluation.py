@@ -28,7 +28,9 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards. No rollout runs meanwhile."""
+    """Measures exact match, the run's own rewards, and the loss on held-out reference completions.
+    No rollout runs during the evaluation.
+    """
     if session.ahead is not None:
         session.shown.status("sampling")
         session.ahead.settle()

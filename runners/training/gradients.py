@@ -88,8 +88,8 @@ class MicroBatches:
     ) -> Computed[dict[int, mx.array]]:
         """Computes the log-probs of micro-batches' tokens under these parameters.
 
-        Returns them by micro-batch number; micro-batches without rows are omitted. With several
-        ranks, each rank computes its share, and all ranks return the complete result.
+        The result maps micro-batch numbers to log-probs; micro-batches without rows are omitted.
+        With several ranks, each rank computes its share, and all ranks return the complete result.
         """
         rank, count = self.ranks.number, self.ranks.count
 

@@ -36,7 +36,7 @@ _SMALL = 2_500_000
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The unchanging parts of a run's steps."""
+    """The parts of a run that its steps use and never change."""
 
     run: Run
     micro_batches: MicroBatches
@@ -200,8 +200,8 @@ def calibrated_roles(run: Run) -> list[QuantizedRole]:
 
 
 def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """Collects the moments of the layers' inputs after the first rollout that has tokens. From then
-    on, the moments determine how the roles' weights are rounded.
+    """Collects the moments of the layers' inputs after the first rollout that has tokens. After
+    that, the moments determine how the roles' weights are rounded.
     """
     config, learner = plan.config, plan.run.learner
     roles = calibrated_roles(plan.run)

@@ -173,7 +173,9 @@ class Collector:
         return slow
 
     def _on_all_ranks(self, engine: Engine, draw: Draw) -> Experience:
-        """Runs one round; each rank samples its share."""
+        """Runs one round of sampling and scoring, in which each rank handles its share of the
+        prompts.
+        """
         examples = draw.drawn.examples
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         size = self.sampling.num_generations

@@ -88,7 +88,9 @@ class Flight:
 
 @attrs.frozen(eq=False, kw_only=True)
 class RunState:
-    """The state of a run between two steps. It is immutable; each step creates a new state."""
+    """The state of a run between two steps. The state is immutable, and each step creates a new
+    one.
+    """
 
     train: g.TrainState = _unsaved(
         attrs.NOTHING, "a checkpoint stores it in separate files, as a model"

@@ -50,7 +50,7 @@ class Sampler:
 
     @property
     def quantization(self) -> str:
-        """The quantization of the current weights; "none" is full precision."""
+        """The format to which the current weights are quantized; "none" means full precision."""
         return FULL if self.role is None else self.format
 
     def metrics(self) -> dict[str, str]:
@@ -124,8 +124,9 @@ def judged(
     """Checks whether the sampler's format is too coarse, from an update's statistics.
 
     If the importance weights π/μ are too uneven, or if KL(μ ‖ π), in nats per token, exceeds
-    rollout.mismatch_limit, the format is too coarse. Then, returns the sampler in a finer format,
-    or finally in full precision, and a message. Otherwise, returns the same sampler and None.
+    rollout.mismatch_limit, the format is too coarse. In that case, returns the sampler in a finer
+    format, or finally in full precision, and a message. Otherwise, returns the same sampler and
+    None.
     """
     limit = config.rollout.mismatch_limit
     if sampler.role is None or quantized is None or not limit or not stats.num_tokens.item():

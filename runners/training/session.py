@@ -127,8 +127,8 @@ class Session:
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
-        """Saves before the run ends early, unless the last checkpoint is current or no step has
-        finished.
+        """Saves a checkpoint before the run ends early, unless the last checkpoint is current or no
+        step has finished.
         """
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
@@ -227,7 +227,7 @@ class Session:
     # ends
 
     def check_output(self) -> None:
-        """If the display's output was closed, saves the run and raises OutputLost."""
+        """Saves the run and raises OutputLost if the display's output was closed."""
         if self._lost is not None:
             end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
             self.shown.note(f"{end}: the run ends")
@@ -236,8 +236,8 @@ class Session:
             raise end
 
     def check_bad_updates(self) -> None:
-        """If too many consecutive updates were skipped, saves the last good state and raises
-        NumbersError.
+        """Saves the last good state and raises NumbersError if too many consecutive updates were
+        skipped.
         """
         limit = self.config.optim.max_bad_updates
         in_a_row = self.state.bad_updates_in_a_row
@@ -251,8 +251,8 @@ class Session:
             )
 
     def check_swap(self) -> None:
-        """If the system has swapped out more than system.swap_limit_gb since the start, saves the
-        run and raises UserError.
+        """Saves the run and raises UserError if the system has swapped out more than
+        system.swap_limit_gb since the start.
         """
         if not self._swap_limit:
             return

@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 @attrs.frozen(eq=False)
 class Data:
-    """The examples of a run."""
+    """A run's training and held-out examples."""
 
     train: list[Example]
     evaluation: list[Example]
@@ -83,7 +83,8 @@ class Run:
 class SetUp:
     """Builds a run from its config.
 
-    Rewards are built first, then data, then the model, so that a misspelled name fails quickly.
+    Rewards are loaded first, data second and the model last, so that a misspelled name fails
+    quickly.
     """
 
     config: Config  # checked; `build` resolves the values that it leaves open

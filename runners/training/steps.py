@@ -1,4 +1,4 @@
-"""Defines the steps of a run as functions of values: propose → experience → learn → gradients →
+"""Defines the functions that make up a run's steps: propose → experience → learn → gradients →
 update → sync.
 
 Each function accepts a `RunState` and returns the next one; the given state does not change. An

@@ -172,7 +172,7 @@ def take_update(session: Session) -> None:
     plan = session.plan
     session.begin("gradient", "learning")
     session.state = release_sampler(plan, session.state)
-    summed = [gradients(plan, session.state)]  # Σ over the micro-batches that wait
+    summed = [gradients(plan, session.state)]  # Σ over the waiting micro-batches
     with session.committing("the update"):
         session.change(train=None)  # MLX writes the new weights into the old weights' memory
         session.state, loss_stats, update_stats = update(plan, summed.pop())
