@@ -51,8 +51,8 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
             checkpoints.
         note: receives a message for each damaged checkpoint, which is skipped.
 
-    Raises UserError if the named checkpoint or all checkpoints are damaged, or if the version
-    differs.
+    Raises UserError if the named checkpoint or all checkpoints are damaged, or if the checkpoint's
+    format version differs.
     """
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))

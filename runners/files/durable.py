@@ -2,8 +2,8 @@
 
 Each file or folder is created in a staging folder next to its target (a rename works only within
 one file system), flushed to the disk, and renamed. The staging folder's name contains random digits
-and the target's name; its owner keeps it locked. A folder is removed only if its name and content
-have this form and its owner has ended.
+and the target's name; its owner keeps it locked. A leftover staging folder is removed only if its
+name and content have this form and its owner has ended.
 """
 
 import fcntl

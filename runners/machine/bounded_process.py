@@ -39,8 +39,8 @@ class BoundedFunction:
     memory.
 
     Arguments and results are plain values. A call returns None if it exceeds a limit, raises an
-    exception or ends its process. `seconds` limits CPU time, and `memory` limits bytes. Only one
-    thread uses the process at a time. A forked child starts its own process.
+    exception or ends its process. `seconds` is the CPU-time limit, and `memory` is the memory limit
+    in bytes. Only one thread uses the process at a time. A forked child starts its own process.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:

@@ -60,7 +60,8 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
     """Returns the bytes that this process may use. On a GPU, the process may use its own memory and
-    free memory; on a CPU, it may use all memory. The result is at most the limit.
+    free memory; on a CPU, it may use all memory. The result is at most `memory_limit_gb` gigabytes,
+    if that is not 0.
 
     On a CPU, free memory is not a useful measure, because it changes every second and the system
     frees its caches on demand.

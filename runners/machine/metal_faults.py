@@ -20,7 +20,7 @@ _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
 
 
 def is_watchdog(error: BaseException) -> bool:
-    """Returns whether the system raised this exception because it ended a command buffer that took
+    """Returns whether this exception means that the system ended a command buffer because it took
     too long.
     """
     text = text_of(error).lower() if isinstance(error, RuntimeError) else ""

@@ -126,8 +126,8 @@ class Forecast:
         return self._decoding(rows, rows, new, DRAW_ARRAYS, self.sizes.copy)
 
     def _decoding(self, prompts: int, rows: int, new: int, arrays: int, copy: int) -> Phase:
-        """Predicts the larger of two phases: the prefill of `prompts` prompts, and decoding `rows`
-        completions at full length.
+        """Predicts the memory for prefilling `prompts` prompts or for decoding `rows` completions
+        at full length, whichever is larger.
         """
         sizes = self.sizes
         shape = sizes.shape
@@ -184,8 +184,8 @@ class Forecast:
         return max((self._backward(shape, sums_up) for shape in shapes), key=sum)
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
-        """Predicts the larger of two moments: when all activations are saved, and when all
-        gradients are computed.
+        """Predicts a micro-batch's memory at the larger of two moments: when all activations are
+        saved, or when all gradients are computed.
         """
         sizes = self.sizes
         shape = sizes.shape

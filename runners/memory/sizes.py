@@ -33,7 +33,7 @@ FLOAT = 4  # bytes of float32
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """A decoder's sizes that determine its activations."""
+    """Sizes of a decoder, which determine the memory for its activations."""
 
     layers: int
     hidden: int
@@ -48,7 +48,7 @@ class ModelShape:
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
-    """A model's sizes in a config's roles, in bytes unless stated otherwise."""
+    """Sizes of a model in the roles that a config gives it, in bytes unless stated otherwise."""
 
     shape: ModelShape
     shares_prompts: bool  # whether a group's prompt is computed once in the learner
@@ -81,8 +81,9 @@ class ModelSizes:
 
 
 def models_bytes(config: Config, parameters: int, trained: int, size: int) -> int:
-    """Returns the bytes on disk for a run's final model and its best model. With adapters, the best
-    model contains only these. `size` is the number of bytes per number in the source's files.
+    """Returns the bytes on disk for a run's final model and its best model. When adapters are
+    trained, the best model contains only the adapters. `size` is the number of bytes per number in
+    the source's files.
     """
     final = parameters * size  # every parameter, unpacked
     if config.model.tune != "full":
@@ -129,7 +130,7 @@ def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
     """Computes the sizes that the model in [model] has in its roles in the config, on one of
-    `ranks`.
+    `ranks` ranks.
 
     For a local folder, the headers of its weight files are read. For a model on the Hub, only
     config.json is read; its weights are not downloaded. `config` is checked ([loss] complete).

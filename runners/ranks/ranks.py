@@ -294,8 +294,8 @@ class Ranks:
         return any(self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds spent since the last call: "waiting" for the slowest rank in
-        exchanges, and "reducing".
+        """Returns the seconds spent since the last call, as "waiting" (for the slowest rank, in
+        exchanges) and "reducing" (summing and gathering arrays).
         """
         found = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
@@ -360,7 +360,7 @@ class Ranks:
     def _report(self, error: BaseException) -> BaseException:
         """Reports this rank's failure to the others, and returns the exception to raise."""
         line = text_of(error) if isinstance(error, UserError) else error_line(error)
-        self._signals.stopping = True  # signals are ignored from now on
+        self._signals.stopping = True  # from now on, signals do not raise Stopped
         if isinstance(error, Stopped):
             try:
                 self.stop_together(error)
@@ -383,7 +383,7 @@ class Ranks:
         return self._error_of(messages)
 
     def _part(self, error: BaseException | None = None) -> None:
-        """Disconnects this rank, which sends no more messages."""
+        """Disconnects this rank, after which it sends no messages."""
         self.agreed_to_end()
         reported = error and not isinstance(error, RankError | KeyboardInterrupt)
         self.watchdog.write(ENDED, error_line(error) if error and reported else "")

@@ -149,7 +149,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stops the thread because the ranks end. A signal that arrives from now on, such as the
-        launcher's, is ignored.
+        launcher's, no longer raises Stopped.
         """
         self._signals.stopping = True
         self._off.set()

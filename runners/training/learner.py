@@ -255,7 +255,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
     """Returns whether the learner computes a group's prompt once. Raises UserError if the config
-    requires this and it is impossible.
+    requires prompt sharing but the model or another setting does not allow it.
     """
     shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:

@@ -273,8 +273,8 @@ def shapes_of(pieces: Pieces) -> set[Shape]:
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
-    """Returns the number of padding tokens to accept in order to avoid a new shape: computing them
-    takes as long as tracing the step.
+    """Returns the number of padding tokens that are accepted to avoid a new shape. Computing this
+    many tokens takes as long as tracing the step.
 
     On a CPU, the number is almost unlimited after the first epoch, which has shown all lengths. On
     a GPU, an unlimited number would cause mostly padding once completions have become shorter.

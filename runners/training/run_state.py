@@ -45,8 +45,8 @@ def _unsaved(default: Any, why: str) -> Any:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Flight:
-    """A batch step whose rollout is in progress, as the fields of the state that determine the
-    rollout's inputs. After a resume, the rollout is started again from these fields.
+    """A batch step whose rollout is in progress. Its fields are copied from the state and determine
+    the rollout's inputs. After a resume, the rollout is restarted from these fields.
     """
 
     batch_step: int = rules.key(0, "number of earlier rollouts", _COUNT)

@@ -68,7 +68,7 @@ class Session:
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:
-        """Returns the run's progress for log entries."""
+        """Returns the current update and batch step, for log entries."""
         return {"update": self.state.update, "batch_step": self.state.batch_step}
 
     def elapsed(self) -> float:
@@ -117,7 +117,8 @@ class Session:
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes. With `strict`, the method returns only after the
-        checkpoint has been written to the disk, and an error is always raised.
+        checkpoint has been written to the disk, and errors are raised regardless of
+        checkpoint.on_error.
         """
         with self.plan.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
@@ -218,7 +219,7 @@ class Session:
 
     def failed(self, error: UserError, strict: bool = False) -> None:
         """Continues after reporting the error, or raises it, according to checkpoint.on_error. With
-        `strict`, the error is always raised.
+        `strict`, the error is raised regardless of this setting.
         """
         if strict or self.config.checkpoint.on_error == "stop":
             raise error

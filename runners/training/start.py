@@ -1,5 +1,5 @@
-"""Starts a run: creates its folder and its parts, and its initial state or the state from a
-checkpoint.
+"""Starts a run: creates its folder and its parts, and creates its initial state or restores the
+state from a checkpoint.
 """
 
 import os

@@ -46,8 +46,8 @@ class Grader:
         """Returns the batch after setting its advantages and, if there are hints, the teacher's
         prompts.
 
-        The advantages are the weighted task advantages. If the KL is a reward, −(log π − log μ) is
-        weighted and added for each token.
+        The advantages are the weighted task advantages. If the KL is a reward, teacher.weight ·
+        (log π_teacher − log μ) is added for each token, where μ is the sampler.
         """
         config = self.config.teacher
         if config.hint:
