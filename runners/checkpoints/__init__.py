@@ -1,4 +1,4 @@
 """Manages a run's folder on disk: locks it, saves and prunes checkpoints, and reads them back.
 
-It does not depend on the training loop.
+This folder does not depend on the training loop.
 """

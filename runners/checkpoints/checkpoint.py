@@ -1,11 +1,11 @@
 """Writes checkpoints atomically as folders that mlx-lm can open, and restores them bit for bit.
 
-The weights are the master weights (float32, exact). The rest of a TrainState is stored as flat
-named arrays. Because safetensors supports names but no trees, the structure of the trees (dict
-order, list or tuple, empty parts, None) is saved as JSON in the file's metadata. An array shared by
-several roles is written once, and is shared again after loading. A broadcast zero, such as the
-accumulated gradients between updates, is not written. trainer_state.json contains the plain values,
-which are untrusted.
+The weights are the master weights (float32, exact). The other parts of a TrainState are stored as
+flat named arrays. Because safetensors supports names but no trees, the trees' structure (dict
+order, list or tuple, empty parts, None) is saved as JSON in the file's metadata. An array that
+several roles share is written once, and is shared again after loading. A broadcast zero, such as
+the accumulated gradients between updates, is not written. trainer_state.json contains the plain
+values, which are untrusted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 7  # before it, not every field of the run's state was saved
+VERSION = 7  # earlier versions did not save every field of the run's state
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
@@ -58,9 +58,10 @@ def write_checkpoint(
     *,
     prompt: PromptSettings | None = None,
 ) -> Path:
-    """Writes `run_dir/checkpoint-{step}` and returns it. Replaces a folder of that name.
+    """Writes `run_dir/checkpoint-{step}` and returns its path. An existing folder of that name is
+    replaced.
 
-    It also contains the run's best weights so far, as links.
+    The checkpoint also contains the run's best weights so far, as links.
 
     Args:
         run_dir: the run's folder.
@@ -72,7 +73,7 @@ def write_checkpoint(
         loop: trees of arrays that belong to the state.
         prompt: the prompt format, which is written to a separate file.
 
-    Raises UserError if writing fails; then the existing files are unchanged.
+    Raises UserError if writing fails; in that case, the existing files are unchanged.
     """
     weights = trained(state.params, loaded)
     arrays, metadata = pack_state(state, weights, loop or {})
@@ -92,8 +93,8 @@ def write_checkpoint(
 def pack_state(
     state: TrainState, weights: Mapping[str, mx.array], loop: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Arrays and metadata of the state's file; arrays in the `weights` file are stored as
-    references.
+    """Returns the arrays and the metadata for the state's file. Arrays that are also in the
+    `weights` file are stored as references.
     """
     arrays: dict[str, mx.array] = {}
     known = {id(array): f"weights:{name}" for name, array in weights.items()}
@@ -106,7 +107,7 @@ def pack_state(
 
 
 def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
-    """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
+    """Reads a checkpoint folder's TrainState and the trees that were saved with it, bit for bit.
 
     Shared arrays are shared again. Raises UserError if a file is missing, truncated or incomplete,
     or if a weight or moment is not finite.
@@ -116,7 +117,7 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     arrays, metadata = load_arrays(folder / STATE_FILE)
     for file in filter(Path.is_file, (folder / name for name in WEIGHT_FILES)):
         arrays |= {f"weights:{name}": array for name, array in load_arrays(file)[0].items()}
-    # A sum of gradients may hold NaN until its update is skipped.
+    # Accumulated gradients may contain NaN until their update is skipped.
     check_finite({n: a for n, a in arrays.items() if not n.startswith(_MAY_BE_NAN)}, folder)
     try:
         shapes = json.loads(metadata["structure"])
@@ -137,8 +138,8 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
 
 
 def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
-    """Adds the tree's arrays to `arrays` under names that start with `name`; returns its structure
-    as JSON.
+    """Adds the tree's arrays to `arrays` under names that start with `name`. Returns the tree's
+    structure as JSON.
 
     Args:
         tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
@@ -153,7 +154,7 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
         if id(tree) not in known and _is_spread_zero(tree):
             return {"zeros": [list(tree.shape), str(tree.dtype).removeprefix("mlx.core.")]}
         if id(tree) not in known:
-            if name in arrays:  # a key with a dot in it collides with a nested one
+            if name in arrays:  # a key that contains a dot collides with a nested key
                 raise ValueError(f"two arrays are named {name}")
             arrays[name], known[id(tree)] = tree, name
         return {"array": known[id(tree)]}
@@ -174,8 +175,9 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
-    """The tree that `pack` described. Raises KeyError if an array is missing, and other errors for
-    a damaged structure."""
+    """Rebuilds a tree from the structure that `pack` returned. Raises KeyError if an array is
+    missing, and other errors for a damaged structure.
+    """
     ((kind, content),) = shape.items()
     if kind == "array":
         return arrays[content]
@@ -190,8 +192,8 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
 
 
 def _is_spread_zero(array: mx.array) -> bool:
-    """Whether this is a broadcast zero. Only strides are read, which is cheaper than reading
-    contents.
+    """Returns whether the array is a broadcast zero. Arrays whose strides are not all 0 are
+    rejected without reading their contents.
     """
     if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
         return False
@@ -215,12 +217,12 @@ class Decided:
 
 @attrs.frozen(kw_only=True)
 class TrainerState:
-    """The contents of trainer_state.json: the state of the run (`loop`), and the values that a
-    resumed run compares.
+    """The contents of trainer_state.json: the run's state (`loop`), and the values that a resumed
+    run compares.
     """
 
     step: int = rules.key(attrs.NOTHING, "batch steps", ">= 0")
-    em: float | None  # of the last evaluation; with the next two it ranks checkpoints
+    em: float | None  # of the last evaluation; ranks checkpoints, with the next two
     eval_reward: float | None  # of the last evaluation
     reward: float | None
     config: dict
@@ -233,7 +235,7 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """A checkpoint's trainer_state.json. Raises UserError for content that no run could have
+    """Reads a checkpoint's trainer_state.json. Raises UserError for content that no run could have
     saved.
     """
     file = folder / TRAINER_STATE
@@ -264,7 +266,7 @@ def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) 
 
 def _score(folder: Path) -> list[float]:
     state = {}
-    with suppress(UserError):  # a damaged one is deleted first
+    with suppress(UserError):  # damaged checkpoints are deleted first
         state = read_json(folder / TRAINER_STATE)
     numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
     return [-math.inf if number is None else number for number in numbers]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with their digests."""
+"""Writes and checks a checkpoint's manifest, which lists its files and their digests."""
 
 import hashlib
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises UserError unless every file of the manifest exists unchanged."""
+    """Raises UserError unless every file in the manifest exists unchanged."""
     files = read_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise UserError(f"{folder / MANIFEST}: the list of files is damaged")
-    # Links are not followed, so that no name of the manifest leads out of the folder.
+    # Links are not followed, so that no name in the manifest refers to a file outside the folder.
     present = {
         path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
@@ -46,7 +46,8 @@ def check_manifest(folder: Path) -> None:
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint in a folder whose files match its manifest.
+    """Returns the newest checkpoint in a folder that matches its manifest, or None if there is no
+    such checkpoint.
 
     `note` receives a message for each damaged checkpoint.
     """
@@ -61,10 +62,11 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
 
 
 def model_of_run(name: str, note: Callable[[str], None]) -> str:
-    """The model of a run's folder: `final`, or its newest complete checkpoint.
+    """Returns the model in a run's folder: `final`, or the newest complete checkpoint.
 
-    Any other name is returned unchanged. `note` receives a message if a checkpoint is used, and for
-    each damaged checkpoint. Raises UserError if the run has neither.
+    If `name` is not a run's folder, it is returned unchanged. `note` receives a message if a
+    checkpoint is used, and for each damaged checkpoint. Raises UserError if the run has neither a
+    final model nor a complete checkpoint.
     """
     folder = Path(name).expanduser()
     if not (folder / RESOLVED).is_file():
@@ -81,6 +83,6 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
 
 
 def digest(path: Path) -> str:
-    """A file's SHA-256 digest in hexadecimal."""
+    """Returns a file's SHA-256 digest in hexadecimal."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,5 +1,5 @@
-"""Resumes from a checkpoint: finds and checks it, and compares its config and inputs with the
-current ones.
+"""Resumes from a checkpoint: finds and checks it, and compares the checkpoint's config and inputs
+with the current ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from runners.errors import UserError, show
 from runners.files.run_files import COMPLETIONS, METRICS
 from runners.report.run_record import flattened
 
-# Keys that may differ without a notice: they change neither weights nor completions.
+# Keys that may differ, because they change neither weights nor completions.
 HARMLESS = {
     *("checkpoint", "log", "ranks", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
     *("answer.partial_sandbox", "eval.every", "eval.at_start", "optim.max_bad_updates"),
@@ -31,27 +31,28 @@ HARMLESS = {
 # Keys that the config may leave to the machine; a resumed run takes their values from the first
 # run.
 DECIDED = ("launch", "max_batch")
-LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
+LEFT_OPEN = (0, "auto")  # values that leave the decision to the model or the machine
 
 
 @attrs.frozen
 class Origin:
-    """A checkpoint to resume from, with every file checked."""
+    """A checkpoint to resume from, after every file has been checked."""
 
     folder: Path
     facts: TrainerState
 
 
 def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) -> Origin | None:
-    """The checkpoint to resume from, or None if the run's folder has none yet.
+    """Returns the checkpoint to resume from, or None if the run's folder has none yet.
 
     Args:
         folder: the run's folder.
-        wish: a checkpoint, or a folder with checkpoints; None for the run's own checkpoints.
+        wish: a checkpoint or a folder that contains checkpoints. None means the run's own
+            checkpoints.
         note: receives a message for each damaged checkpoint, which is skipped.
 
-    Raises UserError if the named checkpoint or all checkpoints are damaged, or if the version
-    differs.
+    Raises UserError if the named checkpoint or all checkpoints are damaged, or if the checkpoint's
+    format version differs.
     """
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))
@@ -74,8 +75,8 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
 
 
 def first_start(origin: Origin | None) -> datetime:
-    """The time of the first start of a run whose chat template contains the date; for other runs
-    and new ones, the current time.
+    """Returns the time when a run was first started, if its chat template contains the date. For
+    other runs and for new runs, returns the current time.
     """
     with suppress(ValueError):
         return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
@@ -83,8 +84,8 @@ def first_start(origin: Origin | None) -> datetime:
 
 
 def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:
-    """Raises UserError if the folder contains a run or, with `replace_finished`, an interrupted
-    run.
+    """Raises UserError if the folder contains a run. With `replace_finished`, only an interrupted
+    run is an error.
 
     `key` is the config key for the message.
     """
@@ -112,7 +113,7 @@ def compare_config(
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was = flattened(origin.facts.config)
     now = flattened(config.to_dict())
-    # For keys that the config left open, config.resolved.json has the values that the run used.
+    # For keys that the config left open, config.resolved.json contains the values that were used.
     resolved = flattened(recorded_in(origin.folder.parent))
     changes: dict[str, str] = {}
     for key in sorted(was.keys() | now.keys()):
@@ -141,7 +142,7 @@ def compare_inputs(
     *,
     allowed: bool,
 ) -> None:
-    """Reports inputs that differ from the checkpoint's (see `run_inputs`), and changed values of
+    """Reports inputs that differ from the checkpoint's (see `run_inputs`), and changed values in
     `Platform.arithmetic`.
 
     Raises UserError if weights or completions depend on such an input, unless `allowed`.
@@ -170,8 +171,8 @@ def _change(name: str, was: Any, now: Any) -> str:
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
-    """The choices of an earlier process for this config; None if the corresponding keys of
-    [rollout] have changed.
+    """Returns the values that an earlier process chose for this config, or None if the
+    corresponding keys of [rollout] have changed.
     """
     asked = origin.facts.config.get("rollout")
     same = isinstance(asked, Mapping) and decisions(config).items() <= asked.items()
@@ -179,5 +180,5 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 
 
 def decisions(config: Config) -> dict[str, Any]:
-    """The choices that `earlier_decisions` returns, read from a complete config."""
+    """Reads the values that `earlier_decisions` returns from a complete config."""
     return {name: getattr(config.rollout, name) for name in DECIDED}

@@ -1,4 +1,4 @@
-"""Manages the folder of a run: its lock, its checkpoints, and files of an earlier run."""
+"""Manages a run's folder: its lock, its checkpoints, and an earlier run's files."""
 
 import fcntl
 import itertools
@@ -20,9 +20,10 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[Path]:
-    """Creates the folder if necessary and locks it for this process; `key` is its name in messages.
+    """Creates the folder if necessary, and locks it for this process during the block. `key` is the
+    folder's name in messages.
 
-    The kernel releases the lock when the process ends for any reason; the lock file stays.
+    The kernel releases the lock when the process ends for any reason; the lock file is kept.
 
     Raises UserError if another process uses the folder, or if the folder is not writable.
     """
@@ -32,17 +33,17 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
     try:
         with disk_errors(f"{key}: {folder} cannot be locked"):
             _take(lock, folder)
-        with suppress(OSError):  # a full disk: the number only tells others who holds the lock
+        with suppress(OSError):  # disk full: the number only shows who holds the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        sweep(folder)  # what a killed run left incomplete
+        sweep(folder)  # incomplete files of a killed run
         yield folder
     finally:
         os.close(lock)
 
 
 def _take(lock: int, folder: Path) -> None:
-    end = time.monotonic() + 1  # whoever asks whether a run is going holds the lock for an instant
+    end = time.monotonic() + 1  # a check for a running run holds the lock briefly
     while True:
         with suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,8 +56,8 @@ def _take(lock: int, folder: Path) -> None:
 
 
 def place_of(folder: Path) -> tuple[int, int] | None:
-    """An identifier of a folder that distinguishes it from a later one with the same path; None if
-    there is no folder.
+    """Returns an identifier that distinguishes a folder from a later one at the same path, or None
+    if there is no folder.
     """
     with suppress(OSError):
         facts = os.stat(folder)
@@ -65,8 +66,8 @@ def place_of(folder: Path) -> tuple[int, int] | None:
 
 
 def check_place(folder: Path, place: tuple[int, int] | None) -> None:
-    """Raises UserError if `folder` is no longer the folder that `place_of` identified: it was
-    renamed, and its path may now belong to another run.
+    """Raises UserError if `folder` is no longer the folder that `place_of` identified. In that
+    case, the original folder was renamed or removed, and another run may now use its path.
     """
     found = place_of(folder)
     if found != place:
@@ -77,24 +78,25 @@ def check_place(folder: Path, place: tuple[int, int] | None) -> None:
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
-    """All folders with a checkpoint's name, by step, oldest first."""
+    """Returns all folders with a checkpoint's name, keyed by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest step first."""
+    """Returns the run's complete checkpoints, oldest step first."""
     return [
         path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()
     ]
 
 
 def interrupted(folder: Path) -> str | None:
-    """The name of the newest checkpoint if the run has not finished since; otherwise None.
+    """Returns the newest checkpoint's name if the run has not finished since then; otherwise,
+    returns None.
 
-    The run's last event determines whether it has finished, because copying changes time stamps.
-    Without events, its final model does.
+    Whether the run has finished is read from its last event, because copying changes time stamps.
+    Without events, the run counts as finished if its final model exists.
     """
     with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
@@ -108,8 +110,8 @@ def interrupted(folder: Path) -> str | None:
 
 
 def clear(folder: Path) -> None:
-    """Removes an earlier run's checkpoints and model. Its logs are renamed when new logs are
-    created.
+    """Removes an earlier run's checkpoints and model. The earlier run's logs are renamed later,
+    when new logs are created.
     """
     with disk_errors(f"{folder} cannot be cleared"):
         for found in (*checkpoint_folders(folder).values(), folder / "final", folder / BEST):
@@ -118,14 +120,18 @@ def clear(folder: Path) -> None:
 
 
 def saved_best(folder: Path) -> dict:
-    """The results of evaluating a run's best weights, with the update; empty if there are none."""
+    """Returns the evaluation results of a run's best weights, and the update that produced these
+    weights. The dict is empty if there are no best weights.
+    """
     with suppress(UserError):
         return read_json(folder / BEST / EVALUATION)
     return {}
 
 
 def restore_best(folder: Path, checkpoint: Path) -> None:
-    """Replaces the run's best weights by those in a checkpoint, if it contains any."""
+    """Replaces the run's best weights with those in a checkpoint, or removes them if the checkpoint
+    contains none.
+    """
     if (checkpoint / BEST).is_dir():
         with new_folder(folder / BEST) as best:
             link_folder(checkpoint / BEST, best)
@@ -138,7 +144,8 @@ def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
     """Renames the checkpoints of later steps if the run resumes from an earlier one. Returns the
     old and the new names.
 
-    The new name is NAME.aside, or NAME.aside-2 and so on if that exists, so nothing is replaced.
+    The new name is NAME.aside, or NAME.aside-2 and so on if that name exists, so nothing is
+    replaced.
     """
     moved = []
     with disk_errors(f"{folder} cannot be written"):

@@ -1,6 +1,6 @@
 """Computes digests of a run's inputs (except its config), which a resumed run compares.
 
-Digests are SHA-256. Files and columns are read completely; for the weights under adapters, see
+Digests are SHA-256. Files and columns are read completely. For the weights under adapters, see
 `base_digest`.
 """
 
@@ -32,8 +32,8 @@ def run_inputs(
     rewards: Sequence[Reward],
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
-    """Digests of the inputs, keyed by their names in messages."""
-    # `data_digest` covers the answers, and reading the images would take long.
+    """Computes the inputs' digests, keyed by their names in messages."""
+    # `data_digest` covers the answers, and reading the images would take a long time.
     others = {"answer", config.data.image}
     columns = sorted(examples[0].columns.keys() - others) if examples else []
     values = ([(name, example.columns[name]) for name in columns] for example in examples)
@@ -60,7 +60,9 @@ def run_inputs(
 
 
 def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | None]:
-    """The files of custom code and of given adapters, keyed by their names in messages."""
+    """Returns the files with custom code and the files of given adapters, keyed by their names in
+    messages.
+    """
     files: dict[str, Path | str | None] = {}
     for name, reward in zip(config.reward.functions, rewards, strict=False):
         if ":" in name:
@@ -79,7 +81,7 @@ def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | 
 
 
 def data_digest(examples: Sequence[Example]) -> str:
-    """A hash of all training data of a run, in order."""
+    """Computes a hash over all training data of a run, in order."""
     return _digest(repr((example.tokens, example.answer)) for example in examples)
 
 

@@ -1,4 +1,4 @@
-"""Lists the runs in a folder: progress, results, and how to resume each. Nothing is changed."""
+"""Lists the runs in a folder: progress, results, and how to resume each run. Nothing is changed."""
 
 import shlex
 from pathlib import Path
@@ -16,22 +16,22 @@ from runners.report.run_record import RunRecord, is_running
 
 @attrs.frozen
 class RunSummary:
-    """The facts in one run's folder; a fact is None if the folder does not contain it."""
+    """Facts from a run's folder. A fact is None if the folder does not contain it."""
 
     folder: str
     state: str  # running; finished; interrupted: has a checkpoint to resume from; stopped: has none
-    update: int  # the last one in the log
+    update: int  # the last update in the log
     em: float | None  # of the last evaluation: exact match, 0 to 1
     eval_reward: float | None  # the run's own rewards on held-out problems
     reward: float | None  # of the last update
-    changed: float  # when its log was written last, seconds since 1970
-    worse: str  # what is below its best; "" if nothing is
-    go_on: str  # a command; "" while it runs
+    changed: float  # last change of its log, in seconds since 1970
+    worse: str  # the metric that is below its best; "" if there is none
+    go_on: str  # the command that resumes it; "" while it runs
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and its subfolders, most recent first. Raises UserError if it does not
-    exist.
+    """Returns the runs in a folder and its subfolders, most recent first. Raises UserError if the
+    folder does not exist.
     """
     if not folder.is_dir():
         raise UserError(
@@ -42,8 +42,8 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 
 def summarize(folder: Path) -> RunSummary:
-    """The facts about one run. Lines of its log that are not JSON are skipped, because a run may be
-    writing there.
+    """Collects the facts about a run. Lines in its log that are not JSON are skipped, because a run
+    may be writing them.
     """
     record = RunRecord(folder)
     state = "stopped"

@@ -18,7 +18,7 @@ _Kind = TypeVar("_Kind")
 
 
 def encoded(value: Any) -> Any:
-    """Encodes a value as dicts, lists, MLX arrays and scalars; fields with `unsaved` in their
+    """Encodes a value as dicts, lists, MLX arrays and scalars. Fields that have `unsaved` in their
     metadata are omitted.
     """
     if attrs.has(type(value)):
@@ -32,7 +32,7 @@ def encoded(value: Any) -> Any:
         return [encoded(part) for part in sorted(value)]
     if isinstance(value, list | tuple):
         return [encoded(part) for part in value]
-    if isinstance(value, np.ndarray):  # MLX has float64 only on the CPU: they are pairs of integers
+    if isinstance(value, np.ndarray):  # as integers, because MLX has float64 only on the CPU
         array = np.ascontiguousarray(value)
         wide = array.dtype.itemsize == 8
         bits = mx.array(array.view(np.uint32) if wide and array.size else array)
@@ -41,14 +41,15 @@ def encoded(value: Any) -> Any:
 
 
 def has_arrays(tree: Any) -> bool:
-    """Whether an encoded value contains an array."""
+    """Returns whether an encoded value contains an array."""
     if isinstance(tree, dict):
         return any(has_arrays(part) for part in tree.values())
     return isinstance(tree, mx.array) or (isinstance(tree, list) and any(map(has_arrays, tree)))
 
 
 def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
-    """The inverse of `encoded`, for an attrs class; `given` are fields that are not in the tree.
+    """Decodes the result of `encoded` as an attrs class. `given` contains the fields that are not
+    in the tree.
 
     Raises UserError, starting with `where` and naming the field, for invalid values.
     """
@@ -67,14 +68,14 @@ def decoded(tree: Any, kind: type[_Kind], where: str, **given: Any) -> _Kind:
 
 
 def _as(tree: Any, kind: Any, where: str) -> Any:
-    """Decodes a part of a tree as a value of this type."""
+    """Decodes `tree`, a part of a larger tree, as a value of type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if tree is None:
             return None
         (one,) = [each for each in arguments if each is not type(None)]  # T | None
         return _as(tree, one, where)
-    if kind is Any:  # a tree of arrays, which is compared with the model's
+    if kind is Any:  # a tree of arrays; its caller compares it with the model's
         return tree
     if attrs.has(kind):
         return decoded(tree, kind, where)

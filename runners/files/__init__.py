@@ -1,4 +1,4 @@
-"""Atomic writes that survive crashes, and safe reads of untrusted files.
+"""Writes files atomically so that they survive crashes, and reads untrusted files safely.
 
-Nothing here reads a model or a config; MLX is imported inside functions.
+This folder does not read models or configs. It imports MLX only inside functions.
 """

@@ -21,7 +21,8 @@ from runners.files.durable import disk_errors
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Opens an untrusted file; raises OSError for a link, and for anything but a regular file.
+    """Opens an untrusted file. Raises OSError for a link, and for anything that is not a regular
+    file.
 
     A link could expose any file on this machine, and opening a fifo could block forever. With
     `follow`, a link is allowed, as in the Hub's cache.
@@ -35,9 +36,10 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens an existing or new file for writing. Raises OSError for a symbolic or hard link, and for
-    anything that is not a regular file: in a folder that another user created, a link could point
-    to any of this user's files.
+    """Opens an existing or new file for writing.
+
+    Raises OSError for a symbolic or hard link, and for anything that is not a regular file. In a
+    folder that another user created, a link could point to any of this user's files.
     """
     number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     facts = os.fstat(number)
@@ -50,7 +52,9 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in a regular file. Raises UserError if there is none."""
+    """Reads the JSON object in a regular file. Raises UserError if the file contains no JSON
+    object.
+    """
     with (
         user_errors(f"{file}: cannot be read as JSON", OSError, ValueError, RecursionError),
         open_file(file, follow=True) as stream,
@@ -62,28 +66,30 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
-    """Writes a JSON object with an indentation of two spaces; `form` contains additional arguments
-    of json.dumps.
+    """Writes a JSON object with an indentation of two spaces. `form` contains additional arguments
+    for json.dumps.
     """
     file.write_text(json.dumps(content, **{"indent": 2, **form}) + "\n", encoding="utf-8")
 
 
 def finite_number(value: Any) -> float | None:
-    """A value of an untrusted file as a finite number; None if it is not one."""
-    if type(value) is int and abs(value) < 1 << 1023:  # float64 can hold it
+    """Returns a value from an untrusted file as a finite float, or None if it is not a finite
+    number.
+    """
+    if type(value) is int and abs(value) < 1 << 1023:  # fits into float64
         return float(value)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def whole_number(value: Any) -> int:
-    """A value of an untrusted file as a count; 0 if it is not one."""
+    """Returns a value from an untrusted file as a count, or 0 if it is not a count."""
     return value if type(value) is int and 0 < value < 2**63 else 0
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """One JSON object on one line. 0-d arrays become numbers.
+    """Encodes a record as one JSON object on one line. 0-d arrays become numbers.
 
-    NaN and infinite numbers become null, because JSON cannot represent them, and an extra key
+    NaN and infinite numbers become null, because JSON cannot represent them. An extra key
     "nonfinite" lists their names (dotted if nested). Raises TypeError, with the name, for a value
     that JSON cannot represent.
     """
@@ -95,7 +101,7 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A record as a JSON object on one line, without control characters.
+    """Encodes a record as a JSON object on one line, without control characters.
 
     Raises ValueError for a number that is not finite, and TypeError for a value that JSON cannot
     represent.
@@ -104,7 +110,9 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """A value in JSON's types; adds the dotted names of numbers that become null to `nonfinite`."""
+    """Converts a value to JSON's types. The dotted names of numbers that become null are added to
+    `nonfinite`.
+    """
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float):
@@ -124,7 +132,7 @@ def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line is written immediately.
+    """A file with one JSON object per line, in which each line is written immediately.
 
     A line that cannot be written is kept in memory and written before the next one, so no line is
     lost or split while the process runs. `fault` is the reason if a line could not be written,
@@ -132,12 +140,12 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, keep: int | None = None):
-        """Opens `path`; raises OSError if that fails.
+        """Opens `path`. Raises OSError if that fails.
 
         Args:
-            path: the file; its folder is created.
-            keep: None renames an older file to `NAME.previous.jsonl`. A number continues it after
-                this many bytes, or after its last complete line if it is shorter.
+            path: the file, whose folder is created.
+            keep: None renames an older file to `NAME.previous.jsonl`. A number truncates the older
+                file to its complete lines within this many bytes, and new lines are appended.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None:
@@ -148,11 +156,11 @@ class JsonLines:
         self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
         if keep is not None:
             os.ftruncate(self._file, _whole_lines(path, keep))
-        self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
+        self.written = os.fstat(self._file).st_size  # bytes; complete lines unless one waits
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
-        # A lone surrogate in a completion turns into its JSON escape instead of an error.
+        # A lone surrogate in a completion becomes its JSON escape instead of raising an error.
         self._waiting += to_json(record).encode("utf-8", "backslashreplace") + b"\n"
         self.push()
 
@@ -168,21 +176,23 @@ class JsonLines:
             self.fault = error
 
     def close(self) -> None:
-        """Closes the file; nothing can be written afterwards."""
+        """Writes the waiting lines if possible, and closes the file. Nothing can be written
+        afterwards.
+        """
         self.push()
         os.close(self._file)
 
 
 def set_aside(path: Path) -> None:
-    """Renames a file that has content to `NAME.previous.jsonl`. Raises OSError if that fails."""
+    """Renames a file that is not empty to `NAME.previous.jsonl`. Raises OSError if that fails."""
     if path.exists() and path.stat().st_size:
         os.replace(path, path.with_suffix(".previous.jsonl"))
 
 
 def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a file's complete lines; text after the last line feed is ignored.
+    """Yields the objects in a file's complete lines. Text after the last line feed is ignored.
 
-    A missing file contains none. `bad` receives the numbers of lines that are not JSON objects.
+    A missing file yields no objects. `bad` receives the numbers of lines that are not JSON objects.
     Raises UserError if the file cannot be read.
     """
     with (
@@ -203,7 +213,7 @@ def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, A
 
 
 def _whole_lines(path: Path, most: int) -> int:
-    """The number of bytes of complete lines within a file's first `most` bytes."""
+    """Returns how many of a file's first `most` bytes are complete lines."""
     if not path.stat().st_size:
         return 0
     with (

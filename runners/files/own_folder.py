@@ -1,5 +1,6 @@
-"""Persistent folders whose contents are loaded or trusted, so only their user may write to them.
-One is in the user's cache, for facts about a machine or a model that are determined once.
+"""Manages persistent folders whose contents are loaded or trusted, so only their user may write to
+them. One of these folders is in the user's cache, for facts about a machine or a model that are
+determined once.
 """
 
 import os
@@ -12,10 +13,11 @@ from runners.errors import UserError
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, created with its parents if it is missing. Raises OSError if that fails.
+    """Creates the folder and its parents if they are missing, and returns the folder. Raises
+    OSError if that fails.
 
-    Raises UserError if others can write there: in a shared folder such as /tmp, anybody could
-    create a folder of this name first and put programs into it.
+    Raises UserError if other users can write to the folder: in a shared folder such as /tmp,
+    anybody could create a folder of this name first and put programs into it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -29,10 +31,10 @@ def own_folder(path: Path) -> Path:
 
 
 def foreign(path: Path) -> str:
-    """The reason why a folder cannot be trusted; empty if only this user can write to it. Raises
-    OSError if it is missing.
+    """Returns the reason why a folder cannot be trusted, or "" if only this user can write to it.
+    Raises OSError if the folder is missing.
 
-    Links are followed only if they belong to this user too.
+    Links are followed only if they also belong to this user.
     """
     facts = os.stat(path)
     if not stat.S_ISDIR(facts.st_mode):
@@ -45,8 +47,8 @@ def foreign(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; the environment variable GRPO_FN_CACHE sets a
-    different one.
+    """Returns this package's folder in the user's cache. The environment variable GRPO_FN_CACHE
+    sets a different one.
     """
     wish = os.environ.get("GRPO_FN_CACHE", "")
     if wish:
@@ -57,10 +59,11 @@ def cache_folder() -> Path:
 
 
 def kept_folder(*names: str) -> Path:
-    """A folder in the user's cache, given by the names in its path, created if missing.
+    """Returns a folder in the user's cache, whose path consists of these names. The folder is
+    created if it is missing.
 
-    Raises OSError if that fails, and UserError if others can write to it or to a folder in its
-    path.
+    Raises OSError if that fails, and UserError if other users can write to this folder or to a
+    parent folder in the cache.
     """
     place = own_folder(cache_folder())
     for name in names:
@@ -69,16 +72,16 @@ def kept_folder(*names: str) -> Path:
 
 
 def remember(kind: str, digest: str) -> None:
-    """Records a digest, for example of checked content. Nothing is recorded if others can write to
-    the cache, or if the disk is full.
+    """Records a digest, for example the digest of checked content. Nothing is recorded if other
+    users can write to the cache, or if the disk is full.
     """
     with suppress(OSError, UserError):
         (kept_folder(kind) / digest).touch()
 
 
 def remembers(kind: str, digest: str) -> bool:
-    """Whether `remember` has recorded this digest. A cache that others can write to is not
-    trusted.
+    """Returns whether `remember` has recorded this digest. A cache to which other users can write
+    is not trusted.
     """
     place = cache_folder() / kind
     return os.path.exists(place / digest) and not any(map(foreign, (place, place.parent)))

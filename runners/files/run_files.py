@@ -1,4 +1,6 @@
-"""The names of the files that a run writes into its folder, next to its checkpoints and `final`."""
+"""Defines the names of files that a run writes into its folder, next to its checkpoints and
+`final`.
+"""
 
 METRICS = "training_log.jsonl"
 EVENTS = "events.jsonl"

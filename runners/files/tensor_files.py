@@ -16,7 +16,7 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def save_arrays(file: Path, arrays: "Mapping[str, mx.array]", metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file with sorted names, so equal arrays produce equal bytes."""
+    """Writes a safetensors file whose names are sorted, so equal arrays produce equal bytes."""
     import mlx.core as mx
 
     ordered = dict(sorted(arrays.items()))
@@ -26,8 +26,8 @@ def save_arrays(file: Path, arrays: "Mapping[str, mx.array]", metadata: Mapping[
 
 
 def load_arrays(file: Path) -> "tuple[dict[str, mx.array], dict[str, str]]":
-    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or
-    truncated.
+    """Reads the arrays and the metadata of a safetensors file. Raises UserError if the file is
+    missing or truncated.
 
     The arrays are read immediately, because a lazy array would change if the file changed.
     """
@@ -43,10 +43,10 @@ def load_arrays(file: Path) -> "tuple[dict[str, mx.array], dict[str, str]]":
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model folder, sorted by name.
+    """Returns a model folder's weight files, sorted by name.
 
-    Raises the errors of `check_header`, and UserError for a tensor in two files, because mlx-lm
-    could use either one.
+    Raises the errors of `check_header`. Also raises UserError if two files contain the same tensor,
+    because mlx-lm could use either one.
     """
     files = sorted(folder.glob("model*.safetensors"))
     holders: dict[str, str] = {}
@@ -63,11 +63,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_header(file: Path) -> list[str]:
-    """The names of a file's tensors.
+    """Returns the names of a file's tensors, after checking its header.
 
-    Raises UserError unless the file contains every tensor of the header with the size of its shape.
-    MLX does not check this: it counts elements in 64 bits, and accepts shapes whose product
-    overflows and pairs of negative sizes.
+    Raises UserError unless the file contains every tensor in the header, with the number of bytes
+    that its shape requires. MLX does not check this: it counts elements in 64 bits, and accepts
+    shapes whose product overflows and pairs of negative sizes.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -84,13 +84,13 @@ def check_header(file: Path) -> list[str]:
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most tensors in a model folder's weight files, read from their headers;
-    "" if unknown.
+    """Returns the floating dtype of most tensors in a model folder's weight files, or "" if
+    unknown. Only the files' headers are read.
     """
     from safetensors import SafetensorError, safe_open
 
     found: Counter[str] = Counter()
-    with suppress(OSError, SafetensorError):  # whoever loads the model reports the fault
+    with suppress(OSError, SafetensorError):  # the error is reported when the model is loaded
         for file in folder.glob("model*.safetensors"):
             with safe_open(file, framework="np") as opened:
                 found.update(part.get_dtype() for part in map(opened.get_slice, opened.keys()))

@@ -1,5 +1,5 @@
-"""Writes values as TOML, with a TOML library, so a value's text cannot become a key, a table or a
-comment.
+"""Writes values as TOML. A TOML library is used, so a value's text cannot become a key, a table or
+a comment.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ def toml_text(
     notes: Mapping[tuple[str, str], str] = MappingProxyType({}),
     heading: str = "",
 ) -> str:
-    """The tables of values as a TOML document. `notes`, by table and key, and `heading` become
-    comments.
+    """Formats tables of values as a TOML document. `notes`, keyed by table and key, and `heading`
+    become comments.
     """
     import tomlkit
 
@@ -26,7 +26,7 @@ def toml_text(
     for name, values in tables.items():
         table = tomlkit.table()
         for key, value in values.items():
-            if value is None:  # TOML has no such value: the key is left out
+            if value is None:  # TOML has no null, so the key is omitted
                 continue
             item = _item(value)
             note = notes.get((name, key))
@@ -39,7 +39,7 @@ def toml_text(
 
 
 def _item(value: Any) -> Any:
-    """A value on one line, with inline tables."""
+    """Converts a value to a TOML item on one line, with inline tables."""
     import tomlkit
 
     if isinstance(value, Mapping):

@@ -1,3 +1,3 @@
-"""Generates text with models, for `grpo generate` and `grpo chat`, also from images. Nothing here
-depends on training.
+"""Generates text with models, also from images, for `grpo generate` and `grpo chat`. This folder
+does not depend on training.
 """

@@ -1,4 +1,4 @@
-"""Loads a model for use without training: adapters are applied, packed weights stay packed."""
+"""Loads a model for use without training. Adapters are applied, and packed weights stay packed."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def check_prompts(
     vocabulary: int | None,
     positions: int | None,
 ) -> None:
-    """Raises UserError for tokens without an embedding (a tokenizer may have added some), and if a
-    prompt plus `most` new tokens exceeds the model's learned positions (0 if the prompt includes
-    them).
+    """Raises UserError for tokens without an embedding, which a tokenizer may have added, and if a
+    prompt plus `most` new tokens exceeds the model's learned positions. `most` is 0 if the prompts
+    include the new tokens.
     """
     longest = max(map(len, prompts), default=0)
     counted = f"{longest} tokens"
@@ -62,16 +62,16 @@ def check_prompts(
 
 @attrs.frozen(eq=False)
 class InferenceModel:
-    """A model that is ready for sampling."""
+    """A model that is ready to sample."""
 
     module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
-    policy: g.Policy  # over the same module
+    policy: g.Policy  # of the same module
     engine: Engine  # samples with these weights
     tokenizer: TokenizerWrapper
     decoder: TextDecoder
     path: Path  # the folder it was loaded from
     eos_ids: tuple[int, ...]
-    prompt: PromptSettings | None  # the prompt format of its training; None: unknown or not read
+    prompt: PromptSettings | None  # prompt format used in training; None: unknown or not read
     notices: tuple[str, ...]
     vision: VisionPart | None = None  # the vision part, if requested
 
@@ -91,9 +91,9 @@ class InferenceModel:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         raw: bool = False,
     ) -> Example:
-        """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
+        """Creates a prompt. For `nudge`, `tools`, `template_kwargs` and `raw`, see `render`.
 
-        `columns` are passed to an environment; at most `most` tokens follow the prompt. Raises the
+        `columns` are passed to an environment. At most `most` tokens follow the prompt. Raises the
         errors of `check`.
         """
         text, tokens = render(
@@ -131,16 +131,17 @@ def load_inference(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> InferenceModel:
-    """Loads a folder, a Hub name or "embedded"; for a folder of adapters, also the base model.
+    """Loads a model from a folder, a Hub name or "embedded". For a folder of adapters, the base
+    model is also loaded.
 
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the
-            base, or a run's folder (its final model or, without one, its newest complete
+            base model, or a run's folder (its final model or, without one, its newest complete
             checkpoint).
-        adapter: a folder with adapters, to be applied to the model.
+        adapter: a folder that contains adapters, which are applied to the model.
         loader, folders: the function that loads the folder instead of mlx-lm, and the folders in
-            which it is looked up.
-        with_prompt: read grpo_prompt.json, if it exists, into the result's `prompt`.
+            which this function is looked up.
+        with_prompt: whether grpo_prompt.json, if it exists, is read into the result's `prompt`.
         images: whether prompts may have images.
 
     Raises the errors of `load_model`, and UserError if adapters are missing or do not fit the
@@ -152,7 +153,7 @@ def load_inference(
     prompt = prompt_settings_of(path, adapters) if with_prompt else None
     if images:
         family = check_family(read_json(path / "config.json"), path)
-        mlx_vlm_module(f"models.{family}")  # before minutes of reading
+        mlx_vlm_module(f"models.{family}")  # before reading weights for minutes
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         read_adapters(module, adapters, path)
@@ -167,13 +168,13 @@ def load_inference(
     cast_floating(module, compute_dtype)
     mx.async_eval(module.parameters())  # while the policy inspects the model
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
-    # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
+    # On a CPU, checking which rows have ended is free and saves their remaining steps.
     is_async = usual_launch(platform) == "async"
     decoding = g.Decoding(pipelined=is_async, check_every=8 if is_async else 1)
     policy = g.Policy.for_inference(module)
     decoder = TextDecoder(tokenizer)
     engine = LocalEngine(decoder, decoding)
-    engine.load(Weights(policy, {}, 0))  # the module has the weights
+    engine.load(Weights(policy, {}, 0))  # the weights are in the module
     mx.eval(module.parameters())
     return InferenceModel(
         module=module,
@@ -196,8 +197,8 @@ def find_model(
     *,
     custom_loader: bool = False,
 ) -> tuple[Path, Path | None]:
-    """The folder of a model, named as for `load_inference`, and the folder of its adapters, if
-    any.
+    """Returns a model's folder, and the folder with its adapters, if any. The model is named as for
+    `load_inference`.
     """
     named = Path(model_of_run(model, note)).expanduser()
     adapters = Path(adapter).expanduser() if adapter else None
@@ -205,7 +206,7 @@ def find_model(
     if is_adapter_folder(named):
         adapters = named
     if adapters is not None:
-        check_adapters(adapters)  # before a download, and before minutes of reading
+        check_adapters(adapters)  # before a download, and before reading weights for minutes
     if adapters == named:
         if adapter:
             raise UserError(
@@ -216,7 +217,7 @@ def find_model(
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """The prompt format of a model's training, from its adapters (which were trained last) or from
-    the model's folder.
+    """Returns the prompt format that was used to train a model. The format is read from the
+    adapters, which were trained last, or else from the model's folder.
     """
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

@@ -1,5 +1,5 @@
-"""Generates completions or conversations with tools in batches, streams chats, and measures their
-speed.
+"""Generates completions or conversations with tools in batches, and streams chats. Also measures
+their speed.
 """
 
 import time
@@ -34,15 +34,15 @@ INTERRUPTED = "interrupted"
 
 @attrs.frozen(eq=False)
 class Batch:
-    """Finished completions, with the G completions of each example adjacent. The next conversations
-    reuse their environments.
+    """Finished completions. Each example's G completions are adjacent. Conversations in the next
+    batch reuse this batch's environments.
     """
 
     examples: Sequence[Example]
     rollout: g.Rollout
-    # the text of each row, including its first words; the last turn of a conversation
+    # each row's text, including its first words; for a conversation, the last turn
     texts: list[str]
-    lengths: list[int]  # number of sampled tokens of each row
+    lengths: list[int]  # number of sampled tokens in each row
     # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
     finish: list[str]
     seconds: float
@@ -60,7 +60,7 @@ def sample(
     vision: VisionPart | None,
     should_stop: ShouldStop,
 ) -> tuple[g.Rollout, list[FinishedEpisode] | None]:
-    """Completions of the examples, or conversations if there are `environments`; see
+    """Samples completions of the examples, or conversations if there are `environments`; see
     `sample_batches`.
     """
     if environments is not None:
@@ -85,13 +85,13 @@ def sample_batches(
     should_stop: ShouldStop = never,
     numbered: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Completions of all examples, in order; completion g of example n uses the random stream (key,
-    n, g).
+    """Yields completions of all examples, in order. Completion g of example n uses the random
+    stream (key, n, g).
 
-    They do not depend on the number of `rows` sampled at a time (0: 256). `environments` reply to
-    turns; if it is None, each completion is one turn. `should_stop` ends the current batch, which
-    is returned unfinished and without conversations. `numbered` contains the n of the examples;
-    None means 0, 1, 2, …
+    Completions do not depend on `rows`, the number of completions sampled at a time; 0 means 256.
+    `environments` reply to turns; if there are none, each completion is one turn. `should_stop`
+    ends the current batch, which is yielded unfinished, or dropped if it contains conversations.
+    `numbered` contains the examples' n; None means 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     cut = False
@@ -141,8 +141,8 @@ def sample_batches(
 
 
 def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
-    """The reason why each row of a rollout of at most `most` tokens ended; `cut` marks interrupted
-    rows.
+    """Returns why each row in a rollout of at most `most` tokens ended. `cut` is True if the
+    rollout was interrupted.
     """
 
     lengths = on_host(rollout.lengths_b)
@@ -153,7 +153,7 @@ def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
 
 @attrs.define
 class Speed:
-    """Tokens and seconds of one or more calls, and the peak memory since the first call."""
+    """Tokens and seconds for one or more calls, and the peak memory since the first call."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # 0 if prompts and completions are not timed separately
@@ -170,7 +170,7 @@ class Speed:
         self.seconds += batch.seconds
 
     def line(self) -> str:
-        """A readable line: tokens, tokens per second, peak memory."""
+        """Formats the tokens, the tokens per second and the peak memory as a readable line."""
         prompts = f"prompt {self.prompt_tokens:,} tokens"
         if self.prompt_seconds:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
@@ -182,7 +182,7 @@ class Speed:
 
 
 def generation_key(seed: int) -> mx.array:
-    """The random key of `grpo generate` and `grpo chat`."""
+    """Returns the random key for `grpo generate` and `grpo chat`."""
     return fold_in(mx.random.key(seed), GENERATION)
 
 
@@ -190,9 +190,9 @@ def generation_key(seed: int) -> mx.array:
 class Conversation:
     """The messages of a conversation with a user.
 
-    Each turn renders all messages again with the chat template; the engine keeps keys and values
-    between turns. The first reply equals the first completion of `sample_batches` for the same
-    prompt, up to the rounding of batched products.
+    In each turn, all messages are rendered again with the chat template; the engine keeps keys and
+    values between turns. The first reply equals the first completion of `sample_batches` for the
+    same prompt, up to the rounding of batched products.
     """
 
     model: InferenceModel
@@ -200,19 +200,19 @@ class Conversation:
     key: mx.array = attrs.field(kw_only=True)
     system: str = attrs.field(default="", kw_only=True)  # the system message; empty: none
     nudge: str = attrs.field(default="", kw_only=True)  # first words of each reply
-    # for the chat template
+    # arguments for the chat template
     template_kwargs: Mapping[str, Any] = attrs.field(default=NO_KWARGS, kw_only=True)
-    # texts are continued, as with data.prompt_form
+    # texts are continued without a chat template, as with data.prompt_form = "raw"
     raw: bool = attrs.field(default=False, kw_only=True)
     messages: list[Message] = attrs.field(init=False)
     turns: int = attrs.field(init=False)
-    _last: Ticket | None = attrs.field(default=None, init=False)  # of the turn before
+    _last: Ticket | None = attrs.field(default=None, init=False)  # ticket for the previous turn
 
     def __attrs_post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Removes all turns; the system message is kept."""
+        """Removes all turns and keeps the system message."""
         self.turns = 0
         self.messages = [{"role": "system", "content": self.system}] if self.system.strip() else []
 
@@ -224,10 +224,10 @@ class Conversation:
         should_stop: ShouldStop = never,
         speed: Speed | None = None,
     ) -> Iterator[str]:
-        """The assistant's answer to a message, piece by piece.
+        """Yields the assistant's answer to a message, piece by piece.
 
         If `should_stop` ends the answer, the part so far stays in the conversation. If an exception
-        ends it, the conversation does not change.
+        ends the answer, the conversation does not change.
         """
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         prompt = self.model.example(

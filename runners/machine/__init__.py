@@ -1,4 +1,4 @@
 """Manages the process and its machine: BLAS, backend, memory, signals, terminal.
 
-It imports errors and files, and MLX only inside functions.
+This folder imports errors and files. It imports MLX only inside functions.
 """

@@ -1,4 +1,4 @@
-"""Runs functions in a separate process with limits on time and memory."""
+"""Runs functions in a separate process, with limits on time and memory."""
 
 import atexit
 import importlib
@@ -13,16 +13,18 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 30.0  # seconds that a call may take in addition to ten times its computing time
-# Not every system limits a process's address space: on others the parent reads the child's memory.
+_PATIENCE = 30.0  # seconds that a call may take in addition to ten times its CPU-time limit
+# Not every system limits a process's address space; elsewhere, the parent reads the child's memory.
 _CAN_LIMIT = sys.platform == "linux"
-_POLL = 0.1  # seconds between these readings
-_MAPPED = 200_000_000  # bytes that the child has before the call
+_POLL = 0.1  # seconds between two readings of the child's memory
+_MAPPED = 200_000_000  # bytes that the child uses before the call
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """The command of a new Python process that runs `code` with this one's import path."""
-    # -P: imports nothing from the current folder that this process would not import itself.
+    """Returns a command that runs `code` in a new Python process with this process's import
+    path.
+    """
+    # -P: prevents imports from the current folder that this process would not make itself.
     return [
         sys.executable,
         "-P",
@@ -33,15 +35,16 @@ def python_command(code: str, *arguments: str) -> list[str]:
 
 
 class BoundedFunction:
-    """`package.module:function` in a persistent process; each call has limits on time and memory.
+    """Runs `package.module:function` in a persistent process, with limits on each call's time and
+    memory.
 
-    Arguments and results are plain values. A call that exceeds a limit, raises or ends its process
-    returns None. Limits: `seconds` of computing, and `memory` bytes. Only one thread uses the
-    process at a time; a forked child uses its own process.
+    Arguments and results are plain values. A call returns None if it exceeds a limit, raises an
+    exception or ends its process. `seconds` is the CPU-time limit, and `memory` is the memory limit
+    in bytes. Only one thread uses the process at a time. A forked child starts its own process.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:
-        """Does not start a process before `start` or the first call."""
+        """Stores the limits. The process starts at `start` or at the first call."""
         self._arguments = (name, str(seconds), str(memory))
         self._patience = _PATIENCE + 10 * seconds
         self._most = memory + _MAPPED
@@ -54,7 +57,9 @@ class BoundedFunction:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Starts the process if there is none; it imports the function's module in the background."""
+        """Starts the process if it is not running. The process imports the function's module in the
+        background.
+        """
         if self._running is None:
             ours, theirs = Pipe()
             code = f"from {__name__} import serve; serve(*sys.argv[1:])"
@@ -69,7 +74,9 @@ class BoundedFunction:
         return self._running
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's result; None if it exceeded the limits."""
+        """Calls the function and returns its result, or None if the call failed or exceeded a
+        limit.
+        """
         with self._lock:
             try:
                 process, connection = self.start()
@@ -81,15 +88,15 @@ class BoundedFunction:
                     if not _CAN_LIMIT and _resident(process.pid) > self._most:
                         break
             except (EOFError, OSError):
-                pass  # a limit, or somebody else, has ended the process
-            except BaseException:  # an interrupt, maybe amid a message
+                pass  # a limit or another process has ended the process
+            except BaseException:  # an interrupt, possibly within a message
                 self.close()
                 raise
             self.close()
             return None
 
     def close(self) -> None:
-        """Ends the process; the next call starts a new one."""
+        """Ends the process. The next call starts a new one."""
         if self._running is not None:
             process, connection = self._running
             self._running = None
@@ -99,7 +106,9 @@ class BoundedFunction:
 
 
 def serve(name: str, seconds: str, memory: str) -> None:
-    """Runs in the child: answers calls one after another until the caller closes the connection."""
+    """Answers calls in the child process, one after another, until the caller closes the
+    connection.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     connection = Connection(os.dup(0))
@@ -111,18 +120,20 @@ def serve(name: str, seconds: str, memory: str) -> None:
             arguments = connection.recv()
         except EOFError:
             return
-        # The signal of this limit ends a process in any code.
+        # This timer's signal ends the process no matter what code is running.
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             found = target(*arguments)
         except BaseException:
             found = None
-        signal.setitimer(signal.ITIMER_PROF, 0)  # not amid an answer
+        signal.setitimer(signal.ITIMER_PROF, 0)  # no signal while the result is sent
         connection.send(found)
 
 
 def limit_memory(memory: int) -> None:
-    """Runs in the child: limits further memory to this many bytes, if the system supports it."""
+    """Limits the child process to this many additional bytes of memory, if the system supports such
+    a limit.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -131,6 +142,6 @@ def limit_memory(memory: int) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if unknown."""
+    """Returns the bytes of memory that a process holds, or 0 if unknown."""
     done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
     return int(done.stdout.strip() or 0) * 1024

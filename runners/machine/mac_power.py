@@ -1,4 +1,5 @@
-"""Keeps macOS awake during a run, and reads its power and heat, which can explain slow steps.
+"""Keeps macOS awake during a run, and reads the machine's power and thermal state, which can
+explain slow steps.
 
 Importing this module does not import MLX.
 """
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 import attrs
 
 _CAFFEINATE = "/usr/bin/caffeinate"
-# `pmset -g therm` has figures on Intel; on Apple silicon only the notification has the pressure.
+# `pmset -g therm` reports values on Intel; on Apple silicon, only the notification reports pressure.
 _QUERY = "pmset -g; pmset -g therm; notifyutil -g com.apple.system.thermalpressurelevel"
 _ANSWERS = {
     "sleep_minutes": r"^ *sleep +(\d+)",
@@ -24,10 +25,10 @@ _ANSWERS = {
     "thermal_pressure": r"thermalpressurelevel +(\d)",
 }
 _PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
-_EVERY = 30.0  # seconds between two queries of a run
-_FIRST = 6  # updates, the first excluded, whose pace counts as usual
-_LAST = 3  # updates whose pace is compared with it
-_SLOWER = 2 / 3  # of the usual pace
+_EVERY = 30.0  # seconds between two queries
+_FIRST = 6  # number of updates, without the first, whose pace counts as usual
+_LAST = 3  # number of updates whose pace is compared with it
+_SLOWER = 2 / 3  # fraction of the usual pace
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def awake() -> Iterator[None]:
     if sys.platform != "darwin":
         yield
         return
-    # -w: ends with this process, however it ends. A new session: Ctrl-C is for the run alone.
+    # -w: ends when this process ends. In a new session, Ctrl-C does not reach the command.
     command = [_CAFFEINATE, "-is", "-w", str(os.getpid())]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
@@ -46,9 +47,11 @@ def awake() -> Iterator[None]:
 
 
 def power_state() -> dict[str, int]:
-    """What macOS reports: minutes until it sleeps (0: never), low-power mode, CPU speed in per
-    cent, thermal pressure (0 to 4). Values that it does not report are missing; empty on other
-    systems."""
+    """Returns the power state that macOS reports: minutes until sleep (0 means never), low-power
+    mode, CPU speed in percent, and thermal pressure (0 to 4).
+
+    Values that macOS does not report are missing. On other systems, the dict is empty.
+    """
     if sys.platform != "darwin":
         return {}
     done = subprocess.run(["/bin/sh", "-c", _QUERY], capture_output=True, text=True, check=False)
@@ -58,7 +61,9 @@ def power_state() -> dict[str, int]:
 
 
 def slow_because(state: dict[str, int]) -> str:
-    """The reason why the machine computes more slowly than it could; empty if macOS reports none."""
+    """Returns the reason why the machine computes more slowly than it could, or "" if macOS reports
+    none.
+    """
     pressure = state.get("thermal_pressure", 0)
     reasons = {
         "low-power mode is on (`sudo pmset -a lowpowermode 0`)": state.get("low_power"),
@@ -70,7 +75,7 @@ def slow_because(state: dict[str, int]) -> str:
 
 @attrs.define(eq=False)
 class PowerWatch:
-    """A run's readings of power and heat, and the pace of its updates."""
+    """Power and thermal readings during a run, and the pace of its updates."""
 
     _state: dict[str, int] = attrs.field(factory=dict, init=False)
     _due: float = attrs.field(default=0.0, init=False)
@@ -78,7 +83,7 @@ class PowerWatch:
     _told: bool = attrs.field(default=False, init=False)
 
     def metrics(self) -> dict[str, float]:
-        """The readings for the log; empty if the system is not macOS."""
+        """Returns the readings for the log, which are empty on systems other than macOS."""
         if time.monotonic() >= self._due:
             self._state = power_state()
             self._due = time.monotonic() + _EVERY
@@ -86,8 +91,8 @@ class PowerWatch:
         return {f"power/{name}": self._state[name] for name in logged if name in self._state}
 
     def slower(self, rate: float) -> str | None:
-        """Records an update's tokens per second (0 if it sampled none). Returns a message, once, if
-        updates have become slower by a third and macOS reports a reason.
+        """Records an update's tokens per second; 0 means that the update sampled no tokens. Returns
+        a message, once, if updates have become slower by a third and macOS reports a reason.
         """
         self._rates += [rate] if rate else []
         reason = slow_because(self._state)

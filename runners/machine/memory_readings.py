@@ -1,4 +1,4 @@
-"""Reads the current memory: MLX's, the amount available to it, and the system's swap.
+"""Reads the current memory: MLX's memory, the memory available to MLX, and the system's swap.
 
 Only the functions import MLX, not this module.
 """
@@ -16,7 +16,7 @@ _VERSION_1 = "memory/memory.limit_in_bytes"
 
 
 def total_memory() -> int:
-    """Bytes of memory of the machine, or of its GPU."""
+    """Returns the machine's or its GPU's total memory in bytes."""
     import mlx.core as mx
 
     info = mx.device_info()
@@ -28,7 +28,9 @@ def total_memory() -> int:
 
 
 def resident_limit() -> int:
-    """Bytes that macOS lets the GPU keep in memory; 0 if no Mac's GPU computes."""
+    """Returns the bytes that macOS lets the GPU keep resident, or 0 if MLX does not use a Mac's
+    GPU.
+    """
     import mlx.core as mx
 
     return int(mx.device_info().get("max_recommended_working_set_size", 0))
@@ -43,7 +45,7 @@ def keep_model_resident() -> None:
 
 
 def memory_metrics() -> dict[str, float]:
-    """MLX's memory and the system's swap, under the log's names."""
+    """Returns MLX's memory and the system's swap, under their names in the log."""
     import mlx.core as mx
 
     found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "swap": swap_used()}
@@ -51,8 +53,8 @@ def memory_metrics() -> dict[str, float]:
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes available for new arrays, within MLX's limit and the memory that other programs leave
-    free (CUDA, Linux).
+    """Returns the bytes available for new arrays, within MLX's limit and the memory that other
+    programs leave free (CUDA, Linux).
     """
     import mlx.core as mx
 
@@ -60,16 +62,17 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     bounds = total_memory(), resident_limit(), 1e9 * memory_limit_gb
     free = int(min(filter(None, bounds))) - mx.get_active_memory()
     left = info.get("free_memory", _meminfo().get("MemAvailable"))
-    # MLX's own cache counts as used there, but new arrays can use it.
+    # The system counts MLX's cache as used, but new arrays can use it.
     return max(free if left is None else min(free, int(left) + mx.get_cache_memory()), 0)
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may use: on a GPU, its own plus free memory; on a CPU, all memory; at
-    most the limit.
+    """Returns the bytes that this process may use. On a GPU, the process may use its own memory and
+    free memory; on a CPU, it may use all memory. The result is at most `memory_limit_gb` gigabytes,
+    if that is not 0.
 
-    Free memory on a CPU is not a useful measure: it changes every second, and the system frees its
-        caches on demand.
+    On a CPU, free memory is not a useful measure, because it changes every second and the system
+    frees its caches on demand.
     """
     import mlx.core as mx
 
@@ -80,7 +83,7 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def swap_used() -> int | None:
-    """Bytes of the whole system's swap in use; None if unknown."""
+    """Returns the bytes of swap that the whole system uses, or None if unknown."""
     if sys.platform == "darwin":  # total = 2.00G  used = 61.5M  …
         done = subprocess.run(
             ["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False
@@ -93,8 +96,11 @@ def swap_used() -> int | None:
 
 
 def swap_limit(asked_gb: float) -> float:
-    """Bytes of swap that a run may add: `asked_gb`; if that is 0, on a Mac half of the memory, and
-    at most half of the free disk, which holds the swap. Elsewhere 0: any number."""
+    """Returns the bytes of swap that a run may add: `asked_gb` gigabytes, if that is not 0.
+
+    Otherwise, on a Mac, a run may add half of the total memory, but at most half of the free disk
+    space, which holds the swap. On other systems, the result is 0, which means no limit.
+    """
     import mlx.core as mx
 
     if asked_gb or not mx.metal.is_available():
@@ -103,9 +109,10 @@ def swap_limit(asked_gb: float) -> float:
 
 
 def memory_limit() -> int | None:
-    """The lowest memory limit of this process's control groups; None if there is no limit.
+    """Returns the lowest memory limit among this process's control groups, or None if there is no
+    limit.
 
-    It considers all groups of version 2, and the group of version 1 that a container shows as its
+    All groups of version 2 are considered, and the version-1 group that a container shows as its
     root.
     """
     root = Path("/sys/fs/cgroup")
@@ -117,7 +124,7 @@ def memory_limit() -> int | None:
 
 
 def _meminfo() -> dict[str, int]:
-    """Linux's table of memory in bytes; {} on other systems."""
+    """Reads Linux's memory table, in bytes. The dict is empty on other systems."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
     return {name: 1024 * int(size) for name, size in rows}
 

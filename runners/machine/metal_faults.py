@@ -1,4 +1,4 @@
-"""Explains a fault of Metal's watchdog to the user.
+"""Explains an error from Metal's watchdog to the user.
 
 Importing this module does not import MLX.
 """
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from runners.errors import text_of
 
-LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
+LONGEST = 2.0  # seconds that one evaluation on Metal should take at most
 ADVICE = (
     "macOS ends GPU work that blocks the display: let the display sleep (or train over ssh), "
     "lower system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes "
@@ -20,17 +20,19 @@ _WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
 
 
 def is_watchdog(error: BaseException) -> bool:
-    """Whether this exception is a command buffer that the system ended because it took too long."""
+    """Returns whether this exception means that the system ended a command buffer because it took
+    too long.
+    """
     text = text_of(error).lower() if isinstance(error, RuntimeError) else ""
     return "command buffer" in text and any(sign in text for sign in _SIGNS)
 
 
 @contextmanager
 def explained_aborts(backend: str) -> Iterator[None]:
-    """On Metal, if the process exits inside the block without a message, ADVICE is printed to
-    stderr.
+    """Prints ADVICE to stderr if, on Metal, the process exits inside the block without a message.
 
-    MLX detects such a fault on its own thread and ends the process there, so it cannot be caught.
+    MLX detects such an error on its own thread and ends the process there, so the error cannot be
+    caught.
     """
     if backend != "metal":
         yield

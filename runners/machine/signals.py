@@ -1,5 +1,5 @@
-"""Handles signals in two steps: the first stops a run, which then saves; the second ends the
-process immediately.
+"""Handles signals in two steps: the first signal stops a run, which then saves; the second signal
+ends the process immediately.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from weakref import WeakSet
 from runners.errors import printable
 
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
-_SAME = 0.5  # seconds in which another signal belongs to the first
+_SAME = 0.5  # another signal within these seconds counts as the same one
 # The cursor is at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line to standard error immediately, starting on a new line because the terminal has
-    shown "^C".
+    """Writes a line to standard error immediately. The text starts on a new line, because the
+    terminal has shown "^C".
     """
-    with suppress(OSError):  # closed: it has no reader
+    with suppress(OSError):  # standard error is closed or has no reader
         os.write(2, f"\n{printable(text)}\n".encode())
 
 
@@ -39,14 +39,14 @@ def _exit(number: int) -> NoReturn:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised if a signal has stopped a run."""
+    """Raised when a signal has stopped a run."""
 
     def __init__(self, number: int) -> None:
-        """`number` is the signal's number."""
+        """Stores the exit code for the signal `number`."""
         super().__init__(number)
-        self.exit_code = 128 + number  # as shells count
-        self.begun = False  # whether the run's folder is this run's, so that --resume continues it
-        self.advice = ""  # a line on how to continue
+        self.exit_code = 128 + number  # as in shells
+        self.begun = False  # whether the folder belongs to this run, so that --resume continues it
+        self.advice = ""  # a message about how to continue
 
 
 # Their handlers are removed in a forked child, such as a worker of a pool in data.transform.
@@ -55,16 +55,16 @@ os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in [*_all]]
 
 
 class Interrupts:
-    """Within the `with` block, the first SIGINT sets `received`, and a second one raises
-    KeyboardInterrupt.
+    """Handles SIGINT within the `with` block: the first one sets `received`, and a second one
+    raises KeyboardInterrupt.
 
-    It does nothing outside the main thread, because only the main thread receives signals.
+    Outside the main thread, the block has no effect, because only the main thread receives signals.
     """
 
     signals: tuple[int, ...] = (signal.SIGINT,)
 
     def __init__(self) -> None:
-        """Starts without a signal."""
+        """Creates a handler that has not received a signal."""
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -90,25 +90,27 @@ class Interrupts:
 
 
 class StopSignals(Interrupts):
-    """Handles a run's signals: the first SIGINT, SIGTERM or SIGHUP raises Stopped in the main
+    """Handles a run's signals. The first SIGINT, SIGTERM or SIGHUP raises Stopped in the main
     thread; see `deferred`.
 
-    A SIGHUP that is ignored at the start, as with nohup, stays ignored. A second SIGINT or SIGTERM
-    ends the process immediately, with 128 + its number. This also works while MLX computes, when no
-    Python handler runs: a thread reads the signals' numbers from a pipe to which the interpreter
-    writes them. Files on the disk are consistent at any moment.
+    If SIGHUP is ignored at the start, as with nohup, it stays ignored. A second SIGINT or SIGTERM
+    ends the process immediately, with exit code 128 + its number. A second signal also works while
+    MLX computes and no Python handler runs, because a thread reads the signals' numbers from a pipe
+    to which the interpreter writes them. Files on the disk are consistent at any moment.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
-        """`say` shows a line immediately; it is called in another thread."""
+        """Creates handlers that show the response to a signal with `say`. `say` must show the line
+        immediately; it is called in another thread.
+        """
         super().__init__()
         self._say = say
         self._deferrals = 0
         self._raised = False
         self._asked = False
-        self.stopping = False  # the run saves and ends: nothing is raised any more
+        self.stopping = False  # the run saves and ends; no signal raises an exception from now on
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -123,15 +125,16 @@ class StopSignals(Interrupts):
         return self
 
     def ignore_launcher(self) -> None:
-        """After the block, SIGTERM is ignored: mlx.launch sends it when one rank has ended, while
-        the others still have to print their last lines."""
+        """Ignores SIGTERM after the `with` block, because mlx.launch sends SIGTERM when one rank
+        has ended, while the others still have to print their last lines.
+        """
         if self._before:
             self._before[signal.SIGTERM] = signal.SIG_IGN
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block, no signal raises Stopped; a signal that has arrived raises it at the
-        end.
+        """Prevents signals from raising Stopped within the block. If a signal has arrived, Stopped
+        is raised at the end of the block.
         """
         self._deferrals += 1
         try:
@@ -141,15 +144,15 @@ class StopSignals(Interrupts):
         self._raise()
 
     def check(self) -> None:
-        """Raises Stopped if a signal has arrived, even if its exception was lost, for example in an
-        object's __del__.
+        """Raises Stopped if a signal has arrived, even if an earlier Stopped was lost, for example
+        in an object's __del__.
         """
         self._raised = self.stopping
         self._raise()
 
     @contextmanager
     def ending_at_once(self) -> Iterator[None]:
-        """Within the block, a signal ends the process without a message, because MLX waits there
+        """Lets a signal end the process without a message within the block, because MLX waits there
         for up to half a minute and no Python thread runs meanwhile.
         """
         before = {
@@ -163,7 +166,7 @@ class StopSignals(Interrupts):
 
     @contextmanager
     def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block, `say` shows the response to a signal."""
+        """Uses `say` within the block to show the response to a signal."""
         before = self._say
         self._say = say
         try:
@@ -172,20 +175,20 @@ class StopSignals(Interrupts):
             self._say = before
 
     def ask(self, number: int) -> None:
-        """Acts as if this signal had arrived; may be called from another thread."""
+        """Acts as if this signal had arrived. May be called from another thread."""
         if self.received:
             return
         if self._before:
             self._asked = True
             os.kill(os.getpid(), number)
-        else:  # in a thread other than the main one
+        else:  # the handlers are not installed, as in a thread other than the main one
             self.received = number
 
     def __exit__(self, *_: object) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup)
             os.close(self._writer)  # ends the thread
-            # the line that answers a signal comes before those of the run's end
+            # the response to a signal is shown before the final lines of the run
             self._watcher.join(1)
         super().__exit__()
 
@@ -199,8 +202,8 @@ class StopSignals(Interrupts):
             raise Stopped(self.received)
 
     def _watch(self) -> None:
-        first = None  # the time of the first signal from outside
-        # Output that is blocked, as after Ctrl-S, must not keep the second signal unread.
+        first = None  # time of the first signal from outside
+        # Blocked output, as after Ctrl-S, must not prevent the second signal from being read.
         saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
         for number in iter(lambda: os.read(self._reader, 1), b""):
             if number[0] not in self.signals:
@@ -213,7 +216,7 @@ class StopSignals(Interrupts):
             elif first is None:
                 first = time.monotonic()
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
-                # sooner it is what a shell and a launcher send again: no second wish
+                # an earlier one was sent again by a shell or a launcher, and is not a second request
                 _exit(number[0])
         os.close(self._reader)
         if saying.ident is not None:

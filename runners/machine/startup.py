@@ -1,4 +1,4 @@
-"""Prepares the machine for a run: its BLAS, its MLX backend, its memory.
+"""Prepares the machine for a run: its BLAS, its MLX backend, and its memory.
 
 Importing this module is fast. `prepare` imports grpo_fn, which loads the BLAS, and then MLX.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
 # MLX submits operations to a CUDA device in buffers, at most ten ahead, and holds their outputs
-# from then on. Smaller buffers hold less memory at the same speed, and a rollout's are launched
+# from then on. Smaller buffers hold less memory at the same speed, and a rollout's buffers are launched
 # sooner. The numbers are operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
 
 
 @attrs.frozen
 class Platform:
-    """The platform that a run computes on.
+    """The platform on which a run computes.
 
     `notices` are messages to show once, most important first.
     """
@@ -46,13 +46,13 @@ class Platform:
     backend: str  # "metal" | "cuda" | "cpu"
     blas: str | None = None
     device: str = ""
-    cores: int = 1  # that this process may use
+    cores: int = 1  # number of cores that this process may use
     notices: tuple[str, ...] = ()
-    programs: Compilation | None = None  # of the run that it was prepared for
+    programs: Compilation | None = None  # programs compiled in advance for the run
 
     def arithmetic(self) -> dict[str, Any]:
-        """Facts that are equal on machines on which the same computation has bit-identical
-        results.
+        """Returns facts about the platform. If these are equal on two machines, the same
+        computation has bit-identical results on both.
         """
         found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}
         if self.backend != "cpu":
@@ -65,10 +65,10 @@ class Platform:
 
 
 def load_blas() -> Blas:
-    """Imports grpo_fn, which loads the BLAS before MLX; for CUDA, sets up MLX first.
+    """Imports grpo_fn, which loads the BLAS before MLX. For CUDA, sets up MLX first.
 
     Raises ImportError if MLX is not installed or has no backend, or if GRPO_FN_BLAS in the
-    environment names something that is not a BLAS.
+    environment does not name a BLAS.
     """
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
@@ -79,30 +79,30 @@ def load_blas() -> Blas:
 
 
 def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Sets a folder for this user and rank, kept between runs, for the programs that MLX compiles
-    for a CPU.
+    """Sets the folder for the programs that MLX compiles for a CPU. The folder belongs to this user
+    and rank, and is kept between runs.
 
     MLX loads programs from the temporary folder regardless of who wrote them, and writes them in
-        place: ranks that start at the same time could load an incomplete program. Python's own
-        temporary files are not moved. Must be called before MLX compiles. Raises UserError if
-        somebody else has created the folder.
+    place, so ranks that start at the same time could load an incomplete program. Python's own
+    temporary files are not moved. This function must be called before MLX compiles. Raises
+    UserError if another user has created the folder.
     """
     shared = Path(tempfile.gettempdir())
     with suppress(OSError):
         if not rank and not foreign(Path(environ.get("TMPDIR") or shared)):
             return
-    with suppress(OSError):  # no room for it: MLX cannot compile either
+    with suppress(OSError):  # no space for the folder: MLX cannot compile either
         environ["TMPDIR"] = str(own_folder(shared / f"grpo-{os.getuid()}-rank-{rank}"))
 
 
 def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
-    """Loads the BLAS, imports MLX, determines its backend and sets its memory limit (10^9 bytes; 0
-    keeps the default).
+    """Loads the BLAS, imports MLX, determines its backend and sets its memory limit. The limit is
+    in units of 10^9 bytes; 0 keeps the default.
 
-    With `config`, starts compiling the GPU programs of its run.
+    If `config` is given, starts compiling the GPU programs for its run.
 
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked
-    from one that has computed.
+    from one that has already computed with MLX.
     """
     separate_programs(0, os.environ)
     try:
@@ -128,7 +128,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     if backend == "cuda":
         keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
     device = str(info.get("device_name", "")) or backend
-    mac = sys.platform == "darwin"  # where a process cannot be bound to cores
+    mac = sys.platform == "darwin"  # processes cannot be bound to cores there
     cores = (os.cpu_count() or 1) if mac else len(os.sched_getaffinity(0))
     programs = config and compile_ahead(config, backend, total_memory(), cores)
     import_transformers_without_torch()
@@ -138,20 +138,20 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
 def import_transformers_without_torch() -> None:
     """Prevents transformers from importing PyTorch, which would take seconds and is not used here.
 
-    `import torch` itself still works. With GRPO_FN_TORCH=1 in the environment, transformers may
-    import it, for a custom loader that uses its PyTorch models.
+    `import torch` itself still works. If GRPO_FN_TORCH=1 is set in the environment, transformers
+    may import PyTorch, for a custom loader that uses its PyTorch models.
     """
     if os.environ.get("GRPO_FN_TORCH") == "1":
         return
-    # "PyTorch was not found", as mlx-lm does
+    # hides "PyTorch was not found", as mlx-lm does
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if {"torch", "transformers"} & sys.modules.keys() or not find_spec("torch"):
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the import fails
     try:
         from transformers.utils.import_utils import is_torch_available
 
-        is_torch_available()  # remembers its answer
+        is_torch_available()  # caches its result
     finally:
         del sys.modules["torch"]
 

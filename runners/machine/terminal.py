@@ -1,9 +1,9 @@
-"""All output for users passes through this module, which escapes control characters; only replies
-may contain them.
+"""Writes all output for users and escapes its control characters. Only replies may contain control
+characters.
 
 Models, tokenizers, rewards and data sets contain untrusted text. On a terminal, an escape sequence
-in it could hide lines, change the window's title or send input on behalf of the user. Log files may
-later be shown on terminals.
+in such text could hide lines, change the window's title or send input on behalf of the user. Log
+files may later be shown on terminals.
 """
 
 import logging
@@ -18,18 +18,18 @@ import click
 
 from runners.errors import OBEYED, UserError, printable
 
-# C0 but for line feed and tab, and halves of surrogate pairs, besides.
+# Also C0 except line feed and tab, and halves of surrogate pairs.
 _CODES = (*range(9), *range(0x0B, 0x20), *OBEYED, *range(0xD800, 0xE000))
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
 
 
 class OutputLost(UserError):
-    """Standard output can no longer be written: it has no reader, the disk is full, or it was
-    closed.
+    """Raised when standard output can no longer be written, because it has no reader, the disk is
+    full, or it was closed.
     """
 
     def __init__(self, error: Exception):
-        """`error`: the exception of the failed write."""
+        """Creates the message from `error`, the exception that the failed write raised."""
         self.is_pipe = isinstance(error, BrokenPipeError)
         if self.is_pipe:
             self.exit_code = 141  # 128 + SIGPIPE, as shells count
@@ -37,12 +37,16 @@ class OutputLost(UserError):
 
 
 def visible(text: str) -> str:
-    r"""The text with every control character except line feed and tab escaped, such as \x1b."""
+    r"""Returns the text after escaping every control character except line feed and tab, for
+    example as \x1b.
+    """
     return text.translate(_TABLE)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Rows of a table as lines; the columns with a number in `right` are aligned to the right."""
+    """Formats a table's rows as lines. Columns whose number is in `right` are aligned to
+    the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -62,13 +66,13 @@ def echo(line: str = "", *, err: bool = False) -> None:
 
 
 def echo_text(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Like `echo`, for a text of several lines; see `visible`."""
+    """Writes a text of several lines like `echo`; see `visible`."""
     _write(visible(text), err, nl)
 
 
 def echo_output(text: str, *, nl: bool = False) -> None:
-    """Like `echo`, for a command's result: a pipe receives it unchanged, and a terminal receives
-    `visible`.
+    """Writes a command's result like `echo`. A pipe receives the result unchanged, and a terminal
+    receives the result of `visible`.
     """
     shown = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     _write(visible(text) if shown else text, False, nl)
@@ -77,7 +81,7 @@ def echo_output(text: str, *, nl: bool = False) -> None:
 def _write(text: str, err: bool, nl: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     try:
-        # Without `color` click would remove escape sequences from text for a pipe.
+        # Without `color`, click would remove escape sequences from text that is written to a pipe.
         click.echo(text, file=stream, nl=nl, color=True)
     except (OSError, ValueError) as error:
         if not err:
@@ -86,8 +90,8 @@ def _write(text: str, err: bool, nl: bool) -> None:
 
 
 def escape_logs() -> None:
-    """Converts every log record and warning of a library to one escaped line, because transformers
-    quotes a model's files in them.
+    """Converts every log record and warning from a library to one escaped line, because
+    transformers quotes a model's files in such records.
     """
     if logging.getLogRecordFactory() is logging.LogRecord:
         logging.setLogRecordFactory(_EscapedRecord)
@@ -101,22 +105,22 @@ class _EscapedRecord(logging.LogRecord):
 
 
 class Output:
-    """A stream that never raises: after a failed write, `fault` contains the error, and later text
-    is dropped.
+    """A stream whose writes never raise. After a failed write, `fault` contains the error, and
+    later text is dropped.
     """
 
     def __init__(self, stream: TextIO):
-        """Writes to `stream`."""
+        """Creates an output that writes to `stream`."""
         self._stream = stream
         self.fault: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Writes a text, unless a write has failed."""
+        """Writes a text, unless an earlier write has failed."""
         self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream, unless a write has failed."""
+        """Flushes the stream, unless an earlier write has failed."""
         self._try(self._stream.flush)
 
     def _try(self, action: Callable[[], object]) -> None:
@@ -131,7 +135,9 @@ class Output:
 
 
 def drop_output(stream: TextIO | None) -> None:
-    """Drops the text in a standard stream's buffers, because writing it at exit would fail."""
+    """Drops the text in a standard stream's buffers, because writing that text at exit
+    would fail.
+    """
     with suppress(OSError, ValueError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)

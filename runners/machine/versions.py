@@ -1,4 +1,6 @@
-"""Reports installed packages, imports optional ones, and says how to install missing ones."""
+"""Reports installed packages, imports optional packages, and explains how to install
+missing ones.
+"""
 
 import importlib
 import importlib.metadata
@@ -8,8 +10,9 @@ from runners.errors import UserError, first_line
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version, read from the metadata without an import; None if it is not
-    installed."""
+    """Reads the installed version from the metadata without an import. Returns None if the package
+    is not installed.
+    """
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -17,9 +20,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Imports a module that an extra of pyproject.toml installs.
+    """Imports a module that belongs to an extra in pyproject.toml.
 
-    Raises UserError, with the `purpose` and the command that installs it, if it is not installed.
+    Raises UserError if the module is not installed. The message contains the `purpose` and the
+    command that installs the extra.
     """
     try:
         return importlib.import_module(module)
@@ -30,9 +34,10 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 
 def install_hint(*extras: str) -> str:
-    """The command that installs one of the extras of pyproject.toml.
+    """Returns the command that installs one of the extras in pyproject.toml.
 
-    grpo_fn is not on a package index; anyone could register its name there with any content.
+    The command does not install grpo_fn from a package index, because anyone could register its
+    name there with any content.
     """
     wanted = " or ".join(f"'.[{name}]'" for name in extras)
     return f"pip install -e {wanted} in a clone of grpo_fn"

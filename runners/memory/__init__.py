@@ -1,1 +1,1 @@
-"""Predicts a run's memory, phase by phase."""
+"""Predicts a run's memory for each phase."""

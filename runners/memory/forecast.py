@@ -1,8 +1,8 @@
-"""Predicts the memory of a config's run for each phase of a step; the largest is the peak.
+"""Predicts the memory that a run needs in each phase of a step; the largest phase is the peak.
 
 All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient.
 Operations in flight need additional memory, which was measured: MLX's CPU backend submits up to 100
-operations ahead. GPUs use less for both, so the sums are upper bounds there.
+operations ahead. GPUs need less memory, so the forecasts are upper bounds there.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from runners.engines.engine import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
 
-# On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take
-# memory. On a GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16
-# s for 30 blocks): the micro-batches of a small model must be large to keep the device busy.
+# On a CPU, once a micro-batch fills the caches, more rows do not speed up products and only need
+# memory. On a GPU, the host needs about 5 ms per block to launch a micro-batch of any size (H100: .16
+# s for 30 blocks), so a small model's micro-batches must be large to keep the device busy.
 CPU_ACTIVATIONS = 75e6  # bytes that a micro-batch saves for the backward pass
-CPU_COMPLETIONS = 3  # computed together with their prompt, even if they need more memory
+CPU_COMPLETIONS = 3  # completions computed with their prompt, even if they need more memory
 LEAST_TOKENS = 256
 MOST_TOKENS = 16384
 GPU_TOKENS = 8192
-# Parameters of a block × tokens, from 16,384 tokens on: for .5e9 parameters the learner takes 1.4
+# A block's parameters × tokens, from 16,384 tokens on: for .5e9 parameters, the learner takes 1.4
 # times as long with 8,192, and 28 % more memory with 32,768, at no higher speed
 # (`python -m benchmarks.evidence.gpu_step`).
 GPU_WORK = 8e10
 MOST_GPU_TOKENS = 65536
 # share of the memory for a micro-batch chosen here; the rest covers forecast errors
 ROOM_TO_LEARN = 0.85
-ROOM_FOR_SPEED = 0.5  # the same for one of more than GPU_TOKENS, which only saves launches
+ROOM_FOR_SPEED = 0.5  # the same for more than GPU_TOKENS, which only saves launches
 ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
 CACHE_STEP = 256  # positions by which mlx-lm's caches grow
-PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
+PACKED_ROWS = 256  # rows per batch step that are packed: more rows do not change the micro-batch
 UPDATED = 11  # bytes per weight while its update is computed (measured)
 RANDOM_BITS = 2  # bytes of random bits per weight
 DRAW_ARRAYS = 5  # [rows,V] float32 arrays for sampling a token, logits included
@@ -49,11 +49,11 @@ FILTER_ARRAYS = 8  # further arrays if logits are sorted, for top-k, top-p or en
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
-# Arrays of a block per position that are as wide as: hidden, intermediate, queries, keys, scores;
-# last, how many of the hidden ones are always float32. What is saved follows from a block's
-# algebra: its input, the sum in its middle, and of each the norm and the scaled norm; queries after
-# rotation, and what attention returns; keys and values, and the layouts that products need. The
-# others were measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
+# A block's arrays per position that are as wide as: hidden, intermediate, queries, keys, scores;
+# last, the number of hidden-sized arrays that are always float32. The saved arrays follow from a block's
+# algebra: its input and its middle sum, the norm and the scaled norm for each; queries after
+# rotation, and attention outputs; keys and values, and the layouts that products need. The
+# other arrays were measured on llama blocks of 14 shapes, and in full runs of benchmarks/memory.py.
 SAVED = (4, 3, 1.5, 4, 1, 2)
 CHECKPOINTED = (1, 0, 0, 0, 0, 0)  # the block's input alone
 BACKWARD = (7, 3, 3.4, 4.5, 4.2, 1.5)
@@ -61,27 +61,27 @@ PREFILL = (5, 7.6, 0, 0, 9.5, 1)
 
 
 class Phase(NamedTuple):
-    """The bytes of a part of a step, by purpose; its total is their sum."""
+    """The bytes of one part of a step, by purpose. Their sum is the part's total."""
 
-    weights: float  # of all roles, and copies of them
+    weights: float  # weights in all roles, and their copies
     optimizer: float  # moments and gradients
-    activations: float = 0  # of both passes, logits included
+    activations: float = 0  # in both passes, including logits
     cache: float = 0  # keys and values
 
 
 @attrs.frozen(kw_only=True)
 class Forecast:
-    """The predicted memory of a run, in bytes."""
+    """The predicted memory for a run, in bytes."""
 
     config: Config  # with system.micro_batch_tokens
     sizes: ModelSizes
     prompt: int  # tokens of the longest prompt
-    held_out: int  # problems to evaluate on, 0 if not known
-    total: int  # that the run may use
+    held_out: int  # problems to evaluate on, 0 if unknown
+    total: int  # memory that the run may use
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """The parts of a step by name."""
+        """The parts of a step, by name."""
         return {
             phase.__name__: Phase._make(map(round, phase()))
             for phase in (self.rollout, self.evaluation, self.gradient, self.update)
@@ -89,16 +89,18 @@ class Forecast:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs the most memory, and its bytes."""
+        """The name of the phase that needs the most memory, and its size in bytes."""
         name, phase = max(self.phases.items(), key=lambda item: sum(item[1]))
         return name, int(sum(phase))
 
     def having(self, section: str, **values: object) -> Forecast:
-        """The forecast for the config with other values in a section."""
+        """Returns the forecast for the same config with other values in one section."""
         return attrs.evolve(self, config=self.config.having(section, **values))
 
     def rollout(self) -> Phase:
-        """The rollout phase, for as many training prompts as are decoded together."""
+        """Predicts the rollout phase for the number of training prompts that are decoded
+        together.
+        """
         rollout = self.config.rollout
         prompts = -(-self.config.optim.batch_size // self.sizes.ranks)
         if rollout.max_batch:
@@ -113,7 +115,9 @@ class Forecast:
         )
 
     def evaluation(self) -> Phase:
-        """The evaluation phase, for as many held-out problems as are decoded together."""
+        """Predicts the evaluation phase for the number of held-out problems that are decoded
+        together.
+        """
         settings = self.config.eval
         rollout = self.config.rollout
         limit = rollout.max_batch or DEFAULT_ROWS
@@ -122,8 +126,8 @@ class Forecast:
         return self._decoding(rows, rows, new, DRAW_ARRAYS, self.sizes.copy)
 
     def _decoding(self, prompts: int, rows: int, new: int, arrays: int, copy: int) -> Phase:
-        """Prefill of some prompts, and decoding `rows` completions of them at full length: the
-        larger one.
+        """Predicts the memory for prefilling `prompts` prompts or for decoding `rows` completions
+        at full length, whichever is larger.
         """
         sizes = self.sizes
         shape = sizes.shape
@@ -133,17 +137,17 @@ class Forecast:
         talks = self.config.env.answers
         logits = FLOAT * rows * shape.vocabulary
         position = 2 * shape.keys * size  # in one block
-        # The last drawn token is never an input; caches grow in steps.
+        # The last sampled token is never an input; caches grow in steps.
         step = ROOM if once else CACHE_STEP
         own = position * rows * -(-(new - 1) // step) * step
         copies = position * (prompts if once else rows) * prompt
         grown = own if once else own + copies
-        given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
-        # A cache grows into a new array, a block at a time; then only the last draw's logits are in
+        given = min(new, PREFILL_TOKENS) if talks else 1  # tokens per call
+        # A cache grows into a new array, one block at a time; only the last step's logits are then in
         # memory.
         growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
         prefill = block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
-        # The prompts' cache exists, the completions' does not.
+        # The prompts' cache exists, but the completions' cache does not.
         prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
         # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
         turns = 3 * grown if talks else 0
@@ -158,7 +162,9 @@ class Forecast:
         )
 
     def gradient(self) -> Phase:
-        """The largest micro-batch of a batch step, or of its first rows."""
+        """Predicts the gradient phase for the largest micro-batch of a batch step, or of its first
+        rows.
+        """
         config = self.config
         sizes = self.sizes
         prompt = self.prompt
@@ -178,7 +184,9 @@ class Forecast:
         return max((self._backward(shape, sums_up) for shape in shapes), key=sum)
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
-        """The larger of two moments: all activations saved, or all gradients computed."""
+        """Predicts a micro-batch's memory at the larger of two moments: when all activations are
+        saved, or when all gradients are computed.
+        """
         sizes = self.sizes
         shape = sizes.shape
         size = sizes.compute
@@ -189,7 +197,7 @@ class Forecast:
                 (batch.prompts, batch.length, batch.length),
                 (batch.rows, own, batch.length + own),
             ]
-        # A checkpointed block is computed again first. MLX is then one block ahead: two are in
+        # A checkpointed block is first recomputed. MLX is then one block ahead, so two blocks are in
         # memory.
         kept = saves = saved(shape)
         flying: list[tuple[float, ...]] = [BACKWARD]
@@ -205,7 +213,7 @@ class Forecast:
         ]
         working = max(sum(each[1:]) for each in nbytes)
         activations = shape.layers * sum(each[0] for each in nbytes)
-        # The logits, a chunk at a time: on CUDA the products, elsewhere twelve float32 arrays a
+        # The logits are computed in chunks: on CUDA the products, elsewhere twelve float32 arrays per
         # chunk, up to the 24 that MLX keeps in flight. The other arrays in flight belong to the
         # last block.
         products = number("product_arrays")
@@ -224,8 +232,8 @@ class Forecast:
         return max(first, last, key=sum)
 
     def update(self) -> Phase:
-        """Gradients, and the new values that exist besides the old ones (one block's and the
-        embedding's).
+        """Predicts the update phase: gradients, and the new values that exist next to the old ones
+        (for one block and the embedding).
         """
         config = self.config
         sizes = self.sizes
@@ -233,7 +241,7 @@ class Forecast:
         has_sampler = late or config.rollout.max_staleness
         ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
         number_bytes = UPDATED + (RANDOM_BITS if config.model.master != "float32" else 0)
-        gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks
+        gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over ranks
         return Phase(
             sizes.weights + (sizes.rollout if has_sampler else 0),
             sizes.moments + gradients + number_bytes * ahead,
@@ -241,8 +249,8 @@ class Forecast:
 
 
 def saved(shape: ModelShape) -> tuple[float, ...]:
-    """The number of arrays that one block saves for the backward pass; relu² saves one array less
-    than a gated MLP.
+    """Returns the number of arrays that one block saves for the backward pass, in the order of
+    `SAVED`. With relu², a block saves one array less than with a gated MLP.
     """
     return (SAVED[0], 3 + number("gate_arrays") if shape.gated else 2, *SAVED[2:])
 
@@ -250,7 +258,9 @@ def saved(shape: ModelShape) -> tuple[float, ...]:
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    """Returns the bytes that a block's arrays need, for `rows` rows with `length` tokens each,
+    which attend to `attended` tokens. `counts` has the format of `SAVED`.
+    """
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
     own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
@@ -269,10 +279,10 @@ def forecast(
     sizes: ModelSizes,
     held_out: int = 0,
 ) -> Forecast:
-    """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
+    """Predicts the memory that a checked config's run needs, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length; `held_out` is the number of problems to evaluate on, 0
-    if unknown. `total` is the memory that the run may use. If the config does not set the
+    `prompt` is the longest prompt's length. `held_out` is the number of problems to evaluate on, or
+    0 if unknown. `total` is the memory that the run may use. If the config does not set the
     micro-batch, the largest useful one that fits is used.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
@@ -289,10 +299,10 @@ def forecast(
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
-    """The tokens of a micro-batch if memory is not limited: on a CPU, activations fill the caches;
-    with CUDA, computing takes as long as launching.
+    """Returns the number of tokens per micro-batch if memory is not limited. On a CPU, their
+    activations fill the caches. With CUDA, computing takes as long as launching.
     """
-    if backend == "metal":  # ends command buffers that take long
+    if backend == "metal":  # Metal kills command buffers that take too long
         return GPU_TOKENS
     if backend != "cpu":
         parameters = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
@@ -305,7 +315,9 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 
 
 def rows_that_fit(found: Forecast) -> int:
-    """The largest rollout.max_batch whose rollout leaves some memory free; at least one group."""
+    """Returns the largest rollout.max_batch whose rollout leaves some memory free, but at least one
+    group.
+    """
     size = found.config.rollout.num_generations
     groups = _largest(
         lambda n: sum(found.having("rollout", max_batch=n * size).rollout()),
@@ -316,8 +328,8 @@ def rows_that_fit(found: Forecast) -> int:
 
 
 def largest_batch(found: Forecast) -> int:
-    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt
-    fits.
+    """Returns the largest `optim.batch_size` whose peak fits into the memory, or 0 if not even one
+    prompt fits.
     """
     return _largest(
         lambda n: found.having("optim", batch_size=n).peak[1], found.total, MOST_PROMPTS
@@ -325,5 +337,5 @@ def largest_batch(found: Forecast) -> int:
 
 
 def _largest(nbytes: Callable[[int], float], room: float, most: int) -> int:
-    """The largest n in 0..most whose bytes fit; bytes grow with n."""
+    """Returns the largest n in 0..most whose bytes fit. The bytes must grow with n."""
     return bisect_right(range(1, most + 1), room, key=nbytes)

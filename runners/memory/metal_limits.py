@@ -1,5 +1,5 @@
-"""Sets MLX's limits on Metal during a run: memory that stays resident, and freed memory that MLX
-keeps.
+"""Sets MLX's limits on Metal during a run: how much memory stays resident, and how much freed
+memory MLX keeps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +11,8 @@ from runners.errors import gigabytes
 from runners.machine.memory_readings import resident_limit, total_memory
 from runners.memory.forecast import Phase
 
-_MARGIN = 1.1  # of the predicted peak
-_MOST = 0.9  # of the machine's memory that macOS is asked to leave to the GPU
+_MARGIN = 1.1  # factor on the predicted peak
+_MOST = 0.9  # share of the machine's memory that macOS may be asked to leave to the GPU
 _LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
 
 
@@ -20,9 +20,11 @@ _LEAST_CACHE = 2**29  # bytes of freed memory that MLX always keeps
 def metal_limits(
     backend: str, phases: Mapping[str, Phase], note: Callable[[str], None]
 ) -> Iterator[None]:
-    """On Metal, keeps the memory that the run needs at its peak resident during the block, as far
-    as macOS allows, and yields a message if it allows less. Without a forecast, it uses all that is
-    allowed. Both of MLX's limits are restored afterwards.
+    """Keeps the run's peak memory resident during the block, as far as macOS allows. `note`
+    receives a message if macOS allows less. On other backends than Metal, nothing changes.
+
+    Without a forecast, all allowed memory stays resident. Both of MLX's limits are restored
+    afterwards.
     """
     if backend != "metal":
         yield
@@ -49,6 +51,6 @@ def metal_limits(
 
 
 def keep_cache_of(phase: Phase | None) -> None:
-    """On Metal, limits the freed memory that MLX keeps to the amount that this phase reuses."""
+    """Limits the freed memory that MLX keeps on Metal to the amount that this phase reuses."""
     if phase is not None and mx.metal.is_available():
         mx.set_cache_limit(max(round(phase.activations + phase.cache), _LEAST_CACHE))

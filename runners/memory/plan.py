@@ -1,4 +1,6 @@
-"""`grpo plan`: shows a run's memory as a table or as JSON, with a message if it does not fit."""
+"""Implements `grpo plan`, which shows a run's memory as a table or as JSON, and a message if the
+run does not fit.
+"""
 
 import json
 from pathlib import Path
@@ -20,14 +22,14 @@ from runners.memory.sizes import ModelSizes, model_sizes
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 
-USUAL_TOKENS = 4096  # of a micro-batch of a model whose sizes are not known
+USUAL_TOKENS = 4096  # per micro-batch, for a model with unknown sizes
 
 
 def make_plan(
     config: Config, platform: Platform, *, as_json: bool = False, ranks: int = 1
 ) -> tuple[str, str | None]:
-    """The plan of a checked config for each of `ranks` ranks, and a message if the run does not
-    fit.
+    """Returns the memory plan for a checked config on each of `ranks` ranks, and a message if the
+    run does not fit.
 
     Only the model's shapes are loaded. Raises UserError if the model or the data cannot be used.
     """
@@ -81,7 +83,7 @@ def make_plan(
 
 
 def data_shape(config: Config) -> tuple[int, int]:
-    """The length of the longest training prompt in tokens, and the number of held-out problems.
+    """Returns the longest training prompt's length in tokens, and the number of held-out problems.
 
     Both are 0 unless data and tokenizer are on this machine. Raises UserError if the data or the
     tokenizer cannot be used.
@@ -99,13 +101,13 @@ def data_shape(config: Config) -> tuple[int, int]:
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
-    """The model's sizes, or a message with the reason why they are unknown.
+    """Returns the model's sizes, or a message that explains why they are unknown.
 
     Raises UserError if weights, moments and gradients alone exceed the memory.
     """
     try:
         sizes = model_sizes(config, platform, ranks)
-    except UserError as error:  # faults of the model itself are reported when it is loaded
+    except UserError as error:  # errors in the model itself are reported when it is loaded
         return f"memory: no prediction: {error}"
     line = _too_large(config, sizes)
     if line:
@@ -116,11 +118,11 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
 ) -> tuple[Config, tuple[str, ...], dict[str, Phase]]:
-    """The config with micro-batch and rollout.max_batch chosen, notices, and the phases of the
-    forecast; none if there is no forecast.
+    """Chooses the micro-batch size and rollout.max_batch if the config does not set them.
 
-    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if unknown.
-    Values that the config sets are kept.
+    Returns the config with these values, notices, and the phases of the forecast, which are empty
+    if there is no forecast. `prompt` is the longest prompt's length in tokens. `held_out` is the
+    number of problems to evaluate on, or 0 if unknown.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
@@ -144,7 +146,9 @@ def memory_outlook(
 
 
 def _too_large(config: Config, sizes: ModelSizes) -> str | None:
-    """A message if weights, moments and gradients alone exceed the memory; otherwise None."""
+    """Returns a message if weights, moments and gradients alone exceed the memory,
+    otherwise None.
+    """
     total = _all_memory(config)
     if sizes.floor <= total:
         return None
@@ -157,8 +161,8 @@ def _too_large(config: Config, sizes: ModelSizes) -> str | None:
 
 
 def _over_memory(found: Forecast) -> str | None:
-    """A message if the predicted peak exceeds the memory, with the key that lowers it; otherwise
-    None.
+    """Returns a message if the predicted peak exceeds the memory, which names the key that lowers
+    the peak. Otherwise, returns None.
     """
     config = found.config
     phase, nbytes = found.peak
@@ -176,7 +180,7 @@ def _over_memory(found: Forecast) -> str | None:
 
 
 def _all_memory(config: Config) -> int:
-    """The memory of the machine or its GPU in bytes, or `system.memory_limit_gb` if that is
+    """Returns the machine's or its GPU's memory in bytes, or `system.memory_limit_gb` if that is
     less.
     """
     total = total_memory()

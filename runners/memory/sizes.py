@@ -1,8 +1,8 @@
-"""Computes the size in bytes of a config's model in all its roles. The module is created, but
-nothing in it is computed.
+"""Computes the size in bytes of a config's model in all its roles. The module is created, but no
+array in it is computed.
 
-MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes and dtypes but uses
-no memory.
+MLX's arrays are lazy: the arrays of a new module, or of a module loaded with `lazy=True`, have
+shapes and dtypes but need no memory.
 """
 
 from collections.abc import Mapping
@@ -33,56 +33,57 @@ FLOAT = 4  # bytes of float32
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """The sizes of a decoder that determine its activations."""
+    """Sizes of a decoder, which determine the memory for its activations."""
 
     layers: int
     hidden: int
-    intermediate: int  # width for one token: with experts, the sum over those that the token uses
+    intermediate: int  # width for one token; with experts, summed over those that it uses
     heads: int
-    queries: int  # numbers in a position's queries
-    keys: int  # numbers in a position's keys, and in its values
+    queries: int  # size of a position's queries
+    keys: int  # size of a position's keys, and of its values
     vocabulary: int
-    tied: bool  # the head's weights are the embedding's
-    gated: bool  # by a SiLU, whose arrays a backend may save
+    tied: bool  # the output head is tied to the embedding
+    gated: bool  # the MLP is gated by a SiLU, whose arrays a backend may save
 
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
-    """The sizes of a model in a config's roles, in bytes unless stated otherwise."""
+    """Sizes of a model in the roles that a config gives it, in bytes unless stated otherwise."""
 
     shape: ModelShape
     shares_prompts: bool  # whether a group's prompt is computed once in the learner
-    recomputes_mlps: bool  # in the backward pass
-    shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
+    recomputes_mlps: bool  # whether MLPs are recomputed in the backward pass
+    shares_prefix: bool  # whether a prompt is kept once while its completions are decoded
     trained: int  # number of trained parameters
-    embedding: int  # number of trained parameters of the embedding
+    embedding: int  # number of trained parameters in the embedding
     parameters: int  # approximate number of all parameters
-    dtype: str  # of the computation
-    compute: int  # bytes of a number in the computation
+    dtype: str  # compute dtype
+    compute: int  # bytes per number in the compute dtype
     # master weights, frozen weights, and the weights of the reference and the teacher
     weights: int
-    moments: int  # of the optimizer
-    copy: int  # the weights in the compute dtype, 0 if the masters have it
-    rollout: int  # a sampler with its own weights (quantized, or older)
+    moments: int  # the optimizer's moments
+    copy: int  # the weights in the compute dtype, 0 if the master weights have this dtype
+    rollout: int  # the sampler's own weights (quantized, or older)
     decoding: int  # temporary weights of a rollout: `decode_weights`
     blocks: int  # copies of weights in blocks, for rollouts of at most `block_rows` rows
     ranks: int  # number of ranks of the run
-    written: int  # of `final/` and `best/`
+    written: int  # bytes written to `final/` and `best/`
 
     @property
     def gradients(self) -> int:
-        """The size of one set of accumulated gradients."""
+        """The size of one accumulated set of gradients."""
         return self.trained * FLOAT
 
     @property
     def floor(self) -> int:
-        """The minimum for all batch settings: weights, moments and one set of gradients."""
+        """The minimum for any batch settings: weights, moments and one set of gradients."""
         return self.weights + self.moments + self.gradients
 
 
 def models_bytes(config: Config, parameters: int, trained: int, size: int) -> int:
-    """Bytes on disk of a run's final model and its best model (only adapters, if there are any).
-    `size` is the number of bytes per number in the source's files.
+    """Returns the bytes on disk for a run's final model and its best model. When adapters are
+    trained, the best model contains only the adapters. `size` is the number of bytes per number in
+    the source's files.
     """
     final = parameters * size  # every parameter, unpacked
     if config.model.tune != "full":
@@ -91,7 +92,7 @@ def models_bytes(config: Config, parameters: int, trained: int, size: int) -> in
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json.
+    """Reads a model's shape from its config.json.
 
     Raises ValueError if layers, width, heads or vocabulary are missing.
     """
@@ -128,11 +129,13 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
-    """The sizes of the model that [model] names, in its roles in the config, on one of `ranks`.
+    """Computes the sizes that the model in [model] has in its roles in the config, on one of
+    `ranks` ranks.
 
     For a local folder, the headers of its weight files are read. For a model on the Hub, only
     config.json is read; its weights are not downloaded. `config` is checked ([loss] complete).
-    `stated` is the content of config.json if it is already known; then nothing is looked up.
+    `stated` is the content of config.json if it is already known; in that case, no file is looked
+    up.
 
     Raises the errors of `load_model` that do not depend on the weights.
     """
@@ -164,8 +167,8 @@ def model_sizes(
     base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
-        """Bytes of a role with `part` rounded weights; embeddings and head are often not
-        rounded.
+        """Returns the bytes of a role that has `part` rounded weights. Embeddings and output head
+        are often not rounded.
         """
         if storage != "packed":
             return part * compute.size
@@ -186,7 +189,7 @@ def model_sizes(
     elif loss.beta:
         weights += role(loss.ref_quantization, loss.ref_storage, count)
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
-        # The moments of the inputs of a block's seven products, each counted though some are
+        # The moments for the inputs to a block's seven products, each counted although some are
         # shared.
         for width in [shape.hidden] * 5 + [shape.queries, shape.intermediate]:
             if width % 64 == 0:
@@ -207,7 +210,7 @@ def model_sizes(
     matrices = [leaf for leaf in leaves.values() if leaf.ndim == 2]
     blocks = FLOAT * sum(leaf.size for leaf in matrices if mx.issubdtype(leaf.dtype, mx.floating))
     has_blocks = compute == mx.float32 and blocks <= number("block_bytes")
-    # Prompts with images are always kept once, those of conversations never.
+    # Prompts with images are always kept once; prompts in conversations are never kept once.
     once = (sharing_pays() or bool(config.data.image)) and not config.env.answers
     return ModelSizes(
         shape=shape,
@@ -231,11 +234,11 @@ def model_sizes(
 
 
 def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
-    """Whether the learner computes a group's prompt once: on a GPU only if requested, because
-    attention would need a mask array there.
+    """Returns whether the learner computes a group's prompt once. On a GPU, prompts are shared only
+    if requested, because attention would need a mask array.
 
-    It does not for checkpointed blocks, which would run again without the first run's keys, or if
-    routers' decisions are recorded over whole rows.
+    Prompts are not shared if blocks are checkpointed, because these blocks would be recomputed
+    without the prompt's keys, or if routers' decisions are recorded over complete rows.
     """
     loss = config.loss
     if config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay:
@@ -246,13 +249,13 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
 
 
 def checkpoints_mlps(config: Config) -> bool:
-    """Whether gated MLPs recompute their inner activations in the backward pass."""
+    """Returns whether gated MLPs recompute their inner activations in the backward pass."""
     wanted = number("checkpoints_mlps") and enabled("checkpointed_mlps")
     return bool(wanted) and not config.system.grad_checkpoint
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
-    """Bytes of the leaves if floating leaves have this dtype."""
+    """Returns the leaves' bytes if all floating leaves have this dtype."""
     return sum(
         leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
         for leaf in leaves.values()
@@ -277,12 +280,12 @@ def _unloaded(
 
     with hub_errors(f'{key} = "{path}"'):
         if not isinstance(try_to_load_from_cache(path, "config.json"), str):
-            # Without a network a download is tried again for 23 seconds, with a line for each time.
+            # Without a network, a download is retried for 23 seconds, with one line for each attempt.
             try:
                 get_hf_file_metadata(hf_hub_url(path, "config.json"))
             except ConnectError as error:
                 raise LocalEntryNotFoundError(str(error)) from error
-            # The download meets the same error, and tries again or reports it.
+            # The download raises the same error, and is retried or reports the error.
             except (HTTPError, OSError, ValueError):
                 pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
@@ -292,7 +295,9 @@ def _unloaded(
 
 
 def _from_config(stated: dict[str, Any]) -> nn.Module:
-    """The module that config.json describes; its random initial values are never computed."""
+    """Creates the module that config.json describes. Its random initial values are never
+    computed.
+    """
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(stated)
@@ -304,7 +309,7 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
         plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}
 
         def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-            # As in mlx-lm's converter, rows whose length is no multiple of the group are not
+            # As in mlx-lm's converter, rows whose length is not a multiple of the group size are not
             # quantized.
             fits = (
                 hasattr(layer, "to_quantized")

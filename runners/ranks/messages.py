@@ -1,5 +1,5 @@
-"""Encodes messages between ranks: plain values as JSON, and arrays, in bytes that contain no
-code.
+"""Encodes messages between ranks. Plain values are encoded as JSON and arrays as their bytes, so a
+message contains no code.
 """
 
 import json
@@ -22,23 +22,24 @@ class RankMessage:
 
     where: str  # the exchange, such as "rollout"; the same on all ranks
     value: Any = None  # a plain JSON value that may contain arrays
-    error: str | None = None  # why the rank ends; None: it continues
+    error: str | None = None  # why the rank ends; None: the rank continues
     code: int = 0  # the rank's exit code
     asked: int = 0  # the signal that the rank has received; 0: none
 
 
 class RankError(UserError):
-    """Another rank's failure, which also ends this rank. `reported`: whether rank 0 reports it for
-    all ranks.
+    """Another rank's failure, which also ends this rank. `reported` is True if another rank reports
+    the failure.
     """
 
     exit_code = EXIT_CODE
     reported = False
-    seen = False  # whether each rank has detected it by itself
+    seen = False  # whether each rank has detected the failure by itself
 
 
 def encode_message(message: RankMessage) -> bytes:
-    """The inverse of `decode_message`; tuples become lists, and MLX arrays NumPy arrays.
+    """Encodes a message for `decode_message`, which returns tuples as lists and MLX arrays as NumPy
+    arrays.
 
     Raises TypeError for a value that JSON cannot represent.
     """
@@ -58,7 +59,7 @@ def encode_message(message: RankMessage) -> bytes:
 
 
 def decode_message(data: bytes) -> RankMessage:
-    """The message from the bytes of `encode_message`."""
+    """Decodes a message from the result of `encode_message`."""
     arrays = load(data)
     text = arrays.pop(_TEXT).tobytes()
     return RankMessage(

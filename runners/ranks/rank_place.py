@@ -1,6 +1,4 @@
-"""Reads this process's place among the ranks from the environment variables of `mlx.launch` or
-`mpirun`.
-"""
+"""Reads this process's rank from the environment variables of `mlx.launch` or `mpirun`."""
 
 import json
 import os
@@ -18,16 +16,17 @@ from runners.errors import error_line, user_errors
 
 @attrs.frozen
 class RankPlace:
-    """The place of a process among those that were started together."""
+    """A process's rank among the processes that were started together."""
 
     rank: int
     size: int
-    backend: str  # of mx.distributed
-    local: int = 1  # ranks on this host, as far as the launcher tells
+    backend: str  # backend for mx.distributed
+    local: int = 1  # number of ranks on this host, if the launcher tells
 
 
 def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
-    """This process's place, or None if it was started without a launcher or as the only rank.
+    """Returns this process's place, or None if the process was started without a launcher or as the
+    only rank.
 
     Raises UserError if the launcher's variables cannot be read.
     """
@@ -55,21 +54,21 @@ def _place(environ: Mapping[str, str]) -> RankPlace | None:
         return RankPlace(rank, int(environ["MLX_WORLD_SIZE"]), "nccl")
     if "MLX_IBV_DEVICES" in environ:
         return RankPlace(rank, len(_listed(environ["MLX_IBV_DEVICES"])), "jaccl")
-    # Entries of a ring are such as ["127.0.0.1:32323"]; those with one address are on one host.
+    # A ring's entries look like ["127.0.0.1:32323"]; entries with the same address share a host.
     hosts = [entry[0].rsplit(":", 1)[0] for entry in _listed(environ["MLX_HOSTFILE"])]
     return RankPlace(rank, len(hosts), "ring", hosts.count(hosts[rank])) if hosts else None
 
 
 def _listed(path: str) -> list[Any]:
-    """The list in a launcher's file, with one entry per rank; the file is empty for a single
-    rank.
+    """Reads the list in a launcher's file, which has one entry per rank. For a single rank, the
+    file is empty.
     """
     return json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
 
 
 def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Assigns each rank of a host its share of the cores before the BLAS is loaded; a user's choice
-    is kept.
+    """Assigns an equal share of the cores to each rank on a host, before the BLAS is loaded. A
+    user's setting is kept.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -79,15 +78,15 @@ def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:
 
 
 def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
-    """Fills this process's standard input if it is a pipe from `mlx.launch`; only on Linux.
+    """Fills this process's standard input if it is a pipe from `mlx.launch`. Only on Linux.
 
-    MLX 0.32.4's launcher waits until a rank writes something or its input is writable. Because the
-    input is normally writable, the launcher never sleeps and occupies a core. A full pipe is not
-    writable, and ranks never read it.
+    MLX 0.32.4's launcher waits until a rank writes something or a rank's input is writable. Because
+    the input is normally writable, the launcher never sleeps and occupies a core. A full pipe is
+    not writable, and ranks never read from it.
     """
     if "MLX_RANK" not in (os.environ if environ is None else environ) or sys.platform != "linux":
         return
-    with suppress(OSError):  # closed, another user's, no /proc: the launcher stays awake
+    with suppress(OSError):  # stdin is closed or another user's, or no /proc exists
         if stat.S_ISFIFO(os.fstat(0).st_mode):
             end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
             try:

@@ -1,4 +1,4 @@
-"""The ranks of a run: they exchange messages, and end together."""
+"""The ranks of a run, which exchange messages and end together."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from grpo_fn.learner import Collectives
     from grpo_fn.trees import Tree
 
-_MOMENT = 1.0  # seconds until the end of another rank is visible
+_MOMENT = 1.0  # seconds after which another rank's end is visible
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
 
 
 class Ranks:
-    """This process as one rank of its run. A single process has the same methods.
+    """This process as one rank of its run. The class is also used for a run in a single process.
 
-    It implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same order.
+    The class implements `grpo_fn.learner.Collectives`. All ranks call the same methods in the same
+    order.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Ranks:
         timeout: float = 600.0,
         signals: StopSignals | None = None,
     ) -> None:
-        """Connects to the other ranks of `place` (None: there are none); `timeout` is the time
-        limit of a collective in seconds.
+        """Connects to the other ranks of `place`; None means that this process is the only rank.
+        `timeout` is a collective's time limit in seconds.
 
         `signals` raise Stopped in this process, but not before `ending_together` and not within an
         exchange.
@@ -62,7 +63,7 @@ class Ranks:
             self._join(place)
 
     def _join(self, place: RankPlace) -> None:
-        """Waits for all ranks. Then, the ranks of a host share a scoreboard."""
+        """Waits for all ranks, then creates a scoreboard for the ranks on each host."""
         import mlx.core as mx
 
         from grpo_fn.learner import MlxCollectives
@@ -106,7 +107,7 @@ class Ranks:
         return self.count == 1
 
     def name(self, rank: int) -> str:
-        """A rank's name in messages."""
+        """Returns a rank's name in messages."""
         return (
             f"rank {rank} ({self.hosts[rank]})" if len(self.hosts) == self.count else f"rank {rank}"
         )
@@ -137,17 +138,17 @@ class Ranks:
     # exchanges
 
     def all_gather_object(self, where: str, value: Any = None) -> list[Any]:
-        """Every rank's value in this exchange, in order.
+        """Returns every rank's value in this exchange, in order.
 
         Raises Stopped on all ranks if one has received a signal. Raises RankError if a rank has
-        reported its end, or if one has disappeared.
+        reported that it ends, or if a rank has disappeared.
         """
         return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
     def _gather(self, own: RankMessage) -> list[Any]:
         if self._collectives is None:
             return [own.value]
-        # An interrupted exchange would leave the other ranks at a different point.
+        # After an interrupted exchange, the ranks would be at different points of the program.
         with self._signals.deferred():
             messages = self._checked(self._exchange(own))
             asked = max(message.asked for message in messages)
@@ -157,7 +158,9 @@ class Ranks:
         return [message.value for message in messages]
 
     def _checked(self, messages: list[RankMessage]) -> list[RankMessage]:
-        """The messages of an exchange. Raises RankError if a rank ends, or is at another point."""
+        """Returns the messages of an exchange. Raises RankError if a rank ends, or if a rank is at
+        another point of the program.
+        """
         if any(message.error is not None for message in messages):
             self.agreed_to_end()
             raise self._error_of(messages)
@@ -173,15 +176,18 @@ class Ranks:
     # ranks that sample for rank 0
 
     def apart(self) -> Ranks:
-        """This rank alone, for the steps that it does not share with the others."""
+        """Returns this rank alone, for steps that it does not share with the other ranks."""
         alone = Ranks(signals=self._signals)
         alone.number = self.number
         alone.watchdog = self.watchdog
         return alone
 
     def meet(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value. Unlike `all_gather_object`, it may be called in any thread: a signal
-        that has come to a rank is passed on to the process, and does not end the exchange."""
+        """Returns every rank's value.
+
+        Unlike `all_gather_object`, this method may be called in any thread: if a rank has received
+        a signal, the signal is passed on to every process, and the exchange completes.
+        """
         own = RankMessage(where, value, asked=self._signals.received or 0)
         messages = self._checked(self._exchange(own))
         for asked in {message.asked for message in messages} - {0}:
@@ -189,17 +195,18 @@ class Ranks:
         return [message.value for message in messages]
 
     def shared(self, tree: Tree) -> Tree:
-        """Rank 0's tree on all ranks; the others pass one with the same shapes. May be called in
-        any thread."""
+        """Returns rank 0's tree on all ranks. The other ranks pass a tree with the same shapes.
+        This method may be called in any thread.
+        """
         from grpo_fn.learner import share
 
-        self._moving = True  # if it fails, each rank detects that itself
+        self._moving = True  # each rank detects a failure by itself
         found = share(tree, self)
         self._moving = False
         return found
 
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
-        """Every rank's message, without checks."""
+        """Exchanges messages, and returns every rank's message without checks."""
         data = encode_message(own)
         sizes = self._gathered(own.where, np.array([len(data)], np.int32))[:, 0].tolist()
         padded = np.frombuffer(data.ljust(max(sizes), b"\0"), np.uint8)
@@ -207,7 +214,7 @@ class Ranks:
         return [decode_message(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gathered(self, where: str, own: np.ndarray) -> np.ndarray:
-        """All ranks' arrays, one row each."""
+        """Gathers all ranks' arrays, one row per rank."""
         import mlx.core as mx
 
         assert self._collectives is not None
@@ -217,7 +224,9 @@ class Ranks:
         return np.array(found).reshape(-1, own.size)
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
-        """A collective under the watchdog. Raises RankError if a peer has disappeared."""
+        """Runs a collective under the watchdog, and measures its time. Raises RankError if a peer
+        has disappeared.
+        """
         started = time.monotonic()
         try:
             with self.watchdog.waiting(what):
@@ -234,7 +243,9 @@ class Ranks:
             self._seconds[kind] += time.monotonic() - started
 
     def _who_is_gone(self, why: str) -> str:
-        """The lost rank, if it is detected within a moment."""
+        """Returns a message that names the lost rank if this rank can be identified within two
+        seconds. Otherwise, returns a general message.
+        """
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
             line = self.watchdog.gone()
@@ -245,7 +256,7 @@ class Ranks:
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
 
     def _error_of(self, messages: Sequence[RankMessage]) -> RankError:
-        """The first fault among the messages."""
+        """Returns the first failure among the messages as a RankError."""
         rank = next(r for r, message in enumerate(messages) if message.error is not None)
         error = RankError(f"{self.name(rank)}: {messages[rank].error}")
         error.exit_code = messages[rank].code or EXIT_CODE
@@ -253,10 +264,11 @@ class Ranks:
 
     @contextmanager
     def committing(self, where: str, value: Any = None) -> Iterator[list[Any]]:
-        """A block that changes the run's state, on all ranks or on none; no signal interrupts it.
+        """Runs a block that changes the run's state, on all ranks or on none. No signal interrupts
+        the block.
 
-        It receives every rank's value from the preceding exchange, which raises Stopped if a rank
-        has received a signal.
+        The block receives every rank's value from a preceding exchange, which raises Stopped if a
+        rank has received a signal.
         """
         self._signals.check()
         with self._signals.deferred():
@@ -269,7 +281,7 @@ class Ranks:
                 self._committing = before
 
     def stop_together(self, error: Stopped) -> None:
-        """After `error`, waits until all ranks know that they stop. Raises RankError if one has
+        """Waits, after `error`, until all ranks know that they stop. Raises RankError if a rank has
         disappeared.
         """
         self._signals.stopping = True
@@ -278,12 +290,12 @@ class Ranks:
                 self._gather(RankMessage("the stop", asked=error.exit_code - 128))
 
     def any_rank(self, where: str, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Returns whether the flag is set on any rank."""
         return any(self.all_gather_object(where, flag))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds since the last call: "waiting" for the slowest rank in exchanges, and
-        "reducing".
+        """Returns the seconds spent since the last call, as "waiting" (for the slowest rank, in
+        exchanges) and "reducing" (summing and gathering arrays).
         """
         found = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
@@ -292,15 +304,15 @@ class Ranks:
     # the end
 
     def agreed_to_end(self) -> None:
-        """Marks that all ranks know about the end; from now on, none waits for another."""
+        """Records that all ranks know about the end. From now on, no rank waits for another."""
         if self._collectives:
             self._over = True
             self.watchdog.stop()
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
-        """Within the block, the ranks exchange arrays instead of messages, so each rank detects
-        failures itself.
+        """Marks a block in which the ranks exchange arrays instead of messages, so that each rank
+        detects failures by itself.
         """
         self._moving = True
         with self._signals.deferred():
@@ -308,8 +320,8 @@ class Ranks:
         self._moving = False
 
     def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """`say` for the response to a signal, but silent if the signal only follows another rank's
-        end.
+        """Wraps `say`, which shows the response to a signal, so that nothing is shown if the signal
+        only follows another rank's end.
         """
 
         def alert(text: str) -> None:
@@ -322,12 +334,14 @@ class Ranks:
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
-        """An exception inside the block ends all ranks. At the end they disconnect normally."""
+        """Ends all ranks if the block raises an exception. After the block, the ranks disconnect
+        normally.
+        """
         if self.is_alone:
             yield
             return
         try:
-            self._joining.close()  # raises Stopped if a signal has come meanwhile
+            self._joining.close()  # raises Stopped if a signal has arrived meanwhile
             yield
             with suppress(Stopped):  # the run has finished
                 self.all_gather_object("the end")
@@ -337,21 +351,21 @@ class Ranks:
                 error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                # Rank 0 reports why the run ends, or the lowest remaining rank of each host.
+                # The reason is reported by rank 0, or by the lowest remaining rank on each host.
                 seen = isinstance(error, RankError) and error.seen
                 reports = self.watchdog.is_reporter() if seen else self.is_rank_zero
                 error.reported = not reports  # pyright: ignore[reportAttributeAccessIssue]
             raise error
 
     def _report(self, error: BaseException) -> BaseException:
-        """Reports a fault of this rank to the others, and returns the exception to raise."""
+        """Reports this rank's failure to the others, and returns the exception to raise."""
         line = text_of(error) if isinstance(error, UserError) else error_line(error)
-        self._signals.stopping = True  # until the end: signals no longer matter
+        self._signals.stopping = True  # from now on, signals do not raise Stopped
         if isinstance(error, Stopped):
             try:
                 self.stop_together(error)
             except UserError as lost:
-                # If another rank has ended before, SIGTERM comes from the launcher; that rank is
+                # If another rank has ended earlier, the launcher has sent the SIGTERM; that rank is
                 # the cause.
                 return lost
             return error
@@ -369,7 +383,7 @@ class Ranks:
         return self._error_of(messages)
 
     def _part(self, error: BaseException | None = None) -> None:
-        """Disconnects this rank: it sends no more messages."""
+        """Disconnects this rank, after which it sends no messages."""
         self.agreed_to_end()
         reported = error and not isinstance(error, RankError | KeyboardInterrupt)
         self.watchdog.write(ENDED, error_line(error) if error and reported else "")

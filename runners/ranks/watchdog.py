@@ -1,10 +1,10 @@
 """Ends a rank if its peers have disappeared or hang, because a collective that waits for them
 cannot be interrupted.
 
-The ranks of one host share a file, the scoreboard, which shows which ranks wait, which have ended
-and why, and which have disappeared. Each rank has a slot in the file and holds a lock on it. The
-system releases the lock when the process ends for any reason, so a rank whose lock another rank can
-take has disappeared.
+The ranks on a host share a file, the scoreboard, which shows which ranks are waiting, which have
+ended and why, and which have disappeared. Each rank has a slot in the file and holds a lock on that
+slot. The system releases the lock when the process ends for any reason. Therefore, a rank has
+disappeared if another rank can take its lock.
 """
 
 import errno
@@ -37,39 +37,47 @@ _SLOT = np.dtype(
 
 
 class Scoreboard:
-    """The slots of `size` ranks; this rank writes the slot `mine` and reads the others."""
+    """A file with a slot for each of `size` ranks. This rank writes the slot `mine` and reads the
+    others.
+    """
 
     def __init__(self, path: str, size: int, mine: int) -> None:
-        """Opens the file created by `create`, and takes this rank's lock."""
+        """Opens the file that `create` has created, and takes this rank's lock."""
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
-        # opened last, because a lock ends if any descriptor of the file is closed
+        # opened last, because closing any of the file's descriptors releases the lock
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine)
 
     @staticmethod
     def create(size: int) -> str:
-        """The path of a new file for `size` ranks, to be removed after all ranks have opened it."""
+        """Creates a file for `size` ranks and returns its path. The file should be removed after
+        all ranks have opened it.
+        """
         number, path = tempfile.mkstemp(prefix="grpo-ranks-")
         os.ftruncate(number, size * _SLOT.itemsize)
         os.close(number)
         return path
 
     def share(self, asked: int) -> list[int]:
-        """Publishes the signal that this rank has received (0: none); returns the signals that any
-        rank has received.
+        """Publishes the signal that this rank has received; 0 means none. Returns the signals that
+        any rank has received.
         """
         self._own["asked"] = asked
         return [int(number) for number in self._slots["asked"] if number]
 
     def write(self, state: int, line: str = "") -> None:
-        """Writes this rank's slot; `WAITING` means that one more collective has started."""
+        """Writes this rank's slot. The state `WAITING` means that one more collective has
+        started.
+        """
         self._own["line"] = line.encode("utf-8", "replace")
         self._own["begun"] += state == WAITING
         self._own["state"] = state
 
     def read(self, rank: int) -> tuple[int, int, str]:
-        """A rank's state, the number of collectives that it has started, and its last message."""
+        """Returns a rank's state, the number of collectives that it has started, and its last
+        message.
+        """
         slot = self._slots[rank]
         return (
             int(slot["state"]),
@@ -78,7 +86,7 @@ class Scoreboard:
         )
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of another rank has ended."""
+        """Returns whether the process of another rank has ended."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError as error:
@@ -90,7 +98,7 @@ class Scoreboard:
 
 
 def host_key() -> str:
-    """The host's name, with an identifier that distinguishes hosts with the same name and
+    """Returns the host's name and an identifier, which distinguishes hosts with the same name and
     containers on the same host.
     """
     boot = ""
@@ -100,26 +108,26 @@ def host_key() -> str:
     return f"{os.uname().nodename}/{boot}/{place.st_dev}/{place.st_ino}"
 
 
-EXIT_CODE = 4  # of a run that ended because of a rank's fault
+EXIT_CODE = 4  # exit code of a run that ended because a rank failed
 _INTERVAL = 0.25  # seconds between two checks
-_GRACE = 3.0  # seconds in which the ranks may end by themselves
+_GRACE = 3.0  # seconds that the ranks have to end by themselves
 
 
 @attrs.define(eq=False, slots=False)
 class Watchdog:
-    """A thread that checks the other ranks and this rank's waiting time."""
+    """A thread that checks the other ranks, and how long this rank has been waiting."""
 
     rank: int
     timeout: float  # seconds that a collective may take
-    # a signal to one rank of this host is passed on to all of them
+    # a signal to one rank is passed on to all ranks on this host
     _signals: StopSignals
-    names: Sequence[str] = ()  # of all ranks; empty before they have connected
-    here: Sequence[int] = ()  # the other ranks of this host, which share the `board`
+    names: Sequence[str] = ()  # names of all ranks; empty until they have connected
+    here: Sequence[int] = ()  # the other ranks on this host, which share the `board`
     board: Scoreboard | None = None
     on_fault: Callable[[str], None] = lambda line: None  # receives the reason why the process ends
     # the main thread's current collective; "": none
     _what: str = attrs.field(default="", init=False)
-    _number: int = attrs.field(default=0, init=False)  # of collectives
+    _number: int = attrs.field(default=0, init=False)  # number of collectives that have started
     _parent: int = attrs.field(factory=os.getppid, init=False)  # the launcher
     _off: threading.Event = attrs.field(factory=threading.Event, init=False)
 
@@ -140,15 +148,15 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread because the ranks end. A signal that arrives from now on, such as the
-        launcher's, is not the reason.
+        """Stops the thread because the ranks end. A signal that arrives from now on, such as the
+        launcher's, no longer raises Stopped.
         """
         self._signals.stopping = True
         self._off.set()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Within the block, the main thread is in a collective."""
+        """Marks a block in which the main thread is in a collective."""
         self._number += 1
         self._what = what
         self.write(WAITING)
@@ -159,15 +167,15 @@ class Watchdog:
             self.write(WORKING)
 
     def write(self, state: int, line: str = "") -> None:
-        """Updates this rank's state for the other ranks of this host."""
+        """Updates the state that this rank shows to the other ranks on this host."""
         if self.board:
             self.board.write(state, line)
 
     def gone(self) -> str | None:
-        """A message about ranks of this host that failed; None if there are none.
+        """Returns a message about a failed rank on this host, or None if no rank has failed.
 
-        Ranks with their own message are reported first, because the others may have ended for that
-        reason.
+        Ranks with their own message are reported first, because the other ranks may have ended for
+        that reason.
         """
         if self.board is None:
             return None
@@ -181,8 +189,8 @@ class Watchdog:
         return lines[0] if lines else None
 
     def is_reporter(self, late: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining rank of this host that is not `late`, which
-        must report the failure.
+        """Returns whether this rank must report the failure, because it is the lowest remaining
+        rank on this host that is not `late`.
         """
         below = [rank for rank in self.here if rank < self.rank and rank not in late]
         return self.board is None or all(map(self.board.is_gone, below))
@@ -194,7 +202,7 @@ class Watchdog:
         gone_at = 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
-            # Time for which the whole run was suspended (Ctrl-Z) does not count.
+            # Time during which the whole run was suspended (Ctrl-Z) does not count.
             passed = min(now - last, 2 * _INTERVAL)
             last = now
             self._share_signals()
@@ -221,10 +229,11 @@ class Watchdog:
                 )
 
     def _share_signals(self) -> None:
-        """Shows this rank's signal to the other ranks of this host, and adopts theirs.
+        """Shows this rank's signal to the other ranks on this host, and adopts the signals of those
+        ranks.
 
-        The end of the launcher is treated as a SIGTERM, because nothing else would read the ranks'
-        output or end them.
+        If the launcher has ended, this rank acts as if it had received SIGTERM, because nothing
+        else would read the ranks' output or end them.
         """
         if os.getppid() != self._parent:
             self._signals.ask(signal.SIGTERM)
@@ -233,7 +242,7 @@ class Watchdog:
                 self._signals.ask(asked)
 
     def _late(self) -> list[int]:
-        """The ranks of this host that have not reached this rank's collective."""
+        """Returns the ranks on this host that have not reached this rank's collective."""
         if self.board is None:
             return []
         _, mine, _ = self.board.read(self.rank)
@@ -243,7 +252,7 @@ class Watchdog:
         ]
 
     def _end(self, line: str, late: Sequence[int] = ()) -> None:
-        """Ends this process; ranks that are `late` then detect that it has disappeared."""
+        """Ends this process. Ranks that are `late` then detect that this rank has disappeared."""
         if self._off.is_set():
             return
         if self.is_reporter(late):

@@ -1,4 +1,4 @@
-"""The training path; read it in this order: train, setup, steps, rollout, gradients.
+"""The training path. Read its modules in this order: train, setup, steps, rollout, gradients.
 
-It may import every folder except commands and conversion.
+This folder may import every folder except commands and conversion.
 """

@@ -1,8 +1,8 @@
 """Rollouts ahead of the learner (`rollout.max_staleness`): threads sample and score them while the
 learner works.
 
-Batch steps start in order, according to the number of updates and never to time, so a run is
-reproducible and no batch step is dropped. One thread samples, and one batch is scored at a time.
+The order of batch steps is determined by the update count, not by timing, so a run is reproducible
+and no batch step is dropped. One thread samples, and one batch is scored at a time.
 """
 
 import threading
@@ -20,8 +20,8 @@ _of_thread = threading.local()
 
 
 class _Streams:
-    """MLX's streams of a thread, which end with the thread. If a process ends soon after a thread
-    with open streams, MLX may abort it.
+    """A thread's MLX streams, which are cleared when the thread ends. If a process ends soon after
+    a thread whose streams are still open, MLX may abort the process.
     """
 
     def __del__(self) -> None:
@@ -33,8 +33,8 @@ def _free_streams_at_end() -> None:
 
 
 def admitted(plan: Plan, state: RunState) -> RunState:
-    """The state with the flights that start with the current weights: the flights for the current
-    update and the next `rollout.max_staleness` updates.
+    """Returns the state after adding all batch steps that may start with the current weights: those
+    for the current update and the next `rollout.max_staleness` updates.
     """
     length = plan.run.length
     together = plan.config.optim.gradient_accumulation_steps
@@ -51,17 +51,19 @@ def admitted(plan: Plan, state: RunState) -> RunState:
 
 
 class Ahead:
-    """The threads of a run, and the experiences that they produce."""
+    """Threads that sample and score rollouts ahead of the learner, and the resulting
+    experiences.
+    """
 
     def __init__(self, plan: Plan) -> None:
-        """Starts without flights."""
+        """Creates the thread pools; no batch step runs yet."""
         self._stop = threading.Event()
         self._sampler = ThreadPoolExecutor(1, "sampler", _free_streams_at_end)
         self._scorers = ThreadPoolExecutor(
             2 + plan.config.rollout.max_staleness, "scorer", _free_streams_at_end
         )
         self._running: dict[int, Future[Experience]] = {}
-        # Instances of environments are busy until their conversations are scored.
+        # An environment instance is busy until its conversation is scored.
         self._pool = self._sampler if plan.run.collector.environments else self._scorers
         collector = attrs.evolve(
             plan.run.collector, sampler=self._sampler, should_stop=self._stop.is_set
@@ -69,8 +71,11 @@ class Ahead:
         self._plan = attrs.evolve(plan, run=attrs.evolve(plan.run, collector=collector))
 
     def take(self, state: RunState) -> tuple[RunState, Experience]:
-        """Starts the flights that are not running yet, and waits for the experience of the first
-        one. Returns the state without that flight. Raises the exception of its thread, if any.
+        """Starts the batch steps that are not running yet, and waits for the experience of the
+        first one.
+
+        Returns the state without that batch step, and the experience. Raises the exception of the
+        step's thread, if any.
         """
         state = admitted(self._plan, state)
         for flight in state.flights:
@@ -88,11 +93,13 @@ class Ahead:
         return attrs.evolve(state, flights=tuple(rest)), found
 
     def settle(self) -> None:
-        """Waits until no thread works, so that the model, rewards and environments are free."""
+        """Waits until all threads are idle, so that the model, rewards and environments are
+        free.
+        """
         wait(self._running.values())
 
     def close(self) -> None:
-        """Ends the threads; their current work is lost."""
+        """Stops the threads and discards their current work."""
         self._stop.set()
         for pool in (self._scorers, self._sampler):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Evaluates a run during training: held-out problems, with the learner's weights."""
+"""Evaluates a run during training on held-out problems, using the learner's weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from runners.training.session import Session
 
 
 def evaluate_if_due(session: Session) -> None:
-    """The evaluation that eval.at_start or eval.every requests."""
+    """Runs the evaluation that eval.at_start or eval.every requests, if it is due."""
     every = session.config.eval.every
     state = session.state
     if session.config.eval.at_start and state.evaluated_at < 0:
@@ -28,7 +28,9 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards. No rollout runs meanwhile."""
+    """Measures exact match, the run's own rewards, and the loss on held-out reference completions.
+    No rollout runs during the evaluation.
+    """
     if session.ahead is not None:
         session.shown.status("sampling")
         session.ahead.settle()
@@ -46,8 +48,8 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss on the held-out reference completions with the learner's weights; empty if there are
-    none.
+    """Returns the learner's loss and perplexity on the held-out reference completions, or an empty
+    dict if there are none.
     """
     run, state, ranks = session.run, session.state, session.ranks
     examples = run.data.gold_evaluation
@@ -72,7 +74,7 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 
 
 def _measured(session: Session, problems: Sequence[Example]) -> EvalResult:
-    """The completions of the problems, sampled with the learner's weights and scored."""
+    """Samples completions of the problems with the learner's weights, and scores them."""
     config, run, state = session.config, session.run, session.state
     engine = run.learner.held_out
     engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))

@@ -1,4 +1,4 @@
-"""Gathers the parts of a rollout that the ranks have sampled, on every rank."""
+"""Gathers the ranks' parts of a rollout on every rank."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -26,9 +26,10 @@ from runners.rewards.scoring import Failed
 def gather_rollout(
     ranks: Ranks, examples: Sequence[Example], part: Experience | None
 ) -> Experience:
-    """The complete experience of these examples from all ranks' parts; the same on all ranks.
+    """Combines all ranks' parts into the complete experience of these examples, which is the same
+    on all ranks.
 
-    `part` is this rank's part, None if it has no example.
+    `part` is this rank's part, or None if the rank has no example.
     """
     packed = ranks.all_gather_object("the rollout", part and _packed(part))
     parts = {
@@ -36,14 +37,14 @@ def gather_rollout(
         for rank, each in enumerate(packed)
         if each
     }
-    # The place of each example's group in the joined parts.
+    # Example number of each group in the joined parts.
     numbers = list(chain.from_iterable(range(rank, len(examples), ranks.count) for rank in parts))
     whole = select_groups(join_experiences(list(parts.values())), np.argsort(numbers).tolist())
     sampling = [
         parts[rank].seconds["rollout"] if rank in parts else 0.0 for rank in range(ranks.count)
     ]
     scored = max(each.seconds["rollout"] + each.seconds["reward"] for each in parts.values())
-    # Environments' faults are counted over the whole batch; other lines are not repeated.
+    # Faults in environments are counted over the whole batch; other lines are not repeated.
     others = [line for line in whole.problems if not line.startswith(FAULT)]
     return attrs.evolve(
         whole,
@@ -58,8 +59,8 @@ def gather_rollout(
 
 
 def _packed(experience: Experience) -> dict[str, Any]:
-    """Converts an experience to plain values and arrays. An environment stays on its rank, because
-    only its rewards need it.
+    """Converts an experience to plain values and arrays. Environments are not sent to other ranks,
+    because only their own rank's rewards need them.
     """
     return {
         **_fields(experience, "examples"),
@@ -75,14 +76,14 @@ def _packed(experience: Experience) -> dict[str, Any]:
 
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
-    """The inverse of `_packed`, after tuples have become lists and arrays have become NumPy
-    arrays.
+    """Restores an experience from the result of `_packed`, in which tuples have become lists and
+    arrays have become NumPy arrays.
     """
     rollout, played = value["rollout"], value["played"]
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
     }
-    # `reset` may have added to the examples'
+    # `reset` may have extended the examples' prompts
     drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))
     return Experience(
         **value

@@ -1,8 +1,8 @@
-"""Computes gradients and log-probs of micro-batches, and repeats them with smaller ones if memory
-runs out.
+"""Computes gradients and log-probs of micro-batches. If memory runs out, the computation is
+repeated with smaller micro-batches.
 
-On Metal and CUDA, MLX raises an exception. On a CPU, the system ends the process, which cannot be
-caught.
+On Metal and CUDA, running out of memory raises an exception in MLX. On a CPU, the system kills the
+process, which cannot be caught.
 """
 
 import time
@@ -28,34 +28,36 @@ LogprobStep = Callable[[Tree, g.Batch], mx.array]
 
 @attrs.frozen(eq=False)
 class Computed(Generic[_Result]):
-    """The result of computing micro-batches, with the micro-batches and the budget that were
-    used.
+    """A result computed from micro-batches, together with the micro-batches and the token budget
+    that were used.
     """
 
     value: _Result
-    steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step
-    micro_batch_tokens: int  # the budget from now on
+    steps: Sequence[Pieces]  # the micro-batches that were used, per batch step
+    micro_batch_tokens: int  # the token budget from now on
 
 
-# the state with accumulated gradients, and the statistics of each batch step
+# the state with accumulated gradients, and statistics per batch step
 Gradients = tuple[g.TrainState, tuple[g.LossStats, ...]]
 
 
 @attrs.frozen(eq=False)
 class MicroBatches:
-    """Computes micro-batches, each rank its share. All ranks reduce the budget together."""
+    """Computes gradients and log-probs of micro-batches, which are divided among the ranks. All
+    ranks reduce the token budget together.
+    """
 
     grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
     asked: int  # tokens: system.micro_batch_tokens
     ranks: Ranks
     note: Callable[[str], None]  # receives a message when the budget shrinks
-    longest: float = 0.0  # the budget shrinks if a micro-batch takes more seconds; 0: no limit
+    longest: float = 0.0  # seconds per micro-batch above which the budget shrinks; 0: no limit
     advance: Advance = lambda what, done, total: None
 
     def gradients(
         self, start: g.TrainState, steps: Sequence[Pieces], budget: int
     ) -> Computed[Gradients]:
-        """Adds the gradients of these batch steps to `start`."""
+        """Adds the gradients of these batch steps to those in `start`."""
 
         def act(steps: Sequence[Pieces]) -> Gradients:
             state = start
@@ -74,7 +76,7 @@ class MicroBatches:
         traces = getattr(self.grad_step, "traces", 0)
         computed = self._in_halves(act, steps, budget)
         if self.longest:
-            compiled = traces != getattr(self.grad_step, "traces", 0)  # then its time is no measure
+            compiled = traces != getattr(self.grad_step, "traces", 0)  # compile time must not count
             computed = self._paced(0.0 if compiled else time.perf_counter() - started, computed)
         if self.ranks.is_alone:
             return computed
@@ -84,9 +86,11 @@ class MicroBatches:
     def logprobs(
         self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
     ) -> Computed[dict[int, mx.array]]:
-        """The log-probs of micro-batches' tokens under these parameters, by the number of each
-        micro-batch that has rows. With several ranks, each computes its share, and all return the
-        complete result."""
+        """Computes the log-probs of micro-batches' tokens under these parameters.
+
+        The result maps micro-batch numbers to log-probs; micro-batches without rows are omitted.
+        With several ranks, each rank computes its share, and all ranks return the complete result.
+        """
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
@@ -105,8 +109,8 @@ class MicroBatches:
         return computed
 
     def _reported(self, total: int) -> Callable[[mx.array], None]:
-        """Reports the number of computed micro-batches; the device stays one micro-batch ahead of
-        the reports.
+        """Returns a callback that reports the number of computed micro-batches. The device stays
+        one micro-batch ahead of the reports.
         """
         waiting: list[mx.array] = []
         self.advance("micro-batches", 0, total)
@@ -120,7 +124,7 @@ class MicroBatches:
         return submitted
 
     def _merged(self, found: Sequence[g.LossStats]) -> tuple[g.LossStats, ...]:
-        """Each step's statistics over all ranks' parts, the same on every rank."""
+        """Merges each step's statistics over all ranks; the result is the same on every rank."""
         rows = np.array([[value.item() for value in stats] for stats in found], np.float32)
         merged = []
         for parts in zip(*self.ranks.all_gather_object("the statistics", rows), strict=True):
@@ -132,8 +136,8 @@ class MicroBatches:
     def _in_halves(
         self, act: Callable[[Sequence[Pieces]], _Result], steps: Sequence[Pieces], budget: int
     ) -> Computed[_Result]:
-        """Applies `act` to the steps' micro-batches, which are halved as often as memory requires,
-        down to one row each.
+        """Applies `act` to the steps' micro-batches. Whenever memory runs out, the largest
+        micro-batches are halved, down to one row each.
         """
         while True:
             if budget < self.asked:  # the micro-batches were made for a larger budget
@@ -150,13 +154,13 @@ class MicroBatches:
             if reason is None:
                 return Computed(cast(_Result, result), steps, budget)
             del result
-            # Outside the handler the failed step's arrays are free: only its traceback held them.
+            # Outside the handler, the failed step's arrays are free: only the traceback referred to them.
             mx.clear_cache()
             budget = self._smaller(steps, budget, reason)
 
     def _paced(self, seconds: float, computed: Computed[_Result]) -> Computed[_Result]:
-        """Lowers the budget so that micro-batches take at most `longest` at this pace; it is the
-        same on all ranks.
+        """Lowers the budget so that a micro-batch takes at most `longest` seconds at the measured
+        pace. The budget is the same on all ranks.
         """
         tokens = list(map(_tokens, chain.from_iterable(computed.steps)))
         pace = seconds * self.ranks.count / max(sum(tokens), 1)
@@ -171,8 +175,8 @@ class MicroBatches:
         return attrs.evolve(computed, micro_batch_tokens=fits)
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
-        """A budget that splits the largest micro-batches. Raises UserError if each has a single
-        row.
+        """Returns a budget that splits the largest micro-batches. Raises UserError if every
+        micro-batch has a single row.
         """
         cuttable = [
             _tokens(piece) for piece in chain.from_iterable(steps) if piece.targets_bt.shape[0] > 1
@@ -202,5 +206,5 @@ def _fitting(pieces: Pieces, budget: int) -> Iterator[g.Batch]:
 
 
 def _tokens(piece: g.Batch) -> int:
-    """The number of tokens that the learner computes for a micro-batch."""
+    """Returns the number of tokens that the learner computes for a micro-batch."""
     return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)

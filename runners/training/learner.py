@@ -1,5 +1,6 @@
-"""Builds the functional core of a run from its config: policies, compiled steps and the first
-state."""
+"""Builds a run's functional core from its config: policies, compiled steps and the initial
+state.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ from runners.tokenization.text import TextDecoder
 from runners.training.sampler import Sampler, first_sampler
 from runners.training.teacher import Grader, make_grader
 
-# By backend: `python -m benchmarks.architectures` compares the gradients of every architecture.
+# Model types by backend; `python -m benchmarks.architectures` compares every architecture's gradients.
 _WRONG_GRADIENTS = {"cuda": ("gpt_oss",)}
 
 
@@ -43,22 +44,22 @@ class Learner:
 
     policy: g.Policy
     sampling: g.Policy  # the same function with a separate module, for the sampler
-    quantized: QuantizedRole | None  # of the sampler, after its check; None: full precision
-    sampler: Sampler  # at the start
+    quantized: QuantizedRole | None  # the checked role for the sampler; None: full precision
+    sampler: Sampler  # the initial one
     engine: Engine  # samples rollouts; the loop loads its weights
     held_out: Engine  # samples evaluations, with the learner's weights
-    reference: QuantizedRole | None  # of the KL term; None: the learner's function
+    reference: QuantizedRole | None  # for the KL term; None: the learner's function
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
     logprob_step: Callable[[Tree, g.Batch], mx.array]
-    sft_step: g.GradStep  # of supervised updates
+    sft_step: g.GradStep  # for supervised updates
     gold_logprob_step: Callable[
         [Tree, g.Batch], mx.array
     ]  # at temperature 1, like the supervised loss
-    state: g.TrainState | None  # at the start; None once the loop owns it
+    state: g.TrainState | None  # the initial state; None once the loop owns it
     share_prompts: bool  # whether a group's prompt is computed once
-    grader: Grader | None = None  # the teacher; None: there is none
+    grader: Grader | None = None  # the teacher, if there is one
     notices: tuple[str, ...] = ()
 
 
@@ -73,9 +74,11 @@ def build_learner(
     advance: Advance | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Learner:
-    """Builds policies, steps and the initial state; the loaded module loses its trainable weights.
+    """Builds policies, steps and the initial state. The trainable weights are removed from the
+    loaded module.
 
-    If `prompts` (token ids of the run) are given, the model is checked on them: see `check_model`.
+    If `prompts` (token ids from the run's data) are given, they are used to check the model: see
+    `check_model`.
     """
     rollout = config.rollout
     spec = config.loss_spec()
@@ -104,7 +107,7 @@ def build_learner(
     compile_steps = config.system.compile and "compile" not in found.given_up
     quantized = None
     if rollout.quantization != "none" and is_quantized(policy.module):
-        # With adapters on packed weights there is nothing to round: the weights are quantized
+        # With adapters on packed weights, nothing is left to round: the weights are quantized
         # already.
         notices.append(
             f"rollout.quantization = {rollout.quantization} has no effect: the model's weights "
@@ -116,7 +119,7 @@ def build_learner(
         try:
             checked = check(quantized.policy, quantized.transform(params), role="rollout")
         except UserError as error:
-            # The run continues: sampling switches to full precision if its numbers fail.
+            # The run continues: sampling uses full precision if the quantized model fails its check.
             notices.append(f"rollout.quantization = {rollout.quantization}: {error}")
         else:
             quantized = attrs.evolve(quantized, policy=checked.policy)
@@ -149,7 +152,7 @@ def build_learner(
         sampling=sampling,
         quantized=quantized,
         sampler=first_sampler(config, quantized),
-        # If it runs beside the learner, it does not report progress.
+        # An engine that runs in parallel with the learner does not report progress.
         engine=LocalEngine(
             decoder, decoding_of(config), None if rollout.max_staleness else advance, note
         ),
@@ -186,7 +189,7 @@ def build_learner(
 
 
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
-    """AdamW; its schedule restarts after the supervised updates."""
+    """Creates AdamW, with a schedule that restarts after the supervised updates."""
     optim = config.optim
     stages = (
         (config.sft.learning_rate, length.supervised_updates),
@@ -207,7 +210,9 @@ def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
 
 
 def _policy(loaded: LoadedModel) -> g.Policy:
-    """The learner's policy. Raises UserError if mlx-lm cannot compute the model on this machine."""
+    """Creates the learner's policy. Raises UserError if mlx-lm cannot compute the model on this
+    machine.
+    """
     try:
         return g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     except Exception as error:
@@ -249,8 +254,8 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
-    """Whether the learner computes a group's prompt once. Raises UserError if this is required but
-    impossible.
+    """Returns whether the learner computes a group's prompt once. Raises UserError if the config
+    requires prompt sharing but the model or another setting does not allow it.
     """
     shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:

@@ -1,5 +1,5 @@
-"""`Plan`: the unchanging parts of a run's steps; and parts of these steps: how a batch becomes
-micro-batches, and what may follow a rollout or an update.
+"""Defines `Plan`, the unchanging parts of a run's steps, and functions that these steps use:
+splitting a batch into micro-batches, and the work after a rollout or an update.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ _SMALL = 2_500_000
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The unchanging parts of a run's steps."""
+    """The parts of a run that its steps use and never change."""
 
     run: Run
     micro_batches: MicroBatches
-    supervised: MicroBatches  # of reference completions
+    supervised: MicroBatches  # for reference completions
     shown: Diary  # receives messages about the steps
     times: PartTimes = attrs.field(factory=PartTimes)
 
@@ -56,41 +56,43 @@ class Plan:
 
     @property
     def uses(self) -> int:
-        """Number of updates per rollout."""
+        """The number of updates per rollout."""
         return self.config.optim.num_iterations * self.config.optim.minibatches
 
     def is_supervised(self, state: RunState) -> bool:
-        """Whether the last batch step used reference completions."""
+        """Returns whether the last batch step used reference completions."""
         return state.batch_step <= self.run.length.supervised
 
     def update_due(self, state: RunState) -> bool:
-        """Whether enough batch steps are available for an update."""
+        """Returns whether enough batch steps are available for an update."""
         enough = state.batch_step % self.config.optim.gradient_accumulation_steps == 0
         return bool(state.waiting) and (enough or state.batch_step == self.run.length.batch_steps)
 
     def syncs(self, state: RunState) -> bool:
-        """Whether the sampler receives the learner's weights after the next update."""
+        """Returns whether the sampler receives the learner's weights after the next update."""
         due = state.batch_step - state.synced_at >= self.config.loss.sync_every
         return due or self.is_supervised(state)
 
     def progress(self, state: RunState) -> TrainerState:
-        """The progress of the run, for rewards."""
+        """Returns the progress of the run, for rewards."""
         run = self.run
         epoch = run.order.epoch(state.position)
         return TrainerState(state.update, run.length.updates, epoch, self.config.optim.num_epochs)
 
     def weights(self, state: RunState) -> Weights:
-        """The sampler's weights."""
+        """Returns the sampler's weights."""
         return weights_of(self.run.learner.sampling, state.train.old_params, state.sampler)
 
     def load(self, state: RunState) -> None:
-        """Passes the sampler's weights to the engine. Rollouts ahead include their own weights."""
+        """Passes the sampler's weights to the engine. A rollout that runs ahead has its own weights
+        instead.
+        """
         if not self.config.rollout.max_staleness:
             self.engine.load(self.weights(state))
 
 
 def plan_of(run: Run, shown: Diary) -> Plan:
-    """The plan of a run."""
+    """Creates the plan of a run."""
     micro_batches = MicroBatches(
         run.learner.grad_step,
         run.config.system.micro_batch_tokens,
@@ -107,14 +109,14 @@ def plan_of(run: Run, shown: Diary) -> Plan:
     )
 
 
-# before learning: a batch becomes micro-batches
+# before learning: splitting a batch into micro-batches
 
 
 def cut_to_micro_batches(
     plan: Plan, state: RunState, batch: g.Batch, budget: int
 ) -> tuple[Pieces, ...]:
-    """The micro-batches of each minibatch, of at most `budget` tokens; rows without a gradient are
-    omitted.
+    """Splits each minibatch into micro-batches of at most `budget` tokens. Rows without a gradient
+    are omitted.
     """
     run, config = plan.run, plan.config
     learner = run.learner
@@ -124,7 +126,7 @@ def cut_to_micro_batches(
     shapes = set(state.shapes)
     parts = []
     for part in g.minibatches(batch, 1 if gold else config.optim.minibatches):
-        # With these terms in the loss, every row has a gradient.
+        # If the loss has one of these terms, every row has a gradient.
         if gold or not (config.loss.router_aux_coef or in_loss):
             part = g.drop_inactive(part, learner.spec)
         pieces: Pieces = []
@@ -145,11 +147,11 @@ def cut_to_micro_batches(
 def with_replayed_experts(
     plan: Plan, state: RunState, parts: Sequence[Pieces]
 ) -> tuple[Pieces, ...]:
-    """Micro-batches with the experts that the sampler chooses for their tokens; this requires an
-    additional forward pass.
+    """Adds the sampler's expert choices to each micro-batch, which requires an additional forward
+    pass.
     """
     weights = plan.weights(state)
-    # In full precision the learner's own module is the same function, and the sampler's may be in use.
+    # In full precision, the learner's module computes the same function; the sampler's may be in use.
     policy = plan.run.learner.policy if state.sampler.role is None else weights.policy
 
     def replayed(piece: g.Batch) -> g.Batch:
@@ -165,10 +167,12 @@ def with_replayed_experts(
 def with_old_logprobs(
     plan: Plan, state: RunState, parts: tuple[Pieces, ...], budget: int
 ) -> tuple[tuple[Pieces, ...], int]:
-    """Micro-batches with log π_old if π_θ will differ from it, because a rollout is used for
-    several updates or the sampler's weights are older than the learner's; and the budget, which is
-    smaller if memory has run out. π_old is the learner at the start of a rollout's updates, or at
-    the sampler's last sync. A row sampled by older weights is corrected by π_old/μ.
+    """Adds log π_old to each micro-batch if π_θ will differ from π_old, because a rollout is used
+    for several updates or the sampler's weights are older than the learner's.
+
+    Returns the micro-batches and the budget, which is smaller if memory has run out. π_old is the
+    learner at the start of a rollout's updates, or at the sampler's last sync. A row that was
+    sampled with older weights is corrected by π_old/μ.
     """
     if plan.uses == 1 and state.sampler.version == state.update:
         return parts, budget
@@ -189,15 +193,15 @@ def with_old_logprobs(
 
 
 def calibrated_roles(run: Run) -> list[QuantizedRole]:
-    """The roles in this run with calibrated rounding."""
+    """Returns the roles in this run that use calibrated rounding."""
     loss, rollout, learner = run.config.loss, run.config.rollout, run.learner
     roles = ((rollout.quantization, learner.quantized), (loss.ref_quantization, learner.reference))
     return [role for name, role in roles if role is not None and is_calibrated(run.config, name)]
 
 
 def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
-    """After the first rollout with tokens, collects the moments of the layers' inputs, which
-    determine the roles' rounding from then on.
+    """Collects the moments of the layers' inputs after the first rollout that has tokens. After
+    that, the moments determine how the roles' weights are rounded.
     """
     config, learner = plan.config, plan.run.learner
     roles = calibrated_roles(plan.run)
@@ -237,8 +241,8 @@ def moved_reference(plan: Plan, state: RunState) -> RunState:
 
 
 def started_grpo(plan: Plan, state: RunState) -> RunState:
-    """After the last supervised update, GRPO starts with new optimizer moments, and these weights
-    become the reference.
+    """Starts GRPO after the last supervised update: resets the optimizer's moments, and makes the
+    current weights the reference.
     """
     length = plan.run.length
     if not state.batch_step == length.supervised < length.batch_steps:
@@ -249,8 +253,8 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 
 def synced_reference(plan: Plan, state: RunState, mixup: float = 1.0) -> RunState:
-    """The state with a reference model from the learner's weights, in its current rounding;
-    unchanged if there is no reference.
+    """Returns the state after updating the reference model from the learner's weights, in the
+    reference's current rounding. Without a reference model, the state is unchanged.
     """
     if state.train.ref_params is None:
         return state
@@ -264,14 +268,16 @@ def synced_reference(plan: Plan, state: RunState, mixup: float = 1.0) -> RunStat
 
 
 def shapes_of(pieces: Pieces) -> set[Shape]:
-    """The shapes for which the steps have been compiled."""
+    """Returns the shapes of these micro-batches, for which the steps are compiled."""
     return {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
-    """The number of padding tokens accepted to avoid a new shape: computing them takes as long as
-    tracing the step. On a CPU, it is almost unlimited once an epoch has shown all lengths; on a
-    GPU, that would be mostly padding once completions have become shorter.
+    """Returns the number of padding tokens that are accepted to avoid a new shape. Computing this
+    many tokens takes as long as tracing the step.
+
+    On a CPU, the number is almost unlimited after the first epoch, which has shown all lengths. On
+    a GPU, an unlimited number would cause mostly padding once completions have become shorter.
     """
     return (
         number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000

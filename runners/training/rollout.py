@@ -45,33 +45,33 @@ from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.gathering import gather_rollout
 
-_PATIENCE = 3  # batch steps in a row in which a reward may be too slow
+_PATIENCE = 3  # consecutive batch steps in which a reward may be too slow
 NOT_FINITE = "log-probs were not finite; the rollout was sampled again"
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Draw:
-    """The inputs of a batch step's rollout, apart from the engine."""
+    """The inputs of a batch step's rollout, except the engine."""
 
     drawn: Drawn  # its prompts
-    gold: bool = False  # whether the learner uses their reference completions: nothing is sampled
+    gold: bool = False  # use reference completions instead of sampling
     key: mx.array  # all random numbers of the rollout are derived from it
-    weighted: Weighted | None = None  # how further prompts are drawn; None: in the usual order
+    weighted: Weighted | None = None  # how further prompts are chosen; None: in the usual order
     trainer_state: TrainerState = NO_RUN  # for rewards
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
-    # The learner's weights, if the sampler's have few bits, in case their numbers are not finite.
+    # The learner's weights, as a fallback if the sampler's few-bit weights produce non-finite numbers.
     full: Weights | None = None
     weights: Weights | None = None  # the sampler's weights; None: the engine's current weights
 
 
 @attrs.frozen(eq=False)
 class Collector:
-    """Creates experiences with the settings for sampling and scoring."""
+    """Creates experiences, using the run's settings for sampling and scoring."""
 
     sampling: g.Sampling
     scorer: Scorer
     decoder: TextDecoder
-    config: Config  # checked: [loss] complete
+    config: Config  # checked; its [loss] is complete
     order: PromptOrder
     ranks: Ranks = attrs.field(factory=Ranks)
     environments: Player | None = None  # reply to the model's turns
@@ -83,12 +83,12 @@ class Collector:
         """Samples and scores completions of the prompts with the engine's weights.
 
         With dynamic sampling, groups without variance are replaced by new prompts for at most
-        `max_resample` rounds. If groups are still missing then, the last ones without variance fill
-        the batch, and the learner skips them.
+        `max_resample` rounds. If groups are still missing after that, the last groups without
+        variance fill the batch, and the learner skips them.
 
         Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail
-        is off. For calls that time out or end their process, it is raised only at the third failure
-        in a row.
+        is off. For calls that time out or end their process, RewardError is raised only at the
+        third consecutive failure.
         """
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         missing = len(draw.drawn.examples)
@@ -100,7 +100,7 @@ class Collector:
             if number:
                 taken = drawn(self.order, taken.position, missing, draw.weighted, taken.taken)
             key = fold_in(draw.key, number)
-            mx.eval(key)  # another thread can only read it
+            mx.eval(key)  # another thread can only read an evaluated array
             part = self._on_all_ranks(engine, attrs.evolve(draw, drawn=taken, key=key))
             parts.append(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
@@ -128,8 +128,8 @@ class Collector:
         )
 
     def _outcomes(self, part: Experience) -> list[Outcome]:
-        """For each group, the example's number, the number of passed completions, and the number of
-        completions with a reward.
+        """Returns, for each group, the example's number, the number of passed completions, and the
+        number of completions that have a reward.
         """
         rewards_pg = part.rewards_pg
         at_least = self.config.data.pass_reward
@@ -141,14 +141,14 @@ class Collector:
 
     @property
     def _turn_rewards(self) -> bool:
-        """Whether the last reward is the sum of the rewards of turns."""
+        """Whether the last reward is the sum of the turns' rewards."""
         return self.environments is not None and self.environments.turn_reward is not None
 
     def _slow_rewards(
         self, parts: Sequence[Experience], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """The number of consecutive batch steps in which a reward timed out or ended its process
-        for all completions.
+        """Counts, for each reward, the consecutive batch steps in which it timed out or ended its
+        process for all completions.
 
         Raises RewardError if a reward failed for every completion of the batch step and this is not
         allowed.
@@ -173,14 +173,16 @@ class Collector:
         return slow
 
     def _on_all_ranks(self, engine: Engine, draw: Draw) -> Experience:
-        """Runs one round; each rank samples its share."""
+        """Runs one round of sampling and scoring, in which each rank handles its share of the
+        prompts.
+        """
         examples = draw.drawn.examples
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         size = self.sampling.num_generations
         begun = self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
         part = self._scored(engine, draw, numbers, sampling)
-        if begun:  # all ranks sample equally often
+        if begun:  # all ranks run the same number of rounds
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist() if part else []
             sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
             rest = self._scored(engine, draw, [numbers[p] for p in varied], sampling)
@@ -199,8 +201,8 @@ class Collector:
         key: mx.array,
         weights: Weights | None,
     ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
-        """Completions or conversations; None without examples. The engine receives new
-        `weights`.
+        """Samples completions or conversations, or returns None if there are no examples. If
+        `weights` are given, the engine loads them first.
         """
         if weights is not None:
             engine.load(weights)
@@ -234,15 +236,15 @@ class Collector:
         numbers: Sequence[int],
         sampling: g.Sampling,
     ) -> Experience | None:
-        """The completions or conversations of the draw's examples with these numbers, with their
-        rewards; None without examples.
+        """Samples and scores completions or conversations for the draw's examples with these
+        numbers. Returns None if there are no examples.
         """
         started = time.perf_counter()
         fallback = None
         examples = [draw.drawn.examples[number] for number in numbers]
         arguments = (engine, examples, numbers, sampling, draw.key)
         rollout, played = self._sampled_aside(*arguments, draw.weights)
-        if draw.full is not None:  # the sampler has few bits; all ranks give them up together
+        if draw.full is not None:  # few-bit weights; all ranks switch to full precision together
             bad = rollout is not None and not mx.isfinite(rollout.logp_bt).all().item()
             if self.ranks.any_rank("the sampler", bad):
                 fallback = NOT_FINITE
@@ -303,8 +305,9 @@ class Collector:
     def _combined(
         self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int
     ) -> np.ndarray:
-        """The rewards of completions in groups of `size`, float64 [P,G], with the length
-        penalty."""
+        """Combines the rewards of completions, in groups of `size`, with the length penalty.
+        Returns float64 [P,G].
+        """
         rewards_b = g.combine_rewards(
             mx.array(values_kb.astype(np.float32)),
             mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
@@ -316,8 +319,8 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Reference completions as a batch step: groups of one, with an advantage of 1 and without
-    rewards.
+    """Returns reference completions as a batch step: each group has one completion, with an
+    advantage of 1 and no rewards.
     """
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None

@@ -1,8 +1,8 @@
-"""`RunState`: everything that a run must remember between two steps, which is also the content of a
-checkpoint.
+"""Defines `RunState`: everything that a run must remember between two steps, which is also the
+content of a checkpoint.
 
-It is saved and restored field by field, and all ranks start from the same state. The metadata of a
-field that is not saved contains the reason.
+The state is saved and restored field by field, and all ranks start from the same state. The
+metadata of a field that is not saved contains the reason.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _unsaved(default: Any, why: str) -> Any:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Flight:
-    """A batch step whose rollout is running: the fields of the state from which it was proposed,
-    and from which it is proposed again after a resume.
+    """A batch step whose rollout is in progress. Its fields are copied from the state and determine
+    the rollout's inputs. After a resume, the rollout is restarted from these fields.
     """
 
     batch_step: int = rules.key(0, "number of earlier rollouts", _COUNT)
@@ -59,7 +59,7 @@ class Flight:
 
     @classmethod
     def of(cls, state: RunState, batch_step: int, position: int) -> Flight:
-        """A batch step that starts in this state."""
+        """Creates a batch step that starts in this state."""
         return cls(
             batch_step=batch_step,
             update=state.update,
@@ -71,7 +71,9 @@ class Flight:
         )
 
     def state(self, state: RunState) -> RunState:
-        """The state at the start of this batch step, restored as far as a proposal reads it."""
+        """Returns the state at the start of this batch step. Only the fields that `propose` reads
+        are restored.
+        """
         return attrs.evolve(
             state,
             batch_step=self.batch_step,
@@ -86,7 +88,9 @@ class Flight:
 
 @attrs.frozen(eq=False, kw_only=True)
 class RunState:
-    """The state of a run between two steps: a value, replaced as a whole after each step."""
+    """The state of a run between two steps. The state is immutable, and each step creates a new
+    one.
+    """
 
     train: g.TrainState = _unsaved(
         attrs.NOTHING, "a checkpoint stores it in separate files, as a model"
@@ -99,9 +103,9 @@ class RunState:
     synced_at: int = rules.key(0, "batch step of the last sync", _COUNT)
     ref_synced_at: int = rules.key(0, "batch step of the reference's last sync", _COUNT)
     evaluated_at: int = rules.key(-1, "update of the last evaluation; -1: never", "-1 or >= 0")
-    scores: tuple[float, ...] = ()  # exact match, of each evaluation
-    eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
-    reward: float | None = None  # of the last update
+    scores: tuple[float, ...] = ()  # exact match at each evaluation
+    eval_rewards: tuple[float, ...] = ()  # mean of the run's own rewards at each evaluation
+    reward: float | None = None  # at the last update
     elapsed: float = rules.key(0.0, "seconds, over all processes of the run", ">= 0")
     micro_batch_tokens: int = rules.key(
         1, "the config's budget, or less after memory has run out", ">= 1"
@@ -110,14 +114,14 @@ class RunState:
     bad_updates_in_a_row: int = rules.key(
         0, "number of consecutive skipped updates up to now", _COUNT
     )
-    seen: Seen = attrs.field(factory=Seen)  # by the watch
+    seen: Seen = attrs.field(factory=Seen)  # what the watch has recorded
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
     sampler: Sampler = attrs.field(factory=Sampler)
-    flights: tuple[Flight, ...] = ()  # the next batch steps, with rollout.max_staleness
-    tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
-    waiting: tuple[tuple[Pieces, ...], ...] = ()  # of these steps: minibatch × micro-batch
-    shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
-    curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
+    flights: tuple[Flight, ...] = ()  # the next batch steps, if rollout.max_staleness > 0
+    tallies: tuple[Tally, ...] = ()  # for the batch steps since the last update
+    waiting: tuple[tuple[Pieces, ...], ...] = ()  # for each of these steps: minibatch × micro-batch
+    shapes: frozenset[Shape] = frozenset()  # micro-batch shapes for which the steps are compiled
+    curriculum: Estimates | None = None  # for the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = _unsaved(
         (), "the experiences of these steps that this process created"
     )
@@ -127,11 +131,11 @@ class RunState:
 
     @property
     def em(self) -> float | None:
-        """Exact match at the last evaluation, from 0 to 1; None if it was not measured."""
+        """Exact match at the last evaluation, from 0 to 1, or None if it was not measured."""
         return self.scores[-1] if self.scores else None
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All saved fields: plain values in JSON's types, and values with arrays as trees."""
+        """Returns all saved fields: JSON values, and trees for the values that contain arrays."""
         plain: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         for field in attrs.fields(type(self)):
@@ -148,13 +152,14 @@ def restore_state(
     where: str,
     kind: type[RunState] = RunState,
 ) -> RunState:
-    """The inverse of `saved` (through JSON). Raises UserError, starting with `where`, for invalid
-    values."""
+    """Restores a state from the result of `saved`, after it has passed through JSON. Raises
+    UserError, starting with `where`, for invalid values.
+    """
     return decoded({**plain, **trees}, kind, where, train=train)
 
 
 def first_state(run: Run) -> RunState:
-    """The state before a run's first step."""
+    """Returns the state before a run's first step."""
     learner = run.learner
     assert learner.state is not None
     return RunState(
@@ -172,10 +177,10 @@ _OF_MODEL = ("params", "opt_state", "accum_grads", "accum_weight", "step", "upda
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
-    """The state of a checkpoint.
+    """Restores a run's state from a checkpoint.
 
-    `changed` is --allow-config-change: it allows different training data and roles with a different
-    precision.
+    `changed` is --allow-config-change, which allows different training data and a different
+    precision for the roles.
 
     Raises UserError if the checkpoint belongs to a different model or to different data.
     """
@@ -192,7 +197,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
             raise UserError(f"{file}: {name} belongs to a different model or model.tune")
     if changed and _shape(train.ref_params) != _shape(first.ref_params):
-        train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
+        train = attrs.evolve(train, ref_params=first.ref_params)  # in this config's precision
     if train.old_params is None:  # saved within an update, after the sampler's weights were freed
         train = g.sync_old(train)
     shapes = [_shape(None), _shape(first.params), _shape(first.ref_params)]
@@ -201,16 +206,16 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
             raise UserError(f"{file}: a role's weights belong to a different model or precision")
     was, now = origin.facts.config, run.config.to_dict()
     seen = state.seen
-    if was.get("stop") != now["stop"]:  # none of the new conditions has been reached
+    if was.get("stop") != now["stop"]:  # no new condition has been reached
         seen = attrs.evolve(seen, reached=None)
     estimates, initial = state.curriculum, run.curriculum
     if estimates is None or initial is None or len(estimates.step_n) != len(initial.step_n):
-        estimates = initial  # the data differ
+        estimates = initial  # the training data differ
     rollout = was.get("rollout", {})
     learner = run.learner
     sampler = restored(state.sampler, run.config, learner.quantized)
     if any(rollout.get(key, now["rollout"][key]) != now["rollout"][key] for key in _ROUNDING):
-        # What the run has found out applies to a different format.
+        # What the run has learned about its sampler applies to a different format.
         sampler = attrs.evolve(learner.sampler, version=state.sampler.version)
     return attrs.evolve(
         state,
@@ -227,14 +232,14 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
 
 
 def _shape(tree: Any) -> tuple[Any, Any]:
-    """The structure of a tree with the shapes and dtypes of its arrays."""
+    """Returns a tree's structure, and the shapes and dtypes of its arrays."""
     arrays: list[Any] = []
     return structure_of(tree, arrays), [(array.shape, array.dtype) for array in arrays]
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
-    """Raises UserError, on all ranks, if the data, weights, rewards or versions of one differ from
-    rank 0's.
+    """Raises UserError on all ranks if a rank's config, data, weights, rewards or versions differ
+    from rank 0's.
 
     `inputs` are the digests that a resumed run also compares.
     """
@@ -262,8 +267,8 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
 
 
 def _weights(params: Any) -> list[int]:
-    """A sum over the bits of each leaf: cheap to compute, and almost always different for different
-    weights.
+    """Returns, for each leaf, a sum over its bits, which is cheap to compute and almost always
+    different for different weights.
     """
     sums = [
         mx.contiguous(leaf).reshape(-1).view(mx.uint16).astype(mx.uint32).sum()
@@ -273,10 +278,10 @@ def _weights(params: Any) -> list[int]:
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
-    """Distributes rank 0's initial state to all ranks; each keeps its part.
+    """Distributes rank 0's initial state to all ranks, and returns this rank's state.
 
-    `state` is rank 0's result of `restore` if the run is `resumed`, which only rank 0 knows;
-    otherwise it is the first state.
+    `state` on rank 0 is the result of `restore` if the run is `resumed`, which only rank 0 knows;
+    otherwise `state` is the first state.
     """
     if ranks.is_alone:
         return state

@@ -1,7 +1,7 @@
-"""`Sampler`: the source of a run's completions, as a single value.
+"""Defines `Sampler`, the state of the sampler that produces a run's completions.
 
-Its weights are the learner's, in full precision or rounded to few bits. A format that is too coarse
-is replaced by a finer one, and finally by full precision.
+The sampler uses the learner's weights, in full precision or rounded to few bits. If a format is too
+coarse, the sampler switches to a finer format, and finally to full precision.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from runners.config.loading import Config
 from runners.engines.engine import Weights
 from runners.models.role_quantization import is_calibrated
 
-# The format that follows one whose numbers are too coarse; after the last: full precision.
+# The next finer format for each format; the last format is followed by full precision.
 FINER = {
     "affine-3": "affine-4",
     "affine-4": "affine-6",
@@ -33,28 +33,30 @@ class Sampler:
     """The current sampler of a run."""
 
     version: int = rules.key(0, "the update that produced its weights", "0 <= x <= 1e18")
-    format: str = FULL  # of its weights; finer than the config's if that was too coarse
-    # of weights with a different format, by rollout.bits_budget
+    format: str = FULL  # the weights' format; finer than the config's if that was too coarse
+    # formats of the weights that differ from `format`, by rollout.bits_budget
     formats: Mapping[str, str] | None = None
-    moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
+    moments: Moments | None = None  # moments of the layers' inputs, for calibrated rounding
     fallback: str | None = None  # why few-bit weights were abandoned
     rows: int = rules.key(
         0,
         "number of completions decoded together, reduced after memory has run out; 0: all",
         ">= 0",
     )
-    # How its weights are rounded; None: not at all, or not until there are `moments`.
+    # How the weights are rounded; None: full precision, always or until there are `moments`.
     role: QuantizedRole | None = attrs.field(
         default=None, metadata={"unsaved": "it is created again from format, formats and moments"}
     )
 
     @property
     def quantization(self) -> str:
-        """The quantization of the current weights; "none" is full precision."""
+        """The format to which the current weights are quantized; "none" means full precision."""
         return FULL if self.role is None else self.format
 
     def metrics(self) -> dict[str, str]:
-        """Metrics of a sampler whose weights are or were quantized."""
+        """Returns the metrics of the sampler. They are empty if its weights have never been
+        quantized.
+        """
         if self.format == FULL:
             return {}
         why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
@@ -62,7 +64,7 @@ class Sampler:
 
 
 def first_sampler(config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """The initial sampler. With calibrated rounding, it starts in full precision."""
+    """Returns the initial sampler. With calibrated rounding, it starts in full precision."""
     rows = config.rollout.max_batch
     if quantized is None:
         return Sampler(rows=rows)
@@ -77,7 +79,8 @@ def rounded_as(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> Sampler:
-    """The sampler with weights in that format, or in each weight's format in `formats`.
+    """Returns the sampler after rounding its weights to this format, or each weight to its own
+    format in `formats`.
 
     `quantized` is the role that was checked at the start; the results of this check apply to every
     format.
@@ -90,7 +93,9 @@ def rounded_as(
 
 
 def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) -> Sampler:
-    """A sampler from a checkpoint, with its role."""
+    """Creates the role of a sampler that was read from a checkpoint, and returns the complete
+    sampler.
+    """
     if quantized is None or sampler.fallback is not None:
         return sampler
     name = config.rollout.quantization
@@ -104,22 +109,24 @@ def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) 
 
 
 def given_up(sampler: Sampler, reason: str) -> Sampler:
-    """The sampler, permanently switched to full precision."""
+    """Returns the sampler after switching it permanently to full precision."""
     return attrs.evolve(sampler, fallback=reason, role=None)
 
 
 def fallback_line(sampler: Sampler) -> str:
-    """The message about a sampler that was abandoned."""
+    """Returns a message that the sampler has switched to full precision, with the reason."""
     return f"sampling continues in full precision: {sampler.format}: {sampler.fallback}"
 
 
 def judged(
     sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
 ) -> tuple[Sampler, str | None]:
-    """A sampler with a finer format, or finally full precision, with a message, if the weights π/μ
-    of an update are too uneven; otherwise the same sampler and None.
+    """Checks whether the sampler's format is too coarse, from an update's statistics.
 
-    A format is too coarse if KL(μ ‖ π), in nats per token, exceeds rollout.mismatch_limit.
+    If the importance weights π/μ are too uneven, or if KL(μ ‖ π), in nats per token, exceeds
+    rollout.mismatch_limit, the format is too coarse. In that case, returns the sampler in a finer
+    format, or finally in full precision, and a message. Otherwise, returns the same sampler and
+    None.
     """
     limit = config.rollout.mismatch_limit
     if sampler.role is None or quantized is None or not limit or not stats.num_tokens.item():
@@ -145,8 +152,8 @@ def judged(
 
 
 def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
-    """The evaluated weights for an engine: the learner's `params`, rounded if the sampler
-    rounds.
+    """Returns evaluated weights for an engine: the learner's `params`, rounded if the sampler uses
+    rounding.
     """
     role = sampler.role
     if role is None or params is None:

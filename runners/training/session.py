@@ -1,4 +1,4 @@
-"""A run in progress: holds its current state, and commits, saves and ends it."""
+"""Manages a run in progress: holds its current state, and commits, saves and ends it."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -34,14 +34,14 @@ class Session:
     """A run in progress.
 
     `state` is replaced only within `committing`, on all ranks or on none. Therefore, a signal may
-    interrupt anything else: the current step is dropped, and the state before it is saved.
+    interrupt any other code: the current step is dropped, and the last committed state is saved.
     """
 
     def __init__(
         self, run: Run, state: RunState, *, log: MetricsLog, shown: Diary, facts: Mapping[str, Any]
     ) -> None:
-        """`state` is the state in which the run starts or resumes; `facts` are constant entries of
-        every trainer_state.json.
+        """Creates a session. `state` is the state from which the run starts or resumes. `facts` are
+        constant entries in every trainer_state.json.
         """
         self.run = run
         self.config = run.config
@@ -57,75 +57,79 @@ class Session:
         self._place = place_of(run.folder)
         self._facts = facts
         self._prompt = PromptSettings.of(self.config.to_dict())
-        self._log_fault: str | None = None  # the last reported fault of the log
+        self._log_fault: str | None = None  # the last log fault that was reported
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
         self._lost: str | None = None  # why rank 0's display has no reader
         self._swap_limit = swap_limit(self.config.system.swap_limit_gb)
-        self._swap = swap_used() or 0 if self._swap_limit else 0  # at the start
+        self._swap = swap_used() or 0 if self._swap_limit else 0  # at the start of the run
         self.power = PowerWatch()
         self._started = time.perf_counter()
         self.ranks.watchdog.on_fault = lambda line: log.log({**self.place(), "fault": line})
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:
-        """The progress of the run, for log entries."""
+        """Returns the current update and batch step, for log entries."""
         return {"update": self.state.update, "batch_step": self.state.batch_step}
 
     def elapsed(self) -> float:
-        """Seconds that the run has taken, including the time before a resume."""
+        """Returns the run's duration in seconds, including the time before a resume."""
         return self.state.elapsed + time.perf_counter() - self._started
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left."""
+        """Whether no step remains."""
         state = self.state
         if self.plan.update_due(state):
             return False
         return bool(state.seen.reached) or state.batch_step >= self.run.length.batch_steps
 
     def begin(self, phase: str, text: str) -> None:
-        """Shows a phase of the forecast that begins."""
+        """Shows which phase of the run begins, and adapts MLX's cache limit to its memory
+        forecast.
+        """
         self.shown.status(text)
-        if self.ahead is None:  # else phases overlap
+        if self.ahead is None:  # otherwise, phases overlap
             keep_cache_of(self.run.phases.get(phase))
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
-        """A block that replaces the run's state, on all ranks or on none; no signal interrupts
-        it.
+        """Runs a block that replaces the run's state, on all ranks or on none. No signal interrupts
+        the block.
         """
         fault = self.shown.fault
         with self.ranks.committing(step, None if fault is None else str(fault)) as faults:
             self._lost = faults[0]
             yield
-            # Another thread could not evaluate them.
+            # Another thread could not evaluate these arrays.
             g.materialize(self.state.train, self.state.waiting)
 
     def change(self, **changes: Any) -> None:
-        """Replaces fields of the state. Call it only within `committing`."""
+        """Replaces fields of the state. Call this method only within `committing`."""
         self.state = attrs.evolve(self.state, **changes)
 
     # saves
 
     def save_if_due(self) -> None:
-        """The checkpoint that checkpoint.every requests."""
+        """Saves a checkpoint if checkpoint.every requests one now."""
         every = self.config.checkpoint.every
         if every and self.state.batch_step % every == 0 and not self.plan.update_due(self.state):
             self.save()
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
-        """Saves a checkpoint, which rank 0 writes; with `strict`, it is on the disk when this
-        returns."""
+        """Saves a checkpoint, which rank 0 writes. With `strict`, the method returns only after the
+        checkpoint has been written to the disk, and errors are raised regardless of
+        checkpoint.on_error.
+        """
         with self.plan.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
                 self._write(why, strict)
             if strict:
-                # A rank that ends earlier would end the others too.
+                # A rank that ended earlier would also end the others.
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> None:
-        """Saves before the run ends early, unless the last checkpoint is current or no step has
-        finished.
+        """Saves a checkpoint before the run ends early, unless the last checkpoint is current or no
+        step has finished.
         """
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
@@ -152,7 +156,7 @@ class Session:
                     self.failed(error)
 
     def _save_model(self, name: str, evaluation: dict[str, Any] | None = None) -> Path:
-        """Writes the current weights as a model to this subfolder of the run's folder."""
+        """Writes the current weights as a model to the subfolder `name` of the run's folder."""
         folder = self.run.folder
         check_place(folder, self._place)
         params = self.state.train.params
@@ -170,7 +174,7 @@ class Session:
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):
-            # The disk may be full. A checkpoint may be smaller, or there may be space again.
+            # The disk may be full, but a checkpoint may be smaller, or space may have been freed.
             try:
                 self.save_to_stop("could not save the final model, only the training state: ")
             finally:
@@ -179,7 +183,7 @@ class Session:
         return final
 
     def _write(self, why: str, strict: bool) -> None:
-        """Writes the complete state of the run after its logs have been written to the disk."""
+        """Flushes the run's logs to the disk, and writes the complete state of the run."""
         folder = self.run.folder
         keep = self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
@@ -214,7 +218,9 @@ class Session:
             self.shown.note(f"{why}saved {path}")
 
     def failed(self, error: UserError, strict: bool = False) -> None:
-        """Reports the error and continues, or raises it, according to checkpoint.on_error."""
+        """Continues after reporting the error, or raises it, according to checkpoint.on_error. With
+        `strict`, the error is raised regardless of this setting.
+        """
         if strict or self.config.checkpoint.on_error == "stop":
             raise error
         self.shown.note(f"{error}; the run continues (checkpoint.on_error)")
@@ -222,7 +228,7 @@ class Session:
     # ends
 
     def check_output(self) -> None:
-        """If the display's output was closed, saves and raises OutputLost."""
+        """Saves the run and raises OutputLost if the display's output was closed."""
         if self._lost is not None:
             end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
             self.shown.note(f"{end}: the run ends")
@@ -231,8 +237,8 @@ class Session:
             raise end
 
     def check_bad_updates(self) -> None:
-        """If too many consecutive updates were skipped, saves the last good state and raises
-        NumbersError.
+        """Saves the last good state and raises NumbersError if too many consecutive updates were
+        skipped.
         """
         limit = self.config.optim.max_bad_updates
         in_a_row = self.state.bad_updates_in_a_row
@@ -246,8 +252,8 @@ class Session:
             )
 
     def check_swap(self) -> None:
-        """If the system has swapped out more than system.swap_limit_gb since the start, saves and
-        raises UserError.
+        """Saves the run and raises UserError if the system has swapped out more than
+        system.swap_limit_gb since the start.
         """
         if not self._swap_limit:
             return
@@ -261,8 +267,8 @@ class Session:
             )
 
     def check_log(self) -> None:
-        """Reports once that a line of the log cannot be written; it is written once there is
-        space.
+        """Reports once that a log line cannot be written. The line is written later, when space is
+        available.
         """
         fault = self.log.fault()
         if fault and fault != self._log_fault:

@@ -1,4 +1,6 @@
-"""Builds a run up to its first step, beginning with the parts that can fail quickly."""
+"""Builds all parts of a run before its first step, starting with the parts that can fail
+quickly.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -48,48 +50,49 @@ Say = Callable[[str], None]
 
 @attrs.frozen(eq=False)
 class Data:
-    """The examples of a run."""
+    """A run's training and held-out examples."""
 
     train: list[Example]
     evaluation: list[Example]
     gold: list[Example]  # with reference completions, for supervised updates; may be empty
-    gold_evaluation: list[Example]  # held-out ones
-    # about skipped rows and prompts, and a missing chat template
+    gold_evaluation: list[Example]  # held-out examples with reference completions
+    # messages about skipped rows and prompts, and about a missing chat template
     notices: tuple[str, ...]
 
 
 @attrs.frozen(eq=False)
 class Run:
-    """A run ready to start."""
+    """A run that is ready to start."""
 
-    config: Config  # checked: [loss] complete
+    config: Config  # checked; its [loss] is complete
     folder: Path  # OUTPUT_DIR/NAME
     loaded: LoadedModel
     data: Data
     length: RunLength
-    order: PromptOrder  # of the training examples
-    # of the training prompts at the start; None: there is no curriculum
+    order: PromptOrder  # for the training examples
+    # initial estimates for the training prompts; None: there is no curriculum
     curriculum: Estimates | None
     learner: Learner
     collector: Collector
     notices: tuple[str, ...]
-    ranks: Ranks  # of the run
-    phases: Mapping[str, Phase]  # the memory forecast of each phase; empty: there is none
+    ranks: Ranks  # the run's ranks
+    phases: Mapping[str, Phase]  # memory forecast by phase; empty: no forecast
 
 
 @attrs.define(eq=False)
 class SetUp:
-    """The parts of a run that are built first.
+    """Builds a run from its config.
 
-    Rewards are built first, then data, then the model, so that a misspelt name fails quickly.
+    Rewards are loaded first, data second and the model last, so that a misspelled name fails
+    quickly.
     """
 
-    config: Config  # checked; `build` resolves what it leaves open
+    config: Config  # checked; `build` resolves the values that it leaves open
     platform: Platform
     say: Say = lambda text: None  # shows the current activity
-    # the keys of [rollout] as an earlier process resolved them
+    # keys of [rollout] as resolved by an earlier process
     decided: Mapping[str, Any] | None = None
-    ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # of the run
+    ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # the run's ranks
     # from `start_worker`; None: a new one
     worker: Worker | None = attrs.field(default=None, kw_only=True)
     start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
@@ -99,8 +102,8 @@ class SetUp:
     )  # receives messages of the engine
 
     def build(self) -> Run:
-        """Everything that `train` needs. Raises UserError or ConfigError with a one-line message
-        for any fault.
+        """Builds everything that `train` needs. Raises UserError or ConfigError with a one-line
+        message for any fault.
         """
         config, platform, ranks = self.config, self.platform, self.ranks
         worker = self.worker or start_worker(config)
@@ -109,7 +112,7 @@ class SetUp:
         self.say("reading the data")
         train_rows, held_out_rows = load_rows(config.data, config.folders)
         config = self.config = with_answers_of(config, train_rows, held_out_rows)
-        # Without answers to compare with, only custom rewards can be measured.
+        # Without reference answers, only custom rewards can be measured.
         if config.sft.only and not config.data.answer:
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*train_rows, *held_out_rows), config.data.answer)
@@ -142,7 +145,7 @@ class SetUp:
         )
         if config.rollout.launch == "auto":
             config = config.having("rollout", launch=usual_launch(platform))
-        # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
+        # Rank 0 decides values that depend on a measurement; all ranks split a batch in the same way.
         proposed = [self.decided or decisions(config), config.system.micro_batch_tokens]
         agreed = ranks.all_gather_object("the decisions", proposed)
         decided = agreed[0][0]
@@ -209,7 +212,7 @@ class SetUp:
         )
 
     def _loaded(self) -> LoadedModel:
-        """Loads the model, while programs that every run needs are compiled."""
+        """Loads the model, while programs that every run needs are being compiled."""
         config, platform = self.config, self.platform
         compile_header(platform)
         self.say(f"loading the model {config.model.path}")
@@ -278,12 +281,12 @@ class SetUp:
 
 
 def tokens_of(examples: Iterable[Example]) -> list[tuple[int, ...]]:
-    """The tokens of each example's prompt."""
+    """Returns the tokens of each example's prompt."""
     return [example.tokens for example in examples]
 
 
 def _check_ranks(config: Config, ranks: Ranks) -> None:
-    """Raises UserError for a setting that this number of ranks does not support."""
+    """Raises UserError for a setting that is not supported with this number of ranks."""
     others = ranks.count - 1
     samplers = config.ranks.samplers
     staleness = config.rollout.max_staleness
@@ -309,7 +312,7 @@ def _check_ranks(config: Config, ranks: Ranks) -> None:
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
-    """Warnings about settings that are allowed but probably mistakes."""
+    """Returns warnings about settings that are allowed but probably mistakes."""
     rollout = config.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     if learner.spec.correction != "none" or not (truncated or learner.quantized):

@@ -1,4 +1,6 @@
-"""Starts a run: its folder, its parts, and its initial state or a checkpoint's."""
+"""Starts a run: creates its folder and its parts, and creates its initial state or restores the
+state from a checkpoint.
+"""
 
 import os
 import shutil
@@ -60,8 +62,8 @@ def start_or_resume(
     allow_config_change: bool,
     overwrite: bool,
 ) -> Iterator[Session]:
-    """A run that is ready for its next step; see `run_training`. Its files are closed at the end of
-    the block.
+    """Yields a run that is ready for its next step; see `run_training`. The run's files are closed
+    at the end of the block.
     """
     config = config.check()
     ranks.watchdog.timeout = config.system.collective_timeout
@@ -84,7 +86,7 @@ def start_or_resume(
         known = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
-        # Whether the run continues what is in its folder; otherwise it replaces that.
+        # Whether the run continues the run in its folder; otherwise, it replaces that run.
         continues = origin is not None and origin.folder.resolve().parent == folder.resolve()
         if not overwrite and (resume is False or (origin is not None and not continues)):
             check_free(folder, config.where("run.name"), replace_finished=config.run.overwrite)
@@ -136,10 +138,10 @@ def start_or_resume(
         log = _files(run, state, folder, origin if continues else None, shown)
         if origin is not None:
             restore_best(folder, origin.folder)
-        if config.log.report:  # from now on there is something to report
+        if config.log.report:  # from now on, a report can be written
             stack.callback(_report, folder, place_of(folder), shown.note)
         stack.enter_context(log)
-        # Otherwise the first weights and moments would stay in memory beside the current ones.
+        # Otherwise, the initial weights and moments would stay in memory next to the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
         session = Session(run, state, log=log, shown=shown, facts=facts)
@@ -158,7 +160,9 @@ def start_or_resume(
 
 
 def _apart(run: Run, stack: ExitStack) -> Run:
-    """The run of a rank that learns alone, with an engine on the others, or of one that samples."""
+    """Returns this rank's part of a run in which rank 0 learns and the other ranks only sample. On
+    rank 0, the engine uses the other ranks.
+    """
     ranks = run.ranks.apart()
     learner = run.learner
     if ranks.is_rank_zero:
@@ -169,7 +173,7 @@ def _apart(run: Run, stack: ExitStack) -> Run:
 
 
 def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
-    """Writes the report of a run whose folder has not been moved."""
+    """Writes a run's report, unless its folder has been moved."""
     if place_of(folder) == place:
         final_report(folder, note)
 
@@ -177,15 +181,16 @@ def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
 def _files(
     run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary
 ) -> MetricsLog:
-    """The log, in a folder that contains only files of this run up to and including `origin`, and
-    the notices.
+    """Prepares the run's folder and shows the notices. Returns the log.
+
+    Afterwards, the folder contains only files of this run up to and including `origin`.
     """
     config = run.config
     loaded = run.loaded
     needed = models_bytes(
         config, loaded.num_parameters, loaded.num_trainable, loaded.source_dtype.size
     )
-    free = shutil.disk_usage(folder).free  # an old run, if there is one, is removed later
+    free = shutil.disk_usage(folder).free  # if there is an old run, it is removed later
     if run.ranks.is_rank_zero and free < needed:
         raise UserError(
             f"{config.where('run.name')}: {folder}: the final and the best model need "
@@ -198,12 +203,12 @@ def _files(
     else:
         for name, aside in set_aside(folder, origin.facts.step):
             shown.note(f"{name} belongs to a later step and was renamed to {aside}")
-        keep = origin.facts.logs  # their bytes
+        keep = origin.facts.logs  # bytes to keep of each log
     if run.ranks.is_rank_zero:
         remember(OWN_RUNS, digest(write_resolved(config)))
     for notice in run.notices:
         shown.note(notice)
-    with suppress(OSError):  # a run that was killed before it pruned may have nothing left to save
+    with suppress(OSError):  # if a run was killed before pruning, pruning is still due
         prune_checkpoints(
             folder, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
@@ -211,11 +216,11 @@ def _files(
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Plain lines, with a live one below them if `stream` (stdout) is a terminal that can move its
-    cursor.
+    """Creates a report of plain lines. If `stream` (stdout by default) is a terminal that can move
+    its cursor, a live line is shown below them.
 
-    NO_COLOR in the environment turns off colours, and TERM=dumb turns off the live line. If
-    standard output is closed, nothing is shown.
+    NO_COLOR in the environment turns off colors, and TERM=dumb turns off the live line. If standard
+    output is closed, nothing is shown.
     """
     output = stream or sys.stdout
     if output is None or output.closed:

@@ -1,4 +1,4 @@
-"""Reports a run's steps: log lines, the display, warnings."""
+"""Reports a run's steps as log lines, on the display and as warnings."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from runners.training.run_state import RunState
 from runners.training.session import Session
 from runners.training.steps import batch_of
 
-_ROUTED_TOKENS = 4096  # number of tokens of an update for which the experts' load is computed
+_ROUTED_TOKENS = 4096  # number of tokens per update for which the experts' load is computed
 # Prefixes of metrics that have no meaning for reference completions.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
@@ -32,7 +32,7 @@ _OF_SAMPLES = (
 
 
 def show_start(session: Session) -> None:
-    """The run's header on the display."""
+    """Shows the run's header on the display."""
     config, run, state = session.config, session.run, session.state
     loaded = run.loaded
     accumulated = config.optim.gradient_accumulation_steps
@@ -67,7 +67,7 @@ def show_start(session: Session) -> None:
 
 
 def show_summary(session: Session, final: Path) -> None:
-    """The run's result on the display: the final model and the results of its evaluations."""
+    """Shows the run's result on the display: the final model and its evaluations' results."""
     state = session.state
     folder = final.parent
     held_out = len(session.run.data.evaluation)
@@ -96,12 +96,12 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def _ends(values: Sequence[float], form: str) -> str:
-    """The first and the last value in this format, or the only one."""
+    """Formats the first and the last value, or the only one."""
     return " → ".join(format(value, form) for value in (*values[:1], *values[1:][-1:]))
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step and its completions, unless they are reference completions."""
+    """Logs a batch step's problems, and its completions unless they are reference completions."""
     state = session.state
     if session.plan.is_supervised(state):
         return
@@ -113,7 +113,7 @@ def log_batch_step(session: Session, experience: Experience) -> None:
 
 
 def log_update(session: Session, loss: g.LossStats, update: g.UpdateStats) -> None:
-    """The metrics of an update, and the warnings about it."""
+    """Logs an update's metrics, and shows warnings about them."""
     metrics = update_metrics(session, loss, update)
     # All ranks use rank 0's values.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0]
@@ -146,7 +146,7 @@ def log_update(session: Session, loss: g.LossStats, update: g.UpdateStats) -> No
 
 
 def update_metrics(session: Session, loss: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
-    """All metrics of an update."""
+    """Returns all metrics of an update."""
     state, run, plan = session.state, session.run, session.plan
     gold = plan.is_supervised(state)
     epoch = run.order.epoch(state.position)
@@ -191,9 +191,11 @@ def update_metrics(session: Session, loss: g.LossStats, update: g.UpdateStats) -
 
 
 def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
-    """Metrics of how evenly the last rollout uses the experts, from a forward pass over some of its
-    rows. Empty for a model without known routers, with checkpointed blocks, or if all tokens are
-    masked.
+    """Measures how evenly the last rollout uses the experts, in a forward pass over some of its
+    rows.
+
+    Returns no metrics for a model without known routers, with checkpointed blocks, or if all tokens
+    are masked.
     """
     policy = plan.run.learner.policy
     supported = has_routers(policy.module) and not plan.config.system.grad_checkpoint
@@ -210,7 +212,9 @@ def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
-    """The cost of several ranks: seconds for exchanges and sums, and for each rank's rollouts."""
+    """Returns the time spent on coordinating several ranks: seconds for exchanges and sums, and for
+    each rank's rollouts.
+    """
     ranks = session.ranks
     if ranks.is_alone:
         return {}

@@ -1,9 +1,9 @@
-"""The steps of a run as functions of values: propose → experience → learn → gradients → update →
-sync.
+"""Defines the functions that make up a run's steps: propose → experience → learn → gradients →
+update → sync.
 
-Each function accepts a `RunState` and returns the next one; the given state does not change. The
-gradients of an update are not part of `learn`, because a checkpoint must not depend on the number
-of ranks: it contains the waiting micro-batches, but no rank's sums.
+Each function accepts a `RunState` and returns the next one; the given state does not change. An
+update's gradients are not part of `learn`, because a checkpoint must not depend on the number of
+ranks: a checkpoint contains the waiting micro-batches, but no rank's sums.
 """
 
 import attrs
@@ -33,7 +33,7 @@ from runners.training.sampler import fallback_line, given_up, judged, weights_of
 
 
 def propose(plan: Plan, state: RunState) -> Draw:
-    """The inputs of the next rollout: prompts, random key, and fallback weights.
+    """Returns the next rollout's inputs: prompts, random key, and fallback weights.
 
     All arrays are evaluated, so another thread can read them.
     """
@@ -70,9 +70,10 @@ def propose(plan: Plan, state: RunState) -> Draw:
 
 
 def experience(plan: Plan, engine: Engine, draw: Draw) -> Experience:
-    """A scored rollout of the proposed prompts, or the proposed reference completions.
+    """Returns a scored rollout of the proposed prompts, or the proposed reference completions.
 
-    It does not access the state, and its result is evaluated, so it may run in another thread.
+    The function does not access the state, and its result is evaluated, so the function may run in
+    another thread.
     """
     if draw.gold:
         found = gold_experience(draw.drawn.examples, plan.run.loaded.vision)
@@ -101,7 +102,7 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
         if config.loss.router_replay:
             parts = with_replayed_experts(plan, state, parts)
         parts, budget = with_old_logprobs(plan, state, parts, budget)
-    if not (gold or config.rollout.max_staleness):  # otherwise, the step did not wait for them
+    if not (gold or config.rollout.max_staleness):  # otherwise, the step did not wait
         for name in ("rollout", "reward"):
             plan.times.add(name, experience.seconds[name])
     sampler = state.sampler
@@ -138,8 +139,8 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
 
 
 def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
-    """Runs after `learn`: passes the sampler's weights to the engine if the rollout has determined
-    their rounding.
+    """Passes the sampler's weights to the engine, after `learn`, if the rollout has determined how
+    they are rounded.
     """
     role = learned.sampler.role
     if role is not None and role is not before.sampler.role:
@@ -148,7 +149,9 @@ def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
 
 
 def release_sampler(plan: Plan, state: RunState) -> RunState:
-    """Runs before an update after which the sampler receives new weights: frees the old ones."""
+    """Frees the sampler's old weights before an update after which the sampler receives new
+    weights.
+    """
     if not plan.syncs(state) or plan.config.rollout.max_staleness:
         return state
     plan.engine.load(None)
@@ -156,7 +159,7 @@ def release_sampler(plan: Plan, state: RunState) -> RunState:
 
 
 def gradients(plan: Plan, state: RunState) -> RunState:
-    """The gradients of the next update, accumulated over the waiting micro-batches."""
+    """Accumulates the next update's gradients over the waiting micro-batches."""
     with plan.times.timing("learner"):
         steps = [parts[state.reused % len(parts)] for parts in state.waiting]
         learn = plan.supervised if plan.is_supervised(state) else plan.micro_batches
@@ -168,9 +171,11 @@ def gradients(plan: Plan, state: RunState) -> RunState:
 
 
 def update(plan: Plan, state: RunState) -> tuple[RunState, g.LossStats, g.UpdateStats]:
-    """One optimizer step with these gradients, and its statistics. The new weights reuse the old
-    ones' memory if nothing else refers to them, so the caller must not keep a reference to the
-    state.
+    """Takes one optimizer step with the accumulated gradients, and returns the next state and the
+    statistics.
+
+    The new weights reuse the old weights' memory if nothing else refers to it, so the caller must
+    not keep a reference to the state.
     """
     train = state.train
     state = attrs.evolve(state, train=None)
@@ -184,8 +189,8 @@ def update(plan: Plan, state: RunState) -> tuple[RunState, g.LossStats, g.Update
 
 
 def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
-    """Runs after an update: switches to a sampler with finer weights if its numbers differ too much
-    from the learner's.
+    """Switches, after an update, to a sampler in a finer format if the sampler's probabilities
+    differ too much from the learner's.
     """
     formats = {tally.quantization for tally in state.tallies}  # may be coarser than the sampler's
     if plan.is_supervised(state) or formats != {state.sampler.quantization}:
@@ -201,8 +206,8 @@ def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
 
 
 def sync(plan: Plan, state: RunState) -> RunState:
-    """Runs after an update: prepares the next rollout, unless the current rollouts are used for
-    further updates.
+    """Prepares the next rollout after an update, unless the current rollouts are used for further
+    updates.
     """
     if state.reused + 1 < plan.uses and not plan.is_supervised(state):
         return attrs.evolve(state, reused=state.reused + 1)
@@ -222,7 +227,9 @@ def sync(plan: Plan, state: RunState) -> RunState:
 
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:
-    """A batch step as one batch; its mask is True for the tokens that contribute to the loss."""
+    """Converts a batch step to one batch, whose mask is True for the tokens that contribute to the
+    loss.
+    """
     rollout, adv_pg, group_b = experience.rollout, experience.advantages_pg, None
     if any(each.earlier for each in experience.played or ()):
         rollout, adv_pg, group_b = all_rows(experience)

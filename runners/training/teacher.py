@@ -1,5 +1,5 @@
-"""The teacher of [teacher], which is loaded next to the student and scores the tokens that the
-student sampled.
+"""Defines the teacher of [teacher], which is loaded next to the student and scores the tokens that
+the student sampled.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from runners.training.gradients import Computed, MicroBatches
 
 @attrs.frozen(eq=False)
 class Grader:
-    """A teacher; it extends a batch before the batch is split."""
+    """A teacher that adds its scores or prompts to a batch before the batch is split."""
 
     teacher: Teacher
     logprob_step: Callable[[Tree, g.Batch], mx.array]
@@ -37,14 +37,17 @@ class Grader:
 
     @property
     def in_loss(self) -> bool:
-        """Whether every row has a gradient, through the KL in the loss."""
+        """Whether the KL is part of the loss, which gives every row a gradient."""
         return self.teacher.kl_coef > 0
 
     def graded(
         self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
     ) -> Computed[g.Batch]:
-        """The batch with its advantages and, if there are hints, the teacher's prompts. The
-        advantages are the task's plus, if the KL is a reward, −(log π − log μ) of each token.
+        """Returns the batch after setting its advantages and, if there are hints, the teacher's
+        prompts.
+
+        The advantages are the weighted task advantages. If the KL is a reward, teacher.weight ·
+        (log π_teacher − log μ) is added for each token, where μ is the sampler.
         """
         config = self.config.teacher
         if config.hint:
@@ -61,17 +64,19 @@ class Grader:
     def _logprobs(
         self, batch: g.Batch, micro_batches: MicroBatches, budget: int
     ) -> Computed[mx.array]:
-        """The teacher's log-probs of the batch's tokens [B,T]; each rank computes its part."""
+        """Computes the teacher's log-probs [B,T] for the batch's tokens. Each rank computes its
+        share.
+        """
         rows, width = batch.mask_bt.shape
         pieces = g.split_batch(
-            attrs.evolve(batch, row_b=mx.arange(rows)),  # rows are sorted into micro-batches
+            attrs.evolve(batch, row_b=mx.arange(rows)),  # rows are reordered in micro-batches
             max_tokens=budget,
             share_prompts=self.share_prompts and not self.config.teacher.hint,
         )
         found = micro_batches.logprobs(self._step, self.teacher.params, pieces, budget)
         logp_bt = np.zeros(
             (rows + 1, width), np.float32
-        )  # the last row receives the values of padding
+        )  # the last row receives the values for padding rows
         for number, part_bt in found.value.items():
             columns = np.array(part_bt)[:, :width]
             logp_bt[np.array(found.steps[0][number].row_b), : columns.shape[1]] = columns
@@ -91,7 +96,7 @@ class Grader:
         )
 
     def prompt(self, example: Example) -> tuple[int, ...]:
-        """The teacher's prompt: the student's prompt with the hint after the question."""
+        """Returns the teacher's prompt: the student's prompt with the hint after the question."""
         data = self.config.data
         *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
@@ -114,8 +119,8 @@ def make_grader(
     share_prompts: bool,
     compile: bool,
 ) -> Grader | None:
-    """The teacher of a checked config, or None. `policy` and `params` are the student's initial
-    policy and parameters.
+    """Creates the teacher that a checked config requests, or returns None. `policy` and `params`
+    are the student's initial policy and parameters.
 
     Raises UserError if the vocabulary differs from the student's, and the errors of
     `load_inference`.
@@ -139,8 +144,8 @@ def make_grader(
 
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
-    """The teacher's policy in the compute dtype; `rows` is the number of rows of the student's
-    embedding (None if unknown).
+    """Loads the teacher's policy in the compute dtype. `rows` is the number of rows in the
+    student's embedding, or None if unknown.
     """
     folder = resolve_model(config.teacher.path, "teacher.path")
     found = load_inference(

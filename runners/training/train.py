@@ -1,4 +1,4 @@
-"""Runs a config from the start or a checkpoint to its final model."""
+"""Runs a config from the start or from a checkpoint, up to its final model."""
 
 import math
 from contextlib import ExitStack, closing
@@ -59,19 +59,19 @@ def run_training(
     ranks: Ranks | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Trains according to the config; everything is written to OUTPUT_DIR/NAME.
+    """Trains according to the config, and writes all files to OUTPUT_DIR/NAME.
 
     Args:
         config: see `load_config`.
         report: the display; by default the terminal.
-        resume: resume from the last complete checkpoint of the run's folder (True), or from the
+        resume: resume from the last complete checkpoint in the run's folder (True), or from the
             checkpoint in this folder. A run without a checkpoint starts over.
         allow_config_change: continue even if keys that affect the weights differ.
         overwrite: start over even if the folder contains an interrupted run, and remove its
             checkpoints. run.overwrite replaces only a finished run.
-        ranks: the ranks that share the run; by default, all that `mlx.launch` has started,
+        ranks: the ranks that share the run; by default, all ranks that `mlx.launch` has started,
             including this process. Rank 0 owns the folder and the display.
-        signals: the handlers of signals that stop the run, already active; None handles SIGINT,
+        signals: the handlers for signals that stop the run, already active. None handles SIGINT,
             SIGTERM and SIGHUP during the run.
 
     Raises UserError or ConfigError for invalid input, before the first step. After the state is
@@ -84,7 +84,7 @@ def run_training(
         machine = startup.prepare(config.system.memory_limit_gb, config)
         stack.enter_context(explained_aborts(machine.backend))
         stack.enter_context(awake())
-        if ranks is None:  # otherwise, the caller ends them
+        if ranks is None:  # otherwise, the caller ends its ranks
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())
         session = stack.enter_context(
@@ -108,12 +108,12 @@ def run_training(
             try:
                 return train(session)
             except (RewardError, RankError) as error:
-                # Otherwise, the other ranks are still in a rollout.
+                # If only some ranks failed, the others are still in a rollout.
                 if session.ranks.is_alone or getattr(error, "on_all_ranks", False):
                     failed = "reward" if isinstance(error, RewardError) else "sampling"
                     session.save_to_stop(f"before the {failed} failed: ")
                 raise
-        except Stopped as stopped:  # also while that state is saved
+        except Stopped as stopped:  # also during that save
             session.ranks.stop_together(stopped)
             stopped.begun = True
             session.save_to_stop("interrupted: ")
@@ -122,11 +122,11 @@ def run_training(
 
 
 def sample(session: Session, ranks: Ranks) -> RunResult:
-    """Samples for rank 0 until it ends, with the weights that it sends."""
+    """Samples for rank 0, with the weights that rank 0 sends, until rank 0 ends."""
     learner = session.run.learner
     blank = blank_weights(learner.sampling, session.state.train.params)
     session.change(train=None)  # frees the weights, the reference and the optimizer's moments
-    ranks.watchdog.timeout = math.inf  # rank 0 may learn for long before its next order
+    ranks.watchdog.timeout = math.inf  # rank 0 may learn for a long time before its next request
     serve(ranks, learner.engine, learner.sampling, blank)
     return RunResult(session.run.folder, session.state.train, None, None, 0, session.elapsed())
 
@@ -158,7 +158,7 @@ def take_batch_step(session: Session) -> None:
     if session.ahead is None or state.batch_step < session.run.length.supervised:
         # prompts -> completions -> rewards
         found = experience(plan, plan.engine, propose(plan, state))
-    else:  # in threads, for this batch step and the next ones
+    else:  # threads sample this batch step and the next ones
         state, found = session.ahead.take(state)
     learned = learn(plan, state, found)  # -> advantages -> micro-batches
     reload_sampler(plan, state, learned)
@@ -168,17 +168,17 @@ def take_batch_step(session: Session) -> None:
 
 
 def take_update(session: Session) -> None:
-    """Runs one optimizer update with its gradients."""
+    """Computes gradients and takes one optimizer step."""
     plan = session.plan
     session.begin("gradient", "learning")
     session.state = release_sampler(plan, session.state)
-    summed = [gradients(plan, session.state)]  # Σ over the micro-batches that wait
+    summed = [gradients(plan, session.state)]  # Σ over the waiting micro-batches
     with session.committing("the update"):
-        session.change(train=None)  # MLX writes the new weights in the place of the old ones
+        session.change(train=None)  # MLX writes the new weights into the old weights' memory
         session.state, loss_stats, update_stats = update(plan, summed.pop())
         session.state = judge_sampler(plan, session.state, loss_stats)
         log_update(session, loss_stats, update_stats)
-        session.state = sync(plan, session.state)  # the sampler takes the new weights
+        session.state = sync(plan, session.state)  # the sampler receives the new weights
 
 
 def finish(session: Session) -> RunResult:

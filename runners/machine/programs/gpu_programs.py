@@ -1,4 +1,4 @@
-"""Keeps MLX's compiled CUDA programs in the user's cache folder, and compiles them in advance with
+"""Keeps MLX's compiled CUDA programs in the user's cache folder, and compiles them in advance in
 parallel processes.
 
 Importing this module does not import MLX.
@@ -27,29 +27,29 @@ from runners.machine.bounded_process import python_command
 if TYPE_CHECKING:
     from runners.config.loading import Config
 
-_LOCKS: list[IO[str]] = []  # of this process's folder, until it ends
-_VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
+_LOCKS: list[IO[str]] = []  # the lock on this process's folder, held until the process ends
+_VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable when it first compiles a program
 _FOLDERS = "gpu-programs"  # in the user's cache
-_SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
+_SECONDS = 120  # for all programs; MLX compiles the missing ones when it needs them
 _CODE = (
     "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
 )
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
-    """Sets the folder in the user's cache where MLX keeps its compiled programs; a user's setting
-    is kept.
+    """Sets a folder in the user's cache where MLX keeps its compiled programs. A user's setting is
+    kept.
 
     Each version, GPU and running process has its own folder, because home folders may be shared and
     MLX writes programs in place, so a second process could read an incomplete program. A new folder
-    starts with the programs of the others.
+    starts with the programs from the other folders.
     """
     wish = os.environ.get(_VARIABLE)
-    # else inherited from the parent process
+    # a value in _FOLDERS is inherited from the parent process
     if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):
         return
     stem = f"mlx-{mlx_version}-{architecture or 'gpu'}-"
-    # without a folder of its own, MLX keeps programs in the temporary folder
+    # if no folder can be created, MLX keeps programs in the temporary folder
     os.environ.pop(_VARIABLE, None)
     with suppress(OSError, UserError):
         for number in itertools.count():
@@ -76,19 +76,21 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
 
 
 def _is_whole(code: Path) -> bool:
-    """Whether a program was written completely; an incomplete one, left by a killed process, would
-    end later runs. MLX writes a program's code, its names and its source, in this order.
+    """Returns whether a program was written completely. An incomplete program, left by a killed
+    process, would end later runs. MLX writes a program's code, its names and its source, in this
+    order.
     """
     source = code.with_suffix(".cu")
     return source.exists() and source.stat().st_size > 0
 
 
 def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
-    """Starts compiling the programs of a run before anything else is read; only on CUDA.
+    """Starts compiling a run's programs before any other file is read. Only on CUDA.
 
-    A model with an unknown dtype is assumed to be bfloat16; MLX compiles other programs when it
+    A model with an unknown dtype is assumed to use bfloat16; MLX compiles other programs when it
     needs them. Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (in
-    bytes). The processes end with this process, or when the compilation is finished.
+    bytes); at most one process per 4 GiB is started. The processes end with this process, or when
+    the compilation is finished.
     """
     from grpo_fn.backends import cuda_programs, enabled
 
@@ -108,7 +110,9 @@ class Compilation:
     """Compiles programs into `folder` until `stop` is called or this object is deleted."""
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
-        """Starts at most this many processes, for the `names` that are not in the folder."""
+        """Starts at most `processes` processes, which compile those of the `names` that are not in
+        the folder.
+        """
         self.folder = folder
         self.names = [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
@@ -126,8 +130,8 @@ class Compilation:
             )
 
     def wait(self) -> None:
-        """Waits until the programs are in the folder; MLX compiles missing programs when it needs
-        them.
+        """Waits until the programs are in the folder. MLX compiles missing programs later, when it
+        needs them.
         """
         for part, process in self._running.items():
             with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
@@ -137,8 +141,8 @@ class Compilation:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves programs between folders, each program's code last, so that other processes only see
-    complete programs.
+    """Moves programs between folders. Each program's code is moved last, so that other processes
+    only see complete programs.
     """
     files = filter(Path.is_file, source.rglob("*"))
     for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
