@@ -150,8 +150,7 @@ def _as_number(value: Any) -> float | None:
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
     """Resets environment `number` for a new episode, and returns the text from `reset`. A missing
-    environment is created first. The returned value is awaitable if `reset` is a coroutine
-    function.
+    environment is created first. The returned value is awaitable if the result of `reset` is.
     """
     found = _made(store, number).reset(**columns)
 
