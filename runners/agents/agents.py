@@ -259,15 +259,15 @@ def last_rows(group: Sequence[Episode]) -> list[Talk]:
 
 
 def printed_reward(printed: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-    """Reward: the value that each program printed as its `reward`."""
+    """Returns the value that each program printed as its `reward`. A reward function."""
     return [(each or {}).get("reward") for each in printed]
 
 
 def printed_turn_rewards(
     printed: Sequence[Mapping[str, Any] | None], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """Reward: the sum of the list that each program printed as its `turn_rewards`, with a number or
-    None for each call; the lists are logged as a column.
+    """Returns the sum of the list that each program printed as its `turn_rewards`. A reward
+    function. The lists contain a number or None for each call, and are logged as a column.
     """
     found = [(each or {}).get("turn_rewards") for each in printed]
     rows = [row if isinstance(row, list) and all(map(_is_number, row)) else None for row in found]

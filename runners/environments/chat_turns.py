@@ -18,7 +18,7 @@ from runners.tokenization.text import TextDecoder, encode
 LONGEST = 32  # characters per token; on average, tokens are hardly ever longer
 _ASKED = {"role": "user", "content": "a question"}
 _SAID = "the answer"
-_PROBE = "observed"  # detects templates that leave out roles that they do not support
+_PROBE = "observed"  # detects templates that leave out observations
 
 
 @attrs.frozen(eq=False)

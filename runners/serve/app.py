@@ -73,7 +73,7 @@ class HttpServer:
         available.
         """
         self.limits = limits
-        # Calls the listeners, inside the `with` block in the server's thread, otherwise directly.
+        # Calls the listeners: in the server's thread inside the `with` block, otherwise directly.
         self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)

@@ -1,7 +1,7 @@
 """Parses requests and writes responses for OpenAI's completions and chats, and for vLLM's
 generation from token ids.
 
-A parameter is used, refused by name, or ignored because it does not affect the reply.
+A parameter is used, rejected with an error, or ignored because it does not affect the reply.
 """
 
 import json

@@ -103,7 +103,7 @@ def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length
 
 
 def _faults(datum: Datum, loss: Loss, most: float, length: int) -> Iterator[str]:
-    """Yields a row's faults. Each check assumes that the earlier checks found none."""
+    """Yields a message for each error in a row. Later checks assume that earlier ones passed."""
     size = len(datum.tokens)
     arrays = {"model_input": datum.tokens, **datum.inputs}
     known = {"model_input", *loss.needs}

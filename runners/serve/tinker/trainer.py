@@ -54,8 +54,8 @@ class Model:
     """One model in training: adapters and their training state."""
 
     about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
-    # Starts with the initial weights. The sampler's policy has its own module, because rows may
-    # decode while the learner computes.
+    # A sampler with the initial weights. Its policy has its own module, because rows may decode
+    # while the learner computes.
     sampler: Sampler
     step: Callable[[g.LossSpec], g.GradStep]  # returns a loss's gradient step, compiled once
     state: g.TrainState
@@ -155,9 +155,8 @@ class Trainer:
         self._waiting.append(Sample(listener, sampler, request, sampling, prompt_logp, answer))
 
     def _begin(self) -> None:
-        """Submits waiting samples to the engine. Only samples with the same weights decode
-        together: those with the loaded weights, or, if nothing is decoding, those with the oldest
-        sample's weights.
+        """Submits the waiting samples that use the same weights as the oldest one, unless samples
+        with other weights are decoding.
         """
         first = self._waiting[0].sampler if self._waiting else self._loaded
         if first is not self._loaded and not self._decoding and first is not None:
@@ -202,7 +201,7 @@ class Trainer:
     # Models.
 
     def create(self, rank: int, parts: Sequence[str], seed: int) -> Model:
-        """Creates a model with new adapters on these PARTS (runs as a job)."""
+        """Creates a model with new adapters on these parts, see PARTS (runs as a job)."""
         module = twin_module(self._base.policy.module)
         keys = adapted_layers(module, parts)
         if not keys:
@@ -327,8 +326,8 @@ class Trainer:
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
-    """Returns the layers that belong to these PARTS, by their names in a block. A tied output head
-    is not included.
+    """Returns the layers that belong to these parts (see PARTS), by their names in a block. A tied
+    output head is not included.
     """
     blocks: Any = module.layers
     linear = {
