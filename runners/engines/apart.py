@@ -52,7 +52,7 @@ class RankEngine:
 
     def load(self, weights: Weights | None) -> None:
         """See `Engine`. Only trained weights are sent, in the sampler's compute dtype, and only if
-        their version is new. None is ignored.
+        their version is new. If `weights` is None, nothing is sent.
         """
         if weights is None:
             return
@@ -138,7 +138,7 @@ class RankEngine:
 
 
 def blank_weights(policy: g.Policy, params: Tree) -> Tree:
-    """Returns zeros with the shapes and dtypes of the weights that rank 0 sends. They use no
+    """Returns zeros with the shapes and dtypes of the weights that rank 0 sends. The zeros use no
     memory.
     """
     return map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), policy.cast(params))

@@ -39,7 +39,7 @@ class Player(Protocol):
     """
 
     reward: Reward | None  # the player's own reward
-    turn_reward: Reward | None  # sums the rewards of turns
+    turn_reward: Reward | None  # sums an episode's turn rewards
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
@@ -77,7 +77,7 @@ class Environments(Home):
     """
 
     reward: Reward | None  # the environment's own reward
-    turn_reward: Reward | None  # sums the rewards of turns
+    turn_reward: Reward | None  # sums an episode's turn rewards
     _idle: list[int] = attrs.field(alias="idle")  # instances that no episode is using
     _hung: list[int | None] = attrs.field(factory=list)  # instances that must not be used again
 
@@ -155,8 +155,8 @@ class Environments(Home):
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
-        """Ends a session's episodes. Their instances may be reset for other episodes, unless a call
-        hangs.
+        """Ends a session's episodes. Each instance may be reset for another episode, unless one of
+        its calls hangs.
         """
         for episode in session.episodes:
             if episode.environment is not None:

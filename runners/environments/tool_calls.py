@@ -93,9 +93,7 @@ class CallReader:
 
 
 def mark_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids of nanochat's markers, or an empty tuple if the tokenizer does not
-    have them.
-    """
+    """Returns the ids of nanochat's markers; empty if the tokenizer does not have them."""
     known = tokenizer.get_vocab()
     return tuple(int(known[mark]) for mark in MARKS) if all(mark in known for mark in MARKS) else ()
 

@@ -33,7 +33,7 @@ _FORGES = re.compile(
 
 def extract_code(text: str) -> str | None:
     """Extracts the program from a model's text: the last complete Python block between ``` lines,
-    or the whole text if there is no block.
+    or the whole text.
 
     A block without a language is used if no block is marked as Python. Returns None if there is no
     such block and the whole text is not Python.

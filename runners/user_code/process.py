@@ -210,7 +210,7 @@ def serve(stdout: str) -> None:
     os.dup2(int(stdout), 1)
     os.close(int(stdout))
     faulthandler.enable()  # a crash prints its location
-    sys.stdout.reconfigure(line_buffering=True)  # print the location of a crash
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     server = _Server(connection)
     signal.signal(signal.SIGINT, server.interrupted)
 

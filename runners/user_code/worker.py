@@ -157,7 +157,7 @@ class Worker:
             self._loads[name, *arguments] = self.submit(name, *arguments, mode=MAIN)
 
     def load(self, name: str, *arguments: Any) -> Any:
-        """Runs an operation like `preload`, and returns its result. Raises UserError if the
+        """Preloads an operation, waits for it, and returns its result. Raises UserError if the
         operation fails.
         """
         self.preload(name, *arguments)
