@@ -1,4 +1,4 @@
-"""The agents of a run ([env] program or taskset), and rollouts with them."""
+"""Agents that a config names ([env] program or taskset), and rollouts with them."""
 
 import importlib.util
 import os
@@ -45,7 +45,7 @@ _BETWEEN = 0.02  # seconds between two checks of the programs
 
 
 class Program(Protocol):
-    """Runs an episode."""
+    """A running episode."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -53,33 +53,34 @@ class Program(Protocol):
     def end(self) -> Outcome: ...
 
 
-# Arguments: the row, the server's address, an API key. Raises OSError if no process can be started.
+# Starts an episode, given the row, the server's address and an API key. Raises OSError if the
+# process cannot be started.
 Launch = Callable[[Example, str, str], Program]
 
 
 @attrs.frozen
 class NotStarted:
-    """A `Program` that the system could not start."""
+    """A `Program` whose process could not be started."""
 
     why: str
     has_ended: bool = True
 
     def end(self) -> Outcome:
-        """Does nothing."""
+        """Returns an outcome with the reason; there is no process to end."""
         return Outcome(fault=f"its program could not be started: {self.why}")
 
 
 @attrs.define(eq=False)
 class Episode:
-    """A running program and its calls."""
+    """A running program, and its calls to the model."""
 
     example: Example
     session: Session  # records its calls
     program: Program
     started: float  # by the monotonic clock
-    # its value is the last object that the program printed
+    # the outcome's value is the last JSON object that the program printed
     outcome: Outcome = attrs.field(factory=Outcome)
-    # the last time at which a call was known to be in progress
+    # the last time when a call was known to be in progress
     _heard: float = attrs.field(
         default=attrs.Factory(lambda self: self.started, takes_self=True), init=False
     )
@@ -87,8 +88,8 @@ class Episode:
     _seen: tuple[int, bool] = (0, False)
 
     def is_over(self, now: float, timeout: float) -> bool:
-        """Whether the program has ended, by itself or because it made no call within the timeout
-        (0: no limit).
+        """Returns whether the program has ended. A program that makes no call for `timeout` seconds
+        is ended; 0 means no limit.
         """
         calling = any(row.turn is not None for row in [*self.session.rows])
         if calling or self._seen != (self.session.calls, calling):
@@ -104,24 +105,26 @@ class Episode:
         return True
 
     def talks(self) -> list[Talk]:
-        """Its rows, in the order of their start."""
+        """Returns the episode's rows that contain sampled tokens, in the order in which they
+        started.
+        """
         return [row.talk for row in self.session.rows if any(row.talk.sampled)]
 
 
 @attrs.define(eq=False)
 class Agents:
-    """A `Player`: each episode is a program that calls the model over HTTP."""
+    """A `Player` whose episodes are programs that call the model over HTTP."""
 
     config: EnvConfig
     model: ServedModel
     launch: Launch
-    reward: Reward | None  # the printed reward; None: only the config's rewards count
+    reward: Reward | None  # the printed reward; None means only the config's rewards are used
     turn_reward: Reward | None
-    schemas: tuple[dict[str, Any], ...] = ()  # no tools in prompts: each call brings its own
+    schemas: tuple[dict[str, Any], ...] = ()  # empty, because each call sends its own tools
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """See `Player`. A program accepts any columns, and a taskset requires the number of the
-        task.
+        """See `Player`. A program accepts any columns. A taskset requires the column `task`, which
+        contains the task's number.
         """
         if self.config.taskset and "task" not in columns:
             raise UserError(
@@ -138,8 +141,8 @@ class Agents:
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """See `Player`. The rollout contains the last row of each episode. An episode's first row
-        has the completion's seed, from which the seeds of its other rows are derived.
+        """See `Player`. The rollout contains each episode's last row. An episode's first row uses
+        the completion's seed; the seeds of the other rows are derived from it.
         """
         from runners.serve.app import Server  # requires an extra
 
@@ -167,7 +170,7 @@ class Agents:
         sampling: g.Sampling,
         should_stop: ShouldStop,
     ) -> list[Episode]:
-        """Runs an episode for each row, at most env.workers at a time. Raises Interrupted if
+        """Runs one episode per row, at most env.workers at a time. Raises Interrupted if
         `should_stop` returns True.
         """
         waiting = deque(rows)
@@ -210,7 +213,7 @@ class Agents:
         return episodes
 
     def _finished(self, episode: Episode, main: Talk) -> FinishedEpisode:
-        """The data for rewards, the log and the learner."""
+        """Collects an episode's data for rewards, the log and the learner."""
         talks = episode.talks()
         messages = self._said(episode, main)
         outcome = episode.outcome
@@ -234,8 +237,8 @@ class Agents:
         )
 
     def _said(self, episode: Episode, main: Talk) -> list[Message]:
-        """The last chat, starting with the model's first message; for completions without a chat,
-        the model's text in the last row.
+        """Returns the messages of the last chat, starting with the model's first message. Without a
+        chat, returns the text that the model sampled in the last row.
         """
         messages = list(episode.session.messages)
         while messages and messages[0]["role"] != "assistant":
@@ -245,8 +248,8 @@ class Agents:
 
 
 def last_rows(group: Sequence[Episode]) -> list[Talk]:
-    """The last row of each episode of a group. An episode without a row, or whose row has a
-    different start than the others, has a row without tokens.
+    """Returns the last row of each episode in a group. If an episode has no row, or its row starts
+    differently from the others, it is represented by a row without tokens.
     """
     lasts = [next(reversed(each.talks()), None) for each in group]
     prompt = next((last.prompt for last in lasts if last), group[0].example.tokens)
@@ -256,15 +259,15 @@ def last_rows(group: Sequence[Episode]) -> list[Talk]:
 
 
 def printed_reward(printed: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-    """Reward: the value that each program printed as its `reward`."""
+    """Returns the value that each program printed as its `reward`. A reward function."""
     return [(each or {}).get("reward") for each in printed]
 
 
 def printed_turn_rewards(
     printed: Sequence[Mapping[str, Any] | None], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """Reward: the sum of the list that each program printed as its `turn_rewards`, with a number or
-    None for each call; the lists are logged as a column.
+    """Returns the sum of the list that each program printed as its `turn_rewards`. A reward
+    function. The lists contain a number or None for each call, and are logged as a column.
     """
     found = [(each or {}).get("turn_rewards") for each in printed]
     rows = [row if isinstance(row, list) and all(map(_is_number, row)) else None for row in found]
@@ -277,7 +280,9 @@ def _is_number(value: Any) -> bool:
 
 
 def program_launch(config: Config) -> Launch:
-    """Starts [env] program. Raises UserError if there is no such program."""
+    """Returns a function that starts [env] program. Raises UserError if the program is not
+    found.
+    """
     first, *arguments = config.env.program
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     found = shutil.which(first, path=path)
@@ -287,10 +292,10 @@ def program_launch(config: Config) -> Launch:
     def launch(example: Example, url: str, key: str) -> Program:
         own = {
             "OPENAI_BASE_URL": url,
-            "OPENAI_API_BASE": url,  # an older name
+            "OPENAI_API_BASE": url,  # older name for the same address
             "OPENAI_API_KEY": key,
             "PATH": path,
-            # A proxy does not reach this address.
+            # A proxy cannot reach this address.
             "NO_PROXY": _HERE,
             "no_proxy": _HERE,
         }
@@ -300,7 +305,9 @@ def program_launch(config: Config) -> Launch:
 
 
 def taskset_launch(config: Config, worker: Worker, most: int) -> Launch:
-    """Plays tasks of [env] taskset. Raises UserError if it cannot be loaded."""
+    """Returns a function that plays tasks from [env] taskset. Raises UserError if the taskset
+    cannot be loaded.
+    """
     name = config.env.taskset.removeprefix(TASKSETS)
     worker.load(ROWS, name, tuple(map(str, config.folders)), config.data.max_samples)
     tokenizer = str(resolve_model(config.model.path))
@@ -314,8 +321,9 @@ def taskset_launch(config: Config, worker: Worker, most: int) -> Launch:
 def build_player(
     config: Config, tokenizer: Any, decoder: TextDecoder, eos_ids: Sequence[int], worker: Worker
 ) -> Player | None:
-    """The player for the conversations of [env]; None if completions have one turn. Raises
-    UserError if a program or taskset cannot be found, and the errors of `build_environments`.
+    """Builds the player that [env] describes, or returns None if completions have only one turn.
+    Raises UserError if a program or taskset cannot be found, and the errors of
+    `build_environments`.
     """
     if not config.env.agents:
         return build_environments(

@@ -1,4 +1,4 @@
-"""Runs an episode as a separate process with limits, which can be ended in any state."""
+"""Runs an episode as a separate process with limits. The process can be ended in any state."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from typing import Any
 
 from runners.user_code.process import Outcome
 
-LARGEST = 1 << 26  # bytes that a program may print
-_TAIL = 1 << 16  # bytes at the end of the output that are kept
+LARGEST = 1 << 26  # limit on the bytes that a program may print
+_TAIL = 1 << 16  # number of bytes kept from the end of the output
 _GRACE = 1.0  # seconds to wait for the remaining output of a killed process
-# The row is the program's standard input. A shell leads the process group, and ends with the
-# program; whatever ends the run closes the shell's own input, and the group is ended then too.
+# The program reads the row from its standard input. A shell leads the process group and ends with
+# the program. When the run ends for any reason, the shell's own input closes, and the group is
+# killed.
 _GUARD = """
 exec 4<&0
 "$@" <"$0" 4<&- & child=$!
@@ -26,14 +27,12 @@ wait $child
 
 
 class AgentProcess:
-    """A program that runs until it ends or is ended."""
+    """A program that runs until it ends by itself or is ended."""
 
     def __init__(
         self, command: Sequence[str], row: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
-        """Starts the program. `row` contains the data's columns, which it can read from its
-        standard input.
-        """
+        """Starts the program. It can read `row`, the data's columns, from its standard input."""
         self._tail = b""
         self._printed = 0
         with tempfile.TemporaryFile() as file:
@@ -57,8 +56,8 @@ class AgentProcess:
         return self._printed > LARGEST or self._process.poll() is not None
 
     def end(self) -> Outcome:
-        """Ends the program and all processes that it has started; the value of the outcome is the
-        last JSON object that it printed.
+        """Kills the program and all processes that it has started. The outcome's value is the last
+        JSON object that the program printed.
         """
         status = self._process.poll()
         with suppress(ProcessLookupError):
@@ -85,7 +84,7 @@ class AgentProcess:
 
 
 def last_object(text: str) -> Mapping[str, Any] | None:
-    """The last line that is a JSON object; None if there is none."""
+    """Returns the last line that is a JSON object, or None if there is none."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError, RecursionError):
             found = json.loads(line)

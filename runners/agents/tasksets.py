@@ -1,8 +1,8 @@
-"""Plays the tasks of a `verifiers` taskset ([env] taskset) with its harness and its rewards.
+"""Plays tasks from a `verifiers` taskset ([env] taskset) with its harness and rewards.
 
-`rows` and `play` are operations of the process of user code (`runners.user_code`): verifiers and
+`rows` and `play` are operations for the user code's process (`runners.user_code`), so verifiers and
 the modules that a taskset imports are not loaded into the run's process. verifiers renders the
-chats itself and requests tokens over HTTP (its `TrainClient`).
+chats itself and requests tokens over HTTP (through its `TrainClient`).
 """
 
 import importlib
@@ -16,25 +16,25 @@ from runners.user_code.process import TOGETHER, Outcome
 from runners.user_code.worker import Worker
 
 _HERE = "runners.agents.tasksets"
-_SHELL = "bash"  # the default harness, which runs commands that the model writes
+_SHELL = "bash"  # name of the default harness, which runs commands that the model writes
 Store = dict[Any, Any]
 
 
 class TaskRun:
-    """A `Program`: a task that is played in the process of user code."""
+    """A `Program` that plays a task in the user code's process."""
 
     def __init__(self, worker: Worker, *arguments: Any) -> None:
-        """Starts the task; `arguments` are the arguments of `play`."""
+        """Starts the task; `arguments` are passed to `play`."""
         self._worker = worker
         self._call = worker.submit(f"{_HERE}:play", *arguments, mode=TOGETHER)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the task's rewards are known."""
+        """Whether the task has finished, including its rewards."""
         return self._call.outcome.done()
 
     def end(self) -> Outcome:
-        """Ends the task if it still runs."""
+        """Cancels the task if it is still running, and returns its outcome."""
         if not self.has_ended:
             self._worker.cancel(self._call)
             return Outcome(fault="the task was cancelled")
@@ -42,9 +42,10 @@ class TaskRun:
 
 
 def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dict[str, Any]]:
-    """The rows of a taskset, at most `most` unless it is 0: question, answer (if the tasks have
-    one) and task number. Raises UserError if the taskset cannot be loaded, or if it is infinite and
-    `most` is 0.
+    """Loads a taskset's first `most` rows; 0 means all rows. A row contains the question, the
+    answer (if the task has one) and the task number.
+
+    Raises UserError if the taskset cannot be loaded, or if the taskset is infinite and `most` is 0.
     """
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     try:
@@ -67,8 +68,8 @@ def rows(store: Store, name: str, folders: Sequence[str], most: int) -> list[dic
 async def play(
     store: Store, name: str, number: int, tokenizer: str, url: str, key: str, most: int
 ) -> dict[str, float]:
-    """Plays a task once, and returns its reward. Raises RuntimeError with the error if the rollout
-    failed.
+    """Plays a task once, and returns its reward. Raises RuntimeError, with the first error's
+    message, if the rollout failed.
     """
     vf = importlib.import_module("verifiers.v1")
     own = importlib.import_module("verifiers.v1.utils.loaders").default_harness_id(name)

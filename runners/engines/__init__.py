@@ -1,1 +1,1 @@
-"""Engines that sample completions: the protocol, and the engine of this process."""
+"""Engines that sample completions: the protocol, and the engine that runs in this process."""

@@ -1,8 +1,8 @@
 """An engine on other ranks, which sample for rank 0 (`ranks.samplers`).
 
 The ranks exchange messages repeatedly: rank 0 sends its orders, and the other ranks return the
-completions that have ended since then. Between two exchanges, they decode for a moment, so that
-rank 0 can stop them at any time.
+completions that have ended since the previous exchange. Between two exchanges, the ranks decode
+only for a moment, so rank 0 can stop them at any time.
 """
 
 import itertools
@@ -31,28 +31,28 @@ from runners.ranks.messages import RankError
 from runners.ranks.ranks import Ranks
 
 _MOMENT = 0.1  # seconds of decoding between two exchanges
-_MEETING = "the samples"  # the name of the exchange in messages
+_MEETING = "the samples"  # name of the exchange in error messages
 
 
 class RankEngine:
-    """Rank 0's side of the engine; every other rank runs `serve`."""
+    """Rank 0's side of the engine. Every other rank runs `serve`."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Starts without weights on the ranks."""
+        """Starts without weights on the other ranks."""
         self.version = -1
         self.rows = 0
         self._ranks = ranks
         self._lock = threading.Lock()
-        self._end: BaseException | None = None  # why there are no more exchanges
-        self._orders: list[Any] = []  # for the next exchange
-        # the rank of each request since the last `load`
+        self._end: BaseException | None = None  # the reason why exchanges have ended
+        self._orders: list[Any] = []  # orders for the next exchange
+        # which rank decodes each request, since the last `load`
         self._owners: dict[Ticket | None, int] = {}
         self._open: set[Ticket] = set()
         self._tickets = itertools.count()
 
     def load(self, weights: Weights | None) -> None:
         """See `Engine`. Only trained weights are sent, in the sampler's compute dtype, and only if
-        their version is new.
+        their version is new. If `weights` is None, nothing is sent.
         """
         if weights is None:
             return
@@ -63,7 +63,9 @@ class RankEngine:
         self.version = weights.version
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """See `Engine`. Requests are distributed to the ranks in turn."""
+        """See `Engine`. Requests are distributed round-robin; a request that continues another goes
+        to the same rank.
+        """
         ticket = Ticket(next(self._tickets))
         owner = self._owners.get(request.continues, 1 + ticket % (self._ranks.count - 1))
         self._orders.append(
@@ -89,11 +91,11 @@ class RankEngine:
         return found
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
-        """See `Engine`; ranks return whole completions only."""
+        """Raises NotImplementedError, because ranks return only complete completions."""
         raise NotImplementedError
 
     def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
-        """See `Engine`; ranks return whole completions only."""
+        """Raises NotImplementedError, because ranks return only complete completions."""
         raise NotImplementedError
 
     def cancel(self, ticket: Ticket) -> None:
@@ -112,7 +114,9 @@ class RankEngine:
                 raise self._end  # the launcher's signal has the same cause
 
     def _meet(self, params: Tree | None = None) -> dict[Ticket, tuple[Row, ...]]:
-        """Sends the orders, then new weights; returns the requests that have ended."""
+        """Exchanges messages with the other ranks: sends the orders, then new weights, and returns
+        the requests that have ended.
+        """
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -134,14 +138,16 @@ class RankEngine:
 
 
 def blank_weights(policy: g.Policy, params: Tree) -> Tree:
-    """Zeros with the shapes and dtypes of the weights that rank 0 sends; they need no memory."""
+    """Returns zeros with the shapes and dtypes of the weights that rank 0 sends. The zeros use no
+    memory.
+    """
     return map_arrays(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), policy.cast(params))
 
 
 def serve(ranks: Ranks, engine: Engine, policy: g.Policy, blank: Tree) -> None:
-    """Executes rank 0's orders until rank 0 ends; for `blank`, see `blank_weights`."""
+    """Executes rank 0's orders until rank 0 ends the exchange. For `blank`, see `blank_weights`."""
     params = blank
-    own: dict[int, Ticket] = {}  # this engine's tickets by rank 0's, since the last "load"
+    own: dict[int, Ticket] = {}  # maps rank 0's tickets to this engine's, since the last "load"
     ended: dict[Ticket, tuple[Row, ...]] = {}
     while True:
         numbers = {ticket: number for number, ticket in own.items()}
@@ -172,7 +178,7 @@ def _moment() -> ShouldStop:
 
 
 def _request(plain: dict[str, Any], own: dict[int, Ticket]) -> Request:
-    """From JSON."""
+    """Converts a request from JSON."""
     return Request(
         prompt=tuple(plain["prompt"]),
         seeds=tuple(map(tuple, plain["seeds"])),
@@ -184,7 +190,7 @@ def _request(plain: dict[str, Any], own: dict[int, Ticket]) -> Request:
 
 
 def _row(plain: list[Any]) -> Row:
-    """From JSON."""
+    """Converts a row from JSON."""
     tokens, logp, finish, versions, entropy = plain
     return Row(
         tuple(tokens),

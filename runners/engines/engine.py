@@ -1,8 +1,8 @@
-"""The protocol of engines: a queue of rows, and the plain values that are exchanged with it.
+"""The protocol for engines: a queue of rows, and the plain values exchanged with it.
 
-A request is a prompt and a seed for each of its completions. An engine decodes submitted requests
-in any order and grouping: a completion depends only on its seed, its prompt and the weights, up to
-the rounding of batched products. Conversations, rewards and training are built on top of it.
+A request contains a prompt and one seed per completion. An engine may decode submitted requests in
+any order and grouping: a completion depends only on its seed, its prompt and the weights, except
+for rounding in batched products. Conversations, rewards and training are built on this protocol.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,23 +15,23 @@ from grpo_fn.images import PromptImages
 from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import Tree
 
-DEFAULT_ROWS = 256  # completions sampled at a time by default
+DEFAULT_ROWS = 256  # default number of completions that are decoded together
 ShouldStop = Callable[[], bool]  # called between decoding steps
-# arguments: what is counted, how many are done, and the total
+# arguments: name of the unit that is counted, number done, total
 Advance = Callable[[str, int, int], None]
-# a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+# a PRNG key: a completion's n-th token is sampled with the key's n-th random bits
 Seed = tuple[int, int]
 Ticket = NewType("Ticket", int)
 
 
 def never() -> bool:
-    """A `ShouldStop` that never stops sampling."""
+    """Returns False: a `ShouldStop` that never stops sampling."""
     return False
 
 
 def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
-    """A function for waiting loops that raises Interrupted once `should_stop` returns True; None
-    for `never`.
+    """Returns a check for waiting loops that raises Interrupted once `should_stop` returns True.
+    For `never`, returns None.
     """
 
     def check() -> None:
@@ -45,25 +45,24 @@ def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
 class Weights:
     """The weights that an engine samples with."""
 
-    policy: g.Policy  # the function that uses these parameters
+    policy: g.Policy  # the model function that is called with these parameters
     params: Tree
-    version: int  # the learner's update that produced them
-    rows: int = 0  # maximum number of completions decoded together; 0: the engine's own limit
+    version: int  # number of the learner's update that produced the weights
+    rows: int = 0  # maximum number of completions decoded together; 0 means the engine's own limit
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Request:
-    """A prompt to complete, once for each seed; all completions share the prompt's keys and
-    values."""
+    """A prompt to complete, once per seed. All completions share the prompt's keys and values."""
 
     prompt: tuple[int, ...]  # token ids
     seeds: tuple[Seed, ...]
-    drawn: int = 0  # tokens of the prompt that were sampled with these seeds before
-    images: PromptImages | None = None  # None: the prompt has none
-    # The next three fields only save time: no token is computed twice.
+    drawn: int = 0  # number of prompt tokens that were sampled earlier with these seeds
+    images: PromptImages | None = None  # None means the prompt has no images
+    # The next three fields only save time: they avoid computing tokens again.
     keep: bool = False  # whether another request will continue this one
-    borrows: bool = False  # whether the kept caches of any request may be copied
-    # a kept request with one completion, whose tokens start the prompt
+    borrows: bool = False  # whether the engine may copy the kept caches of any other request
+    # a kept request with one completion; the prompt starts with its tokens
     continues: Ticket | None = None
 
 
@@ -72,27 +71,27 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @attrs.frozen(eq=False)
 class Row:
-    """A completion."""
+    """One sampled completion."""
 
-    tokens: tuple[int, ...]  # including the one that ends it
+    tokens: tuple[int, ...]  # sampled tokens, including the token that ends the completion
     logp: tuple[
         float, ...
-    ]  # log μ of each token in nats, under the distribution that was sampled from
-    finish: Finish  # by a stop id or a stop string, at the length limit, or by `cancel`
-    # pairs (version of the weights, number of tokens sampled with them), in order
+    ]  # log μ of each token in nats, under the distribution that the token was sampled from
+    finish: Finish  # ended by a stop id or stop string, the length limit, or `cancel`
+    # pairs (version of the weights, number of tokens that it sampled), in order
     versions: tuple[tuple[int, int], ...]
     entropy: tuple[float, ...] | None = (
-        None  # the sampler's entropy at each token in nats, if requested
+        None  # entropy of the sampling distribution at each token in nats, if requested
     )
 
 
 @attrs.frozen
 class Token:
-    """A sampled token."""
+    """One sampled token."""
 
     id: int
     logp: float  # as in `Row`
-    # number of computed prompt tokens; the others were in kept caches
+    # number of prompt tokens that were computed; the others were cached
     prompt_tokens: int
 
 
@@ -101,62 +100,66 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The learner's update that produced the engine's weights."""
+        """The number of the learner's update that produced the engine's weights."""
         ...
 
     @property
     def rows(self) -> int:
-        """The maximum number of completions that are decoded together (0: all); it is reduced after
-        memory runs out.
+        """The maximum number of completions decoded together (0 means all). The engine reduces it
+        after memory runs out.
         """
         ...
 
     def load(self, weights: Weights | None) -> None:
-        """Samples with these weights from now on; None frees the current ones.
+        """Switches to these weights for sampling; None frees the current weights.
 
         Completions in progress finish with the weights that they started with.
         """
         ...
 
     def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
-        """Queues a request. The number of completions in `sampling` is ignored, because the request
-        contains a seed for each.
+        """Queues a request, and returns its ticket. The number of completions in `sampling` is
+        ignored, because the request contains one seed per completion.
 
-        Raises ValueError, like `grpo_fn.generate`, for a request that cannot be sampled.
+        Raises ValueError, like `grpo_fn.generate`, if the request cannot be sampled.
         """
         ...
 
     def collect(
         self, least: int = 1, *, should_stop: ShouldStop = never
     ) -> dict[Ticket, tuple[Row, ...]]:
-        """The requests completed since the last call, in the order of their seeds.
+        """Returns the requests completed since the last call, each with its completions in the
+        order of the request's seeds.
 
-        Works until at least `least` requests are completed, none is left, or `should_stop` returns
-        True; if `least` is 0, at most for a moment.
+        Decodes until at least `least` requests are completed, no request is left, or `should_stop`
+        returns True. If `least` is 0, decodes for a moment at most.
 
-        If decoding fails, the error ends only the requests in progress. It is raised once, and
-        `peek` raises it for each of them until it is cancelled.
+        If decoding fails, only the requests in progress end. `collect` raises the error once, and
+        `peek` raises it for each of these requests until the request is cancelled.
         """
         ...
 
     def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
-        """Yields the tokens of a request's first completion as they are sampled, instead of
-        `collect`. It ends early if `should_stop` returns True or the caller closes it.
+        """Yields the tokens of a request's first completion as they are sampled; replaces `collect`
+        for this request. Ends early if `should_stop` returns True or the caller closes the
+        iterator.
 
-        If `should_stop` ended a request that is kept, it can be continued from the last token.
+        If `should_stop` ended a request with `keep`, the request can be continued from its last
+        token.
         """
         ...
 
     def peek(self, ticket: Ticket, start: int = 0) -> list[Token]:
-        """The tokens of a request's first completion so far, from index `start`; does not decode.
+        """Returns the tokens of a request's first completion so far, from index `start`, without
+        decoding.
 
-        Raises the error that has ended the request.
+        Raises the error that ended the request, if there is one.
         """
         ...
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request; its tokens so far are collected as "cancelled".
+        """Ends a request. Its tokens so far are collected with the finish "cancelled".
 
-        Frees its kept caches, and those of the request that it continues.
+        The request's kept caches are freed, and so are those of the request that it continues.
         """
         ...

@@ -1,4 +1,4 @@
-"""`LocalEngine` decodes in this process, with one queue of rows."""
+"""The engine that decodes in this process, with one queue of rows."""
 
 import functools
 import itertools
@@ -31,16 +31,16 @@ PAUSE = 0.2  # seconds between two progress reports
 
 @attrs.define(eq=False)
 class _Job:
-    """A request and its results so far."""
+    """A request, and its results so far."""
 
     ticket: Ticket
     request: Request
     entry: Entry
-    queued: bool = False  # whether it is in the queue
-    ended: dict[int, Row] = attrs.field(factory=dict)  # by the numbers of the entry's rows
-    computed: int = 0  # tokens of the prompt that were computed
+    queued: bool = False  # whether the request is in the queue
+    ended: dict[int, Row] = attrs.field(factory=dict)  # by the row numbers in `entry`
+    computed: int = 0  # number of prompt tokens that were computed
     collects: bool = True  # whether `collect` returns its rows or raises its error
-    error: BaseException | None = None  # the error that ended it
+    error: BaseException | None = None  # the error that ended the request
 
     @property
     def is_done(self) -> bool:
@@ -48,7 +48,7 @@ class _Job:
 
     @property
     def computation(self) -> Any:
-        """A value that is equal for requests that can share the computation of their prompt."""
+        """A key that is equal for requests that can share their prompt's computation."""
         request = self.request
         if request.images is not None or request.continues is not None:
             return self.ticket
@@ -57,9 +57,9 @@ class _Job:
 
 @attrs.define(eq=False)
 class LocalEngine:
-    """An engine without weights: call `load` first."""
+    """An engine that decodes in this process. It starts without weights: call `load` first."""
 
-    decoder: TextDecoder | None = None  # finds stop strings; None: requests must not have any
+    decoder: TextDecoder | None = None  # finds stop strings; None means requests must not have any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)
     advance: Advance | None = (
         None  # called several times a second with the number of sampled tokens
@@ -68,25 +68,25 @@ class LocalEngine:
 
     version: int = attrs.field(default=0, init=False)  # see `Engine`
     _weights: Weights | None = attrs.field(default=None, init=False)
-    _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
+    _queue: RowQueue | None = attrs.field(default=None, init=False)  # None without weights
     _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the decoding rows
     _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
-    # submitted, but not in the queue yet
+    # submitted requests that are not in the queue yet
     _waiting: list[_Job] = attrs.field(factory=list, init=False)
-    # the requests of the queue's rows
+    # maps the queue's rows to their requests
     _owners: dict[int, _Job] = attrs.field(factory=dict, init=False)
-    # rows that a request may continue
+    # rows that a later request may continue
     _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
-    _decoding: set[int] = attrs.field(factory=set, init=False)  # rows of the last step
+    _decoding: set[int] = attrs.field(factory=set, init=False)  # rows in the last decoding step
     _cached_stop: Callable[[TextDecoder, tuple[str, ...]], FindStop | None] = attrs.field(
         factory=lambda: functools.lru_cache(64)(TextDecoder.find_stop), init=False
     )
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _drawn: int = attrs.field(default=0, init=False)  # tokens sampled since the engine was idle
-    _most: int = attrs.field(default=0, init=False)  # maximum number of tokens of these rows
+    _most: int = attrs.field(default=0, init=False)  # maximum number of tokens for these rows
     _reported: float = attrs.field(default=0.0, init=False)
-    # the number of rows of a single request for which memory ran out once
+    # the number of rows with which a single request ran out of memory once
     _tried: int = attrs.field(default=0, init=False)
 
     @property
@@ -198,7 +198,7 @@ class LocalEngine:
                 del self._owners[number]
 
     def _end(self, job: _Job) -> None:
-        """Ends a decoding request at its current token, and keeps its caches if it may be
+        """Ends a decoding request at its current token. The caches are kept if the request may be
         continued.
         """
         rows = job.entry.rows
@@ -215,7 +215,7 @@ class LocalEngine:
         return self._queue.so_far(row)
 
     def _done(self) -> dict[Ticket, tuple[Row, ...]]:
-        """The completed requests, each returned once. Raises the error of failed requests."""
+        """Returns each completed request once. Raises the error of failed requests."""
         errors = []
         for job in self._jobs.values():
             if job.collects and job.error is not None:
@@ -232,7 +232,7 @@ class LocalEngine:
         }
 
     def _step(self) -> bool:
-        """Decodes for a moment; returns whether there was anything to decode."""
+        """Decodes for a moment. Returns whether there was a row to decode."""
         weights, queue = self._weights, self._queue
         if weights is None or queue is None:
             raise RuntimeError("the engine has no weights: call load first")
@@ -247,7 +247,7 @@ class LocalEngine:
             column = next(self._columns, None)
             self._decoding = set() if column is None else set(column.rows)
             self._report(column)
-        except BaseException as error:  # including a signal's: the decoding rows are lost
+        except BaseException as error:  # includes signals: the decoding rows are lost
             self._columns = None
             if not is_out_of_memory(error):
                 self._take(queue)
@@ -265,7 +265,7 @@ class LocalEngine:
         return True
 
     def _close(self) -> None:
-        """Stops decoding; the policy's module has its own parameters again."""
+        """Stops decoding, and restores the policy module's own parameters."""
         if self._columns is not None:
             self._columns.close()
         self._columns = None
@@ -297,7 +297,7 @@ class LocalEngine:
         return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
 
     def _enqueue(self, queue: RowQueue) -> None:
-        """Adds submitted requests to the queue; requests with the same prompt share its
+        """Adds submitted requests to the queue. Requests with the same prompt share its
         computation.
         """
         for _, alike in itertools.groupby(self._waiting, lambda job: job.computation):
@@ -330,10 +330,10 @@ class LocalEngine:
         return self._cached_stop(self.decoder, stop)
 
     def _again(self, weights: Weights, queue: RowQueue, reason: str) -> None:
-        """Restarts the rows in progress after memory ran out, half as many at a time.
+        """Restarts the rows in progress after memory ran out, with half as many rows at a time.
 
-        The minimum is one request's rows, which are tried twice, because cached memory may be
-        fragmented.
+        At least one request's rows are decoded together. This minimum is tried twice, because
+        cached memory may be fragmented.
         """
         left = self._under_way()
         largest = max(len(job.entry.rows) for job in left)
@@ -352,8 +352,8 @@ class LocalEngine:
         return [job for job in self._jobs.values() if job.queued and not job.is_done]
 
     def _fail(self, weights: Weights, queue: RowQueue, error: BaseException) -> None:
-        """Ends the requests that have started with this error; the other requests in the queue wait
-        again.
+        """Ends the started requests with this error. The other requests in the queue are
+        submitted again.
         """
         left = self._under_way()
         begun = {self._owners[number] for number, row in queue.rows.items() if row.has_begun}
@@ -374,7 +374,7 @@ class LocalEngine:
         self._waiting = jobs + self._waiting
 
     def _report(self, column: Column | None) -> None:
-        """Reports, several times a second, the number of sampled tokens and their maximum."""
+        """Reports the number of sampled tokens and their maximum, several times a second."""
         self._drawn += 0 if column is None else len(column.rows)
         if self.advance is None or time.perf_counter() < self._reported + PAUSE:
             return

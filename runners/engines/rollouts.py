@@ -1,4 +1,6 @@
-"""Rollouts from any engine: completions of prompts, and conversations with external replies."""
+"""Samples rollouts with any engine: completions of prompts, and conversations with external
+replies.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Cancelled(Exception):
-    """Raised if `should_stop` has ended the sampling. The results are discarded, except by callers
-    that show partial results.
+    """Raised if `should_stop` ended the sampling. The results are discarded, except by callers that
+    show partial results.
     """
 
     def __init__(self, rollout: g.Rollout) -> None:
-        """`rollout`: the tokens sampled so far; its rows may be empty."""
+        """Stores the tokens sampled so far as a `rollout`, whose rows may be empty."""
         super().__init__("the sampling was interrupted")
         self.rollout = rollout
 
 
 class Prompt(Protocol):
-    """An item with a prompt to complete, such as an `Example`."""
+    """An object with a prompt to complete, such as an `Example`."""
 
     @property
     def tokens(self) -> tuple[int, ...]: ...
@@ -46,10 +48,11 @@ def requests_of(
     numbers: Sequence[int] | None = None,
     vision: VisionPart | None = None,
 ) -> list[Request]:
-    """G completions per prompt; completion g of prompt n uses the random stream (key, n, g).
+    """Returns one request per prompt, for G completions each. Completion g of prompt n uses the
+    random stream (key, n, g).
 
-    `numbers` contains the number n of each prompt; None means 0, 1, 2, …. With a vision part,
-    prompts may have images.
+    `numbers` contains each prompt's number n; None means 0, 1, 2, … If `vision` is given, prompts
+    may have images.
     """
     images = vision.see(prompts) if vision else None
     seeds = seeds_of(key, numbers or range(len(prompts)), sampling)
@@ -60,7 +63,7 @@ def requests_of(
 
 
 def seeds_of(key: mx.array, numbers: Sequence[int], sampling: g.Sampling) -> list[tuple[Seed, ...]]:
-    """The seeds of G completions of each of these prompts."""
+    """Derives the seeds for G completions of each of these prompts."""
     size = sampling.num_generations
     if not numbers:
         return []
@@ -78,9 +81,9 @@ def generate(
     *,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """The completions of requests of G seeds each.
+    """Samples the completions for requests with G seeds each.
 
-    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
+    Raises Cancelled if `should_stop` ended the sampling, and the ValueErrors of `grpo_fn.generate`.
     """
     tickets: list[Ticket] = []
     rows: dict[Ticket, tuple[Row, ...]] = {}
@@ -115,7 +118,9 @@ def _rollout(
     *,
     with_entropy: bool,
 ) -> g.Rollout:
-    """The rollout of these rows, `size` of each prompt, with the versions of their weights."""
+    """Combines rows into a rollout, `size` rows per prompt. The rollout also contains the oldest
+    version of the weights that sampled each row.
+    """
     ended = [
         Ended(
             tokens=list(row.tokens),
@@ -140,7 +145,7 @@ def _rollout(
 
 @attrs.define(eq=False)
 class Talk:
-    """One row: sampled turns, and given tokens between them."""
+    """One row: sampled turns, and the given tokens between them."""
 
     prompt: tuple[int, ...]
     seed: Seed
@@ -152,7 +157,7 @@ class Talk:
     finish: Finish = "length"
 
     def sample(self, row: Row) -> None:
-        """Appends a turn."""
+        """Appends a sampled turn."""
         self._append(row, [True] * len(row.tokens))
 
     def give(self, tokens: Sequence[int]) -> None:
@@ -161,7 +166,9 @@ class Talk:
         self._append(Row(tuple(tokens), zeros, "length", (), zeros), [False] * len(tokens))
 
     def after(self, head: Sequence[int]) -> Talk:
-        """The same row after given tokens that are no longer part of its prompt."""
+        """Returns a copy of the row whose completion starts with `head`: given tokens that the
+        rollout no longer counts as prompt.
+        """
         row = Talk(self.prompt, self.seed)
         row.give(head)
         row._append(self, self.sampled)
@@ -177,7 +184,7 @@ class Talk:
 
 
 def turn_starts(sampled: Sequence[bool]) -> list[int]:
-    """The index of the first token of each turn that the model sampled."""
+    """Returns the index of each sampled turn's first token."""
     return [n for n, own in enumerate(sampled) if own and not (n and sampled[n - 1])]
 
 
@@ -190,25 +197,25 @@ def converse(
     together: bool = True,
     should_stop: ShouldStop = never,
 ) -> g.Rollout:
-    """Samples conversations: a finished turn may be followed by the tokens of a reply, and then
-    continues.
+    """Samples conversations. After a finished turn, the tokens of a reply may be appended, and the
+    model then samples another turn.
 
     Args:
         engine, sampling: as for `generate`; `max_new_tokens` limits a conversation, including given
             tokens.
-        requests: with one seed each, in groups of G. The part of a prompt after the
-            group's common prefix becomes the start of its completion, as given tokens.
-        replies: replies to turns. Rows are numbered like the requests.
-        together: start turns only when no row is decoding and all replies have arrived, so that
-            numbers are bit-identical each time. If False, a turn starts as soon as its reply has
-            arrived, so that a slow reply does not delay other rows.
+        requests: requests with one seed each, in groups of G. If a prompt is longer than the
+            group's common prefix, the rest becomes the start of its completion, as given tokens.
+        replies: computes replies to turns. Rows are numbered like the requests.
+        together: if True, turns start only when no row is decoding and all replies have arrived, so
+            results are bit-identical across runs. If False, a turn starts as soon as its reply has
+            arrived, so a slow reply does not delay other rows.
 
-    Raises Cancelled if `should_stop` ended it, and the ValueErrors of `grpo_fn.generate`.
+    Raises Cancelled if `should_stop` ended the sampling, and the ValueErrors of `grpo_fn.generate`.
     """
     talks = [Talk(request.prompt, request.seeds[0]) for request in requests]
     decoding: dict[Ticket, int] = {}
     waiting: set[int] = set()
-    held: dict[int, Ticket] = {}  # of each row's turn that decodes, or that a later turn continues
+    held: dict[int, Ticket] = {}  # each row's turn that is decoding or may be continued
 
     def take_turn(row: int) -> None:
         talk = talks[row]
@@ -244,7 +251,7 @@ def converse(
         if tokens is not None and len(tokens) < room:
             talk.give(tokens)
             take_turn(row)
-        else:  # if there is a reply, there is no room for an answer to it
+        else:  # no reply, or no room for the model's answer to the reply
             talk.finish = talk.finish if tokens is None else "length"
             end(row)
 
@@ -267,7 +274,7 @@ def converse(
                     )
                 for row in sorted(found):
                     answer(row, found[row])
-    except Interrupted:  # by `replies`, which asks `should_stop` too
+    except Interrupted:  # raised by `replies`, which also checks `should_stop`
         pass
     finally:
         for ticket in held.values():
@@ -281,8 +288,8 @@ def converse(
 
 
 def grouped(talks: Sequence[Talk], size: int, *, with_entropy: bool) -> g.Rollout:
-    """The rollout of groups of `size` rows; a group's prompt is the common start of its rows'
-    prompts.
+    """Combines rows into a rollout with groups of `size` rows. A group's prompt is the common
+    prefix of its rows' prompts.
     """
     prompts: list[tuple[int, ...]] = []
     rows: list[Talk] = []

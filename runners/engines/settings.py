@@ -1,4 +1,4 @@
-"""A config's settings for sampling: the distribution and the decoding."""
+"""Derives the sampling and decoding settings from a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sampling_of(config: Config, eos_ids: Iterable[int]) -> g.Sampling:
-    """The sampling settings of a run."""
+    """Returns a run's sampling settings."""
     rollout = config.rollout
     return g.Sampling(
         num_generations=rollout.num_generations,
@@ -29,7 +29,7 @@ def sampling_of(config: Config, eos_ids: Iterable[int]) -> g.Sampling:
 
 
 def decoding_of(config: Config) -> g.Decoding:
-    """The decoding settings of a run, with rollout.launch and max_batch resolved."""
+    """Returns a run's decoding settings, after resolving rollout.launch and max_batch."""
     rollout = config.rollout
     return g.Decoding(
         pipelined=rollout.launch == "async",
@@ -39,7 +39,7 @@ def decoding_of(config: Config) -> g.Decoding:
 
 
 def usual_launch(platform: Platform) -> str:
-    """The meaning of rollout.launch = "auto". On a CPU, there is no launch time to hide, and
-    pipelining copies caches.
+    """Returns the launch mode that rollout.launch = "auto" stands for. A CPU has no launch time to
+    hide, and pipelining copies caches.
     """
     return "eval" if platform.backend == "cpu" else "async"

@@ -1,4 +1,4 @@
-"""Tools and environments that reply to a model's turns, and the tokens of calls and observations.
+"""Tools and environments that reply to a model's turns, and the tokenization of their replies.
 
-Imports rewards, data, tokenization and their dependencies; no training.
+Imports rewards, data, tokenization and their dependencies, but not training.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST_EXPRESSION = 200  # characters of an expression
-_DIGITS = 60  # of an intermediate integer
+_DIGITS = 60  # limit on the digits of an intermediate integer
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -24,7 +24,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: Numbers, + - * / and brackets, or 'text'.count('part').
     """
-    # As in nanochat. Nothing is executed: only these nodes of the expression's tree are evaluated.
+    # As in nanochat. Nothing is executed: only these node types in the expression's syntax tree are
+    # evaluated.
     if len(expression) > LONGEST_EXPRESSION:
         return ""
     try:
@@ -40,7 +41,7 @@ def calculate(expression: str) -> str:
 
 def _parsed(expression: str) -> ast.expr:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about texts such as "12or 3", which a model may write
+        warnings.simplefilter("ignore")  # for texts such as "12or 3", which a model may write
         return ast.parse(expression.strip(), mode="eval").body
 
 

@@ -1,8 +1,8 @@
-"""Computes the tokens after a model's turn in a chat: observations, and the header of the next
-turn.
+"""Tokenizes what follows a model's turn in a chat: observations, and the header of the next turn.
 
-Earlier turns are not tokenized again. The template renders a small conversation with the
-observations; the part after its last assistant turn is appended to the existing tokens.
+Earlier turns are not tokenized again. The template renders a short conversation that contains the
+observations. The part after the conversation's last assistant turn is tokenized and appended to the
+existing tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from runners.data.rendering import apply_template, has_template, render
 from runners.errors import UserError, error_line
 from runners.tokenization.text import TextDecoder, encode
 
-LONGEST = 32  # characters; tokens are hardly longer than this on average
+LONGEST = 32  # characters per token; on average, tokens are hardly ever longer
 _ASKED = {"role": "user", "content": "a question"}
 _SAID = "the answer"
-_PROBE = "observed"  # some templates leave out what they do not support
+_PROBE = "observed"  # detects templates that leave out observations
 
 
 @attrs.frozen(eq=False)
 class ChatTurns:
-    """Observations as tokens, for one tokenizer and its tools."""
+    """Converts observations to tokens, for one tokenizer and its tools."""
 
     tokenizer: Any
     schemas: Sequence[dict[str, Any]]
@@ -32,11 +32,12 @@ class ChatTurns:
     decoder: TextDecoder = attrs.field(
         default=attrs.Factory(lambda self: TextDecoder(self.tokenizer), takes_self=True)
     )
-    mark_ids: tuple[int, ...] = ()  # of nanochat's marks
+    mark_ids: tuple[int, ...] = ()  # ids of nanochat's markers
 
     def check(self, tool: str) -> None:
         """Raises UserError if the template cannot show the tools, or cannot continue after a call
-        of `tool`."""
+        to `tool`.
+        """
         try:
             render(
                 self.tokenizer,
@@ -53,7 +54,9 @@ class ChatTurns:
             ) from error
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
-        """An observation of at most `most` tokens, and whether it was truncated."""
+        """Truncates an observation to `most` tokens. Returns the text, and whether it was
+        truncated.
+        """
         head = content[: most * LONGEST]  # encoding 10 MB would be slow
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
@@ -63,7 +66,7 @@ class ChatTurns:
     def follow(
         self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]
     ) -> tuple[int, ...]:
-        """The tokens after a turn: its end, the observations, the next header."""
+        """Returns the tokens after a turn: its end, the observations, and the next header."""
         if self.mark_ids:  # in nanochat's format, the same turn continues after the output
             said = "".join(each["content"] for each in observations)
             *_, start, end = self.mark_ids
@@ -75,24 +78,26 @@ class ChatTurns:
         return self._behind(tokens, before, after)
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
-        """The tokens after a turn with these tokens, following the end of the rendered turn."""
+        """Tokenizes the text after a turn. End tokens that the turn already contains are not
+        repeated.
+        """
         ends = self._ends()
-        place = max((before.rfind(text) for text in ends), default=-1)  # the last end token
+        place = max((before.rfind(text) for text in ends), default=-1)  # of the last end token
         close = before[place:] if place >= 0 else ""
-        # the turn has ended, with any of the model's end tokens
+        # the turn already ends with one of the model's end tokens
         if tokens and tokens[-1] in self.end_ids:
             close = close[max((len(text) for text in ends if close.startswith(text)), default=0) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
     def _ends(self) -> list[str]:
-        """The texts of the tokens that end a turn."""
+        """Returns the texts of the tokens that end a turn."""
         return [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
 
     def _forms(
         self, observations: Sequence[dict[str, Any]]
     ) -> list[tuple[Message, Sequence[Message]]]:
-        """An assistant's turn and the messages after it, in each form that templates use, the best
-        one first.
+        """Returns an assistant's turn and the messages after it, in each form that templates
+        accept. The preferred form is first.
         """
         tools = [
             {**each, "tool_call_id": f"call{number:05d}"}
@@ -111,11 +116,13 @@ class ChatTurns:
         return [
             ({"role": "assistant", "content": "", "tool_calls": calls}, tools),
             (plain, tools),
-            (plain, [{"role": "user", "content": merged}]),  # a template without tools
+            (plain, [{"role": "user", "content": merged}]),  # for templates without tools
         ]
 
     def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
-        """A conversation up to its assistant's turn, and the rest, in the first form that works."""
+        """Renders a conversation in the first form that the template supports. Returns the text up
+        to the end of the assistant's turn, and the rest. Raises UserError if no form works.
+        """
         fault = ""
         for assistant, following in forms:
             try:
@@ -136,10 +143,11 @@ class ChatTurns:
         )
 
     def _by_words(self, assistant: Message, following: Sequence[Message]) -> tuple[str, str]:
-        """A conversation up to the end of its assistant's turn, and the whole conversation.
+        """Renders a conversation. Returns the text up to the end of the assistant's turn, and the
+        whole text.
 
         Some templates render the last turn differently (Qwen3 adds empty thoughts), so the end is
-        located after the turn's text.
+        found by searching for the turn's text.
         """
         said = {**assistant, "content": _SAID}
         whole = self._apply([_ASKED, said, *following], head=True)

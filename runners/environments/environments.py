@@ -1,4 +1,4 @@
-"""The tools and environments of a run ([env]), and rollouts with them."""
+"""Tools and environments that a config names ([env]), and rollouts with them."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -29,21 +29,21 @@ from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker
 
-_INSTANCES = "runners.environments.instances"  # the module with the worker's operations
-_numbers = itertools.count()  # numbers of environments
+_INSTANCES = "runners.environments.instances"  # the module that contains the worker's operations
+_numbers = itertools.count()  # assigns numbers to environments
 
 
 class Player(Protocol):
-    """Plays a run's conversations, either with environments that reply or with programs that
-    contain the loop.
+    """Plays a run's conversations, with environments that reply or with programs that contain the
+    loop.
     """
 
     reward: Reward | None  # the player's own reward
-    turn_reward: Reward | None  # the sum of the rewards of turns
+    turn_reward: Reward | None  # sums an episode's turn rewards
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
-        """The schemas of the tools that prompts show."""
+        """Schemas of the tools that prompts show."""
         ...
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -60,25 +60,26 @@ class Player(Protocol):
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """A rollout of G conversations per example, and the finished episodes.
+        """Samples G conversations per example. Returns the rollout and the finished episodes.
 
-        Completion g of example n uses the random stream (key, n, g); `numbers` are the examples' n
-        (None: 0, 1, 2, …). Raises Cancelled if `should_stop` ended it.
+        Completion g for example n uses the random stream (key, n, g). `numbers` contains each
+        example's number n; None means 0, 1, 2, … Raises Cancelled if `should_stop` ended the
+        sampling.
         """
         ...
 
 
 @attrs.define(eq=False, kw_only=True)
 class Environments(Home):
-    """The environments of a run. Instances are created when needed, and reused after a `reset`.
+    """A run's environments. Instances are created when needed, and reused after `reset`.
 
-    They live in the process of user code and are addressed by number.
+    The instances exist in the user code's process and are addressed by number.
     """
 
     reward: Reward | None  # the environment's own reward
-    turn_reward: Reward | None  # the sum of the rewards of turns
-    _idle: list[int] = attrs.field(alias="idle")  # instances that no episode uses
-    _hung: list[int | None] = attrs.field(factory=list)  # instances that are not used again
+    turn_reward: Reward | None  # sums an episode's turn rewards
+    _idle: list[int] = attrs.field(alias="idle")  # instances that no episode is using
+    _hung: list[int | None] = attrs.field(factory=list)  # instances that must not be used again
 
     @property
     def schemas(self) -> Sequence[dict[str, Any]]:
@@ -95,8 +96,8 @@ class Environments(Home):
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
-        """See `Player`. The environments of the previous call are reused, so its rewards must have
-        been computed.
+        """See `Player`. The previous call's environments are reused, so compute its rewards
+        first.
         """
         rows = repeated(examples, sampling.num_generations)
         seeds = flat(seeds_of(key, numbers or range(len(examples)), sampling))
@@ -127,8 +128,8 @@ class Environments(Home):
         return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
-        """The environments' own rewards: None for an environment without a reward, and None as a
-        whole if the class has no `get_reward`.
+        """Returns the environments' own rewards, with None for an episode that has no reward.
+        Returns None instead of a list if the class has no `get_reward`.
         """
         if self.reward is None:
             return None
@@ -142,10 +143,10 @@ class Environments(Home):
         return [None if each.fault or value != value else value for value, each in rows]
 
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
-        """The session of these rows' episodes, after `reset`. Episodes keep their instances until
-        `release`.
+        """Starts an episode for each row, calls `reset`, and returns the session for these
+        episodes. Episodes keep their instances until `release`.
 
-        `should_stop` is checked while waiting for calls. Raises Interrupted if it ends the wait.
+        `should_stop` is checked during the wait for calls. Raises Interrupted if it returns True.
         """
         episodes = [Episode(row) for row in rows]
         prompts = [row.tokens for row in rows]
@@ -154,8 +155,9 @@ class Environments(Home):
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
-        """Ends the episodes: their instances may be reset for others, except those with hanging
-        calls."""
+        """Ends a session's episodes. Each instance may be reset for another episode, unless one of
+        its calls hangs.
+        """
         for episode in session.episodes:
             if episode.environment is not None:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
@@ -166,8 +168,8 @@ class Environments(Home):
             _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
     def _reset(self, episodes: Sequence[Episode], should_stop: ShouldStop) -> list[tuple[int, ...]]:
-        """Calls `reset` for each episode, in its own instance; returns the prompts, with what it
-        returned.
+        """Calls `reset` for each episode, in its own instance. Returns the prompts, which contain
+        the text that `reset` returned.
         """
         self._drop_hung()
         for row, episode in enumerate(episodes):
@@ -199,7 +201,7 @@ class Environments(Home):
         self._hung = []
 
     def _prompt(self, example: Example, greeting: str | None) -> tuple[int, ...]:
-        """The tokens of an example's prompt, with a greeting at the end of its last message."""
+        """Tokenizes an example's prompt, with a greeting appended to its last message."""
         if not greeting:
             return example.tokens
         *before, last = example.messages
@@ -214,7 +216,9 @@ class Environments(Home):
 
 
 def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[str | Path]) -> None:
-    """Imports [env]'s factory and tools, if there are any; `load` is `Worker.load` or `preload`."""
+    """Imports the factory and tools that [env] names. `load` is `Worker.load` or
+    `Worker.preload`.
+    """
     if env.factory or env.tools:
         load(
             f"{_INSTANCES}:load",
@@ -225,8 +229,8 @@ def _import_tools(load: Callable[..., Any], env: EnvConfig, folders: Iterable[st
 
 
 def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is any, the process starts now and
-    imports the code.
+    """Returns the worker for the code that a config names. If the config names any, the process
+    starts now and imports the code.
     """
     worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
@@ -237,8 +241,10 @@ def start_worker(config: Config) -> Worker:
 
 
 def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The config's rewards, after importing their code: custom ones in the worker, or in this
-    process with reward.timeout = 0. Raises UserError if one cannot be imported."""
+    """Imports the code that a config names, and returns the config's rewards. Custom rewards are
+    imported in the worker, or in this process if reward.timeout is 0. Raises UserError if an import
+    fails.
+    """
     reward = config.reward
     rewards = resolve_rewards(
         reward.functions,
@@ -260,11 +266,11 @@ def build_environments(
     folders: Sequence[Path],
     worker: Worker,
 ) -> Environments | None:
-    """The environments of [env]; None if it names none. Their code runs in the `worker`.
+    """Builds the environments that [env] names, or returns None if there are none. Their code runs
+    in `worker`.
 
-    One instance is created to inspect its tools.
-
-    Raises UserError for a factory or tool that cannot be found, created or described to a model.
+    One instance is created to inspect its tools. Raises UserError if a factory or tool cannot be
+    found, created or described to a model.
     """
     if not env.factory and not env.tools:
         return None
@@ -277,7 +283,7 @@ def build_environments(
     schemas = [tool.schema for tool in tools.values()]
     chat = ChatTurns(
         tokenizer,
-        [] if marks else schemas,  # nanochat's template has no place for them
+        [] if marks else schemas,  # nanochat's template cannot show schemas
         data.chat_template_kwargs,
         frozenset(end_ids),
         decoder,
@@ -304,8 +310,8 @@ def build_environments(
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:
-    """Runs an operation on an environment before any episode. Raises UserError if it fails or takes
-    too long.
+    """Runs an operation on an environment before the first episode. Raises UserError if the
+    operation fails or reaches its time limit.
     """
     key = f"env.factory {env.factory}"
     calls.submit(0, f"{_INSTANCES}:{operation}", number, *arguments, key, timeout=env.timeout)
@@ -318,8 +324,9 @@ def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Player | None) -> tuple[Reward, ...]:
-    """The config's rewards, then the environment's, with the reward of turns last. Raises UserError
-    if there are none, or if a reward lacks an argument.
+    """Returns the config's rewards, then the environment's own reward, then the reward of turns.
+    Raises UserError if there are no rewards, or if a reward accepts `environments` but runs in this
+    process.
     """
     for reward in rewards:
         if "environments" in reward.parameters.needed and not isinstance(

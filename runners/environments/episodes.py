@@ -1,6 +1,4 @@
-"""Manages a rollout's episodes: an environment for each row, its turns and calls, and the data for
-rewards.
-"""
+"""Manages a rollout's episodes: each row's environment, turns, calls, and data for rewards."""
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -25,44 +23,48 @@ from runners.user_code.worker import Calls
 
 @attrs.define(eq=False)
 class Episode:
-    """One row's conversation."""
+    """One row's conversation with its environment."""
 
     example: Example
-    environment: int | None = None  # its number; None: no environment, or its reset failed
+    environment: int | None = None  # number; None means no environment, or that `reset` failed
     messages: list[Message] = attrs.field(factory=list)  # messages after the prompt
     counts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(COUNTS, 0))
-    fault: str = ""  # why it has no reward; empty: it has one
-    seconds: float = 0.0  # total duration of its calls
+    fault: str = ""  # why the episode has no reward; empty if it has one
+    seconds: float = 0.0  # total duration of the episode's calls
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
 @attrs.define(eq=False, kw_only=True)
 class Home:
-    """The tools of a run, and what all of its episodes share."""
+    """A run's tools, and the settings that all its episodes share."""
 
     config: EnvConfig
     calls: Calls
     tools: dict[str, Tool]  # by name
-    chat: ChatTurns  # how observations become tokens
+    chat: ChatTurns  # converts observations to tokens
     reader: CallReader
-    nudge: str  # precedes each row's first words
-    thoughts: tuple[str, ...]  # the tags around thoughts, in which nothing is called
+    nudge: str  # text that starts each row's first turn
+    thoughts: tuple[str, ...]  # the tags around thoughts; calls inside them are ignored
 
 
 @attrs.define(eq=False)
 class Session:
-    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them executed, and writes
-    observations."""
+    """Implements `grpo_fn.rollout.Replies` for one rollout: parses calls, submits them for
+    execution, and tokenizes the observations.
+    """
 
     episodes: Sequence[Episode]  # one episode per row, already started
     prompts: Sequence[tuple[int, ...]]  # one prompt per row
     _home: Home
     _should_stop: ShouldStop = never
-    # For each row that waits for a reply: its turn, and the names of refused calls.
+    # For each row that waits for a reply: its turn's tokens, and the names of calls beyond the
+    # limit.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """See `Replies`. A turn without a call, or beyond the limit, ends the conversation."""
+        """See `Replies`. A turn without a call, or a turn that reaches the limit, ends the
+        conversation.
+        """
         episode = self.episodes[row]
         limits = self._home.config
         known = self._home.tools
@@ -93,12 +95,12 @@ class Session:
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
     def finish(self, rollout: g.Rollout) -> list[FinishedEpisode]:
-        """The data for rewards and the log, after the rollout."""
+        """Collects the data for rewards and the log, after the rollout."""
         finished = []
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
             begins = turn_starts(sampled)
-            if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
+            if len(begins) > episode.counts["turns"]:  # the last turn reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer
@@ -131,7 +133,7 @@ class Session:
         return calls
 
     def _fault(self, call: ToolCall) -> str:
-        """The reason why a call cannot be executed; empty if it can."""
+        """Returns the reason why a call cannot be executed, or an empty text."""
         if call.fault or call.name in self._home.tools:
             return call.fault
         return f"there is no tool {call.name}{did_you_mean(call.name, list(self._home.tools))}"

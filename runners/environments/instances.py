@@ -1,6 +1,7 @@
-"""Creates, resets and calls environments and tools in the process of user code, by number.
+"""Creates, resets and calls environments and tools in the user code's process.
 
-These are operations of `runners.user_code`. Results are plain values: texts, names and schemas.
+The functions are operations of `runners.user_code` and address environments by number. Results are
+plain values: texts, names and schemas.
 """
 
 import inspect
@@ -13,16 +14,16 @@ from runners.errors import UserError, error_line, show, text_of
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, TURN_REWARDS
 
 _NOT_TOOLS = ("reset", GET_REWARD, GET_TURN_REWARDS)
-_LONGEST_ERROR = 400  # characters of an error that the model sees
+_LONGEST_ERROR = 400  # limit on the characters of an error that the model sees
 
 Store = dict[Any, Any]
 Functions = dict[str, Callable[..., Any]]
-Result = tuple[str, str, bool]  # the tool, its text, whether the call failed
+Result = tuple[str, str, bool]  # tool name, text, whether the call failed
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:
-    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, or if
-    two functions have the same name.
+    """Imports the class and the functions that [env] names. Raises UserError if one cannot be
+    found, or if two functions have the same name.
     """
     dirs = tuple(map(Path, folders))
     store.setdefault("environments", {})
@@ -44,8 +45,8 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
         )
     store["reward", GET_REWARD] = get_rewards
     store["reward", GET_TURN_REWARDS] = get_turn_rewards
-    # The first schema imports transformers and, where it is installed, PyTorch: env.timeout is for
-    # the user's code alone.
+    # The first schema imports transformers and, if installed, PyTorch. This import must not count
+    # against env.timeout, which limits only the user's code.
     _schema(_example, "_example", "env.tools")
 
 
@@ -58,11 +59,10 @@ def _example(text: str) -> None:
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env] (name, schema, whether it is a coroutine function), and the reward methods
-    of its class, each with its reward's name.
+    """Returns the tools that [env] provides (name, schema, whether it is a coroutine function), and
+    the reward methods of its class, each with its reward's name.
 
-    Raises UserError for tools that cannot be described to a model, and for objects that are not
-    environments.
+    Raises UserError for objects that are not environments, and for tools without a usable schema.
     """
     methods: Functions = {}
     rewards: dict[str, str] = {}
@@ -100,8 +100,9 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
-    """Raises UserError if the environment's `reset` does not accept these columns, which are passed
-    by name."""
+    """Raises UserError if the environment's `reset` does not accept these columns as keyword
+    arguments.
+    """
     signature = inspect.signature(_made(store, number).reset)
     try:
         signature.bind(**dict.fromkeys(columns))
@@ -113,8 +114,9 @@ def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -
 
 
 def get_rewards(environments: Sequence[Any]) -> Any:
-    """The results of each environment's `get_reward`; None for an environment without one.
-    Awaitable if one is a coroutine."""
+    """Calls each environment's `get_reward`, and returns the results; None for an environment that
+    has no such method. The returned value is awaitable if one of the results is.
+    """
     methods = [getattr(environment, GET_REWARD, None) for environment in environments]
     found = [method() if callable(method) else None for method in methods]
 
@@ -127,8 +129,8 @@ def get_rewards(environments: Sequence[Any]) -> Any:
 def get_turn_rewards(
     environments: Sequence[Any], log_extra: Callable[..., None]
 ) -> list[float | None]:
-    """The sum of each environment's `get_turn_rewards`: a number or None for each turn. The lists
-    are logged as a column.
+    """Calls each environment's `get_turn_rewards`, which returns a number or None for each turn,
+    and returns the sums. The lists are logged as a column.
     """
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     found = [method if method is None else method() for method in methods]
@@ -147,8 +149,9 @@ def _as_number(value: Any) -> float | None:
 
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
-    """Starts an episode in environment `number`, which is created if necessary; returns its
-    text."""
+    """Resets environment `number` for a new episode, and returns the text from `reset`. A missing
+    environment is created first. The returned value is awaitable if the result of `reset` is.
+    """
     found = _made(store, number).reset(**columns)
 
     async def wait() -> str:
@@ -160,10 +163,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """Executes a turn's calls, one after another; awaitable if one is a coroutine. Texts are
-    truncated to `characters`.
+    """Executes a turn's calls in order, and returns their results. The returned value is awaitable
+    if one of the tools is a coroutine function. Result texts are truncated to `characters`.
 
-    Each call is a name and its arguments, or a name and the reason why it cannot be called.
+    Each call consists of a name and either its arguments or the reason why it cannot be executed.
     """
     functions = dict(store["tools"])
     if number in store["environments"]:
@@ -177,7 +180,7 @@ def call(
         try:
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
-            # Half of a surrogate pair, which tokenizers cannot process, becomes a question mark.
+            # An unpaired surrogate, which tokenizers cannot process, becomes a question mark.
             return name, text[:characters].encode("utf-8", "replace").decode(), False
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
@@ -188,8 +191,8 @@ def call(
     results = all_made()
     if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
         return results
-    # Nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its
-    # own.
+    # Nothing here is awaited. The coroutine runs to its end outside any event loop, so a tool may
+    # start its own loop.
     try:
         results.send(None)
     except StopIteration as end:
@@ -197,13 +200,13 @@ def call(
 
 
 def drop(store: Store, numbers: Sequence[int]) -> None:
-    """Forgets environments."""
+    """Deletes environments."""
     for number in numbers:
         store["environments"].pop(number, None)
 
 
 def failure(name: str, fault: str) -> Result:
-    """The result of a call that failed."""
+    """Returns the result for a failed call."""
     return name, str({"error": fault}), True
 
 
@@ -214,8 +217,8 @@ def _made(store: Store, number: int) -> Any:
 
 
 def _methods(environment: Any) -> Functions:
-    """The public methods of an environment that are tools, bound, by name. They are looked up in
-    the class, so properties of the instance are not evaluated.
+    """Returns an environment's tools: its public methods, bound, by name. The methods are looked up
+    in the class, so the instance's properties are not evaluated.
     """
     return {
         name: getattr(environment, name)
@@ -225,7 +228,9 @@ def _methods(environment: Any) -> Functions:
 
 
 def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]:
-    """The schema of a function or bound method, from its type hints and docstring."""
+    """Returns the schema of a function or bound method, based on its type hints and docstring.
+    Raises UserError if they are insufficient.
+    """
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -238,8 +243,8 @@ def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]
 
 
 def _text(value: Any, none: str = "None") -> str:
-    """The result of a tool or of `reset` as a text; a list of text blocks becomes their joined
-    texts.
+    """Converts a result from a tool or `reset` to text. The texts in a list of text blocks are
+    joined.
     """
     if isinstance(value, list) and all(
         isinstance(x, Mapping) and x.get("type") == "text" for x in value

@@ -1,5 +1,6 @@
-"""Reads a model's tool calls: with mlx-lm's parser for the tokenizer, in nanochat's format, or as
-JSON."""
+"""Parses a model's tool calls: with mlx-lm's parser for the tokenizer, in nanochat's format, or as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from runners.errors import error_line
 
 START = "<tool_call>"  # in the plain format
 END = "</tool_call>"
-# nanochat's format: the argument of the only tool is between the first two marks, and the tool's
-# result between the other two.
+# Markers in nanochat's format. The only tool's argument is between the first two, and the tool's
+# result is between the last two.
 MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-MAX_CALLS = 64  # maximum per turn: the text of a policy has no other limit
+MAX_CALLS = 64  # maximum number of calls per turn; nothing else limits what a policy writes
 
 
 @attrs.frozen(eq=False)
 class Tool:
-    """One tool: its name, its schema for chat templates, and whether it is a coroutine function."""
+    """A tool: its name, its schema for chat templates, and whether it is a coroutine function."""
 
     name: str
     schema: dict[str, Any]
@@ -32,32 +33,32 @@ class Tool:
 
 @attrs.frozen(eq=False)
 class ToolCall:
-    """One call, or its error."""
+    """A parsed tool call, or its error."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
 
     def message(self) -> dict[str, Any]:
-        """The call as an entry of a message's `tool_calls`, in TRL's form for rewards."""
+        """Returns the call as an entry for a message's `tool_calls`, in TRL's form for rewards."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @attrs.frozen(eq=False)
 class CallReader:
-    """Finds tool calls in a turn's text."""
+    """Parses the tool calls in a turn's text."""
 
     schemas: Sequence[dict[str, Any]]
-    parser: Callable[..., Any] | None = None  # mlx-lm's; None: the plain format
+    parser: Callable[..., Any] | None = None  # mlx-lm's parser; None means the plain format
     start: str = START
-    end: str = END  # empty: a call extends to the end of the text
+    end: str = END  # empty means a call extends to the end of the text
 
     @classmethod
     def of(
         cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False
     ) -> CallReader:
-        """The reader for a tokenizer, with mlx-lm's parser or, if `marked`, for nanochat's
-        format.
+        """Returns the reader for a tokenizer. If `marked` is True, the reader uses nanochat's
+        format, otherwise mlx-lm's parser if the tokenizer has one.
         """
         if marked:
             return cls(schemas, _of_expression, start=MARKS[0], end=MARKS[1])
@@ -68,8 +69,8 @@ class CallReader:
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The stripped text around a turn's calls, and the calls in order; unreadable calls have an
-        error.
+        """Returns the stripped text around a turn's calls, and the calls in order. A call that
+        cannot be parsed is returned with an error.
         """
         if self.parser is None and self.start not in text:
             whole = _whole_json(text)
@@ -77,7 +78,7 @@ class CallReader:
                 return "", [whole]
         end = rf"(?:{re.escape(self.end)}|\Z)" if self.end else r"\Z"
         pattern = re.compile(f"{re.escape(self.start)}(.*?){end}", re.DOTALL)
-        parts = pattern.split(text, MAX_CALLS)  # the text around calls and the calls, in turn
+        parts = pattern.split(text, MAX_CALLS)  # other text and calls alternate
         calls = chain.from_iterable(map(self._parsed, parts[1::2]))
         return "".join(parts[::2]).strip(), [*islice(calls, MAX_CALLS)]
 
@@ -86,26 +87,26 @@ class CallReader:
             found = (
                 json.loads(body) if self.parser is None else self.parser(body, list(self.schemas))
             )
-        except Exception as error:  # a parser may raise any error for a policy's text
+        except Exception as error:  # a parser may raise any error for text that a policy wrote
             return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
         return [_call(each) for each in (found if isinstance(found, list) else [found])]
 
 
 def mark_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids of nanochat's marks; empty if the tokenizer does not have them."""
+    """Returns the ids of nanochat's markers; empty if the tokenizer does not have them."""
     known = tokenizer.get_vocab()
     return tuple(int(known[mark]) for mark in MARKS) if all(mark in known for mark in MARKS) else ()
 
 
 def _of_expression(body: str, schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Reads a call in nanochat's format: the text is the first argument of the only tool."""
+    """Parses a call in nanochat's format: the text is the first argument of the only tool."""
     (schema,) = schemas
     argument = next(iter(schema["function"]["parameters"]["properties"]))
     return {"name": schema["function"]["name"], "arguments": {argument: body}}
 
 
 def _call(found: Any) -> ToolCall:
-    """Checks a parser's result."""
+    """Checks a parser's result, and converts it to a ToolCall."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
     name = found.get("name") if isinstance(found, dict) else None
@@ -124,7 +125,9 @@ def _call(found: Any) -> ToolCall:
 
 
 def _whole_json(text: str) -> ToolCall | None:
-    """A call if the whole text is one JSON object with a name, as in Llama 3's templates."""
+    """Returns a call if the whole text is one JSON object with a name, as in Llama 3's templates;
+    otherwise None.
+    """
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):

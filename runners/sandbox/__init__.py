@@ -1,1 +1,1 @@
-"""Runs programs that a model wrote, isolated from the machine."""
+"""Runs programs that a model wrote, isolated from the rest of the machine."""

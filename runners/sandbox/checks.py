@@ -1,7 +1,7 @@
-"""Makes the checks of a program's tests outside its process, where the program cannot change them.
+"""Evaluates a test's checks outside the program's process, where the program cannot change them.
 
 In the program's process, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays
-here. A report is an untrusted claim of the program, and is read as plain data.
+outside. A report is an untrusted claim, and is parsed as plain data.
 """
 
 import ast
@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 
 _FALSE_CLAIMS = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
-_END = -1  # the number with which a test reports its end
-_CHECK = "__check__"  # the name of confined.check in a test
+_END = -1  # number that reports the end of a test
+_CHECK = "__check__"  # name of `confined.check` in a test
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -40,16 +40,17 @@ _KINDS: dict[str, Callable[..., Any]] = {
 
 @attrs.frozen
 class Test:
-    """A test in the form for the program's process, and the values that its reports must
-    contain."""
+    """A test in the form that the program's process executes, and the checks that its reports must
+    pass.
+    """
 
     source: str
-    checks: list[Callable[..., Any]]  # by number: computes the verdict from the reported values
-    required: frozenset[int]  # numbers of the checks that every complete run of the test reports
+    checks: list[Callable[..., Any]]  # by number: judge a check's reported values
+    required: frozenset[int]  # numbers of the checks that a complete run always reports
 
     def passed(self, reports: list[list[Any]]) -> bool:
-        """Whether the test has ended and all its checks are true, according to its reports (number,
-        values…).
+        """Returns whether the test has ended and all its checks are true. Each report contains the
+        check's number and the values.
         """
         with suppress(*_FALSE_CLAIMS):
             seen = {number for number, *_ in reports}
@@ -60,7 +61,7 @@ class Test:
 
 
 def read_test(text: str) -> Test:
-    """A test from its statements; text that is not Python becomes a test that always fails."""
+    """Parses a test's statements. Text that is not Python becomes a test that always fails."""
     rewriting = _Rewriting()
     required = set()
     try:
@@ -76,8 +77,8 @@ def read_test(text: str) -> Test:
 
 
 def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
-    """The reports in a program's output by test, each as (check, values…); anything but plain data
-    is skipped.
+    """Parses the reports in a program's output, grouped by test. Each report is (check, values…).
+    Reports that are not plain data are skipped.
     """
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
@@ -94,13 +95,13 @@ def _value(tagged: dict[str, Any]) -> Any:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Replaces each `assert` by a report."""
+    """Replaces each `assert` with a report."""
 
     def __init__(self) -> None:
         self.checks: list[Callable[..., Any]] = []
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:
-        """Splits an `and` into separate checks."""
+        """Replaces an `assert` with a report; each part of an `and` becomes a separate check."""
         match node.test:
             case ast.BoolOp(ast.And(), parts):
                 return [self._report(part) for part in parts]
@@ -115,8 +116,8 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | None:
-    """The values that a comparison reports, and a function that judges them; None if the test's
-    truth is computed in the program's process.
+    """Returns the values that a comparison reports, and a function that judges them. Returns None
+    if the condition must be evaluated in the program's process.
     """
     match test:
         case ast.Compare(left, [kind], [right]):
@@ -135,13 +136,15 @@ def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | Non
     if known and not isinstance(kind, ast.In | ast.NotIn):
         return [right], lambda found: holds(known[0], found)
     if isinstance(kind, ast.Eq | ast.NotEq):
-        # A single report means that they are not plain data: it contains their own comparison.
+        # If only one value is reported, it is the result of the values' own comparison.
         return [left, right], lambda found, *other: holds(found, *(other or [True]))
     return None
 
 
 def _literal(test: ast.expr) -> list[Any]:
-    """A list with the value of a literal expression; empty if the expression must be computed."""
+    """Returns a list with a literal expression's value. The list is empty if the expression is not
+    a literal.
+    """
     try:
         return [ast.literal_eval(test)]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""Checks whether a program written by a model passes its tests; each test runs in the sandbox."""
+"""Checks whether a model's program passes its tests. Each test runs in the sandbox."""
 
 import ast
 import functools
@@ -19,12 +19,12 @@ from runners.errors import show
 from runners.sandbox.checks import read_reports, read_test
 from runners.sandbox.sandbox import DEFAULT, Limits, check_sandbox, end_programs, run_program
 
-_MOST = 20_000  # characters that are read as Python in a text without a block
-_REPORTS = 4  # limit of the tests' reports, as a multiple of the limit of a program's output
+_MOST = 20_000  # number of characters that are parsed as Python if a text has no code block
+_REPORTS = 4  # output limit for test reports, as a multiple of the program's output limit
 _PYTHON = ("python", "py", "python3")
 _BLOCK = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
-# Names in programs that inspect their own process or redefine equality.
+# Names that programs use to inspect their own process or to redefine equality.
 _FORGES = re.compile(
     r"\b(__eq__|__ne__|builtins|__builtins__|_getframe|currentframe|f_back|f_locals|f_globals"
     r"|tb_frame|settrace|setprofile|ctypes|get_objects|get_referrers|__check__)\b"
@@ -32,11 +32,11 @@ _FORGES = re.compile(
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a model's text: its last complete block of Python between ``` lines, or the
-    whole text.
+    """Extracts the program from a model's text: the last complete Python block between ``` lines,
+    or the whole text.
 
-    A block without a language is used if no block is marked as Python. The result is None if there
-    is no block and the whole text is not Python.
+    A block without a language is used if no block is marked as Python. Returns None if there is no
+    such block and the whole text is not Python.
     """
     blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
     for languages in (_PYTHON, ("",)):
@@ -47,10 +47,11 @@ def extract_code(text: str) -> str | None:
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
-    """A problem's tests from its column: Python statements, or inputs with their expected outputs.
+    """Parses a problem's tests from its column: Python statements, or inputs with their expected
+    outputs.
 
-    Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
-    ``{"input": …, "output": …}``, or these as JSON or Python. Raises ValueError for anything else.
+    Accepts a list of statements (``assert f(1) == 2``), one text of statements, a list of
+    ``{"input": …, "output": …}``, or any of these as JSON or Python. Raises ValueError otherwise.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         for read in (json.loads, ast.literal_eval):
@@ -74,25 +75,27 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
 
 @attrs.frozen
 class Verdict:
-    """The outcome of a program."""
+    """A program's test results."""
 
-    passed: list[bool]  # one entry per test
-    ended: bool = False  # whether a time limit ended it
+    passed: list[bool]  # one entry for each test
+    ended: bool = False  # whether a time limit ended the program
 
     @property
     def share(self) -> float:
-        """The share of its tests that it passes."""
+        """The fraction of tests that the program passes."""
         return sum(self.passed) / len(self.passed)
 
 
 def judge_program(
     text: str, tests: Any, limits: Limits = DEFAULT, *, whole: bool = False
 ) -> Verdict:
-    """Which tests the program in a model's text passes, in order; `limits` apply to all tests
-    together.
+    """Runs the program in a model's text, and returns which tests it passes, in order. `limits`
+    apply to all tests together.
 
-    If tests have inputs, the program runs once per input, and its output is compared without white
-    space at the ends of lines and of the text. With `whole`, it stops at the first failed test.
+    If the tests have inputs, the program runs once per input. Its output is compared after
+    stripping white space at the ends of the lines and of the whole text. If `whole` is True, the
+    program is not run again after the first input with a wrong output.
+
     Raises ValueError like `read_tests`, and UserError if there is no sandbox.
     """
     code = text
@@ -116,37 +119,37 @@ def judge_program(
 
 
 def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
-    """Which tests the program in a model's text passes; `judge_program` for use in your own
-    code.
+    """Returns which tests the program in a model's text passes, in order. A shorter form of
+    `judge_program` for use in your own code.
     """
     return judge_program(text, tests, limits).passed
 
 
 def looks_forged(text: str) -> list[str]:
-    """The names in a text that a program could use to pass tests without solving them."""
+    """Returns the names in a text that a program could use to pass tests without solving them."""
     return sorted(set(_FORGES.findall(text)))
 
 
 def score_programs(
     texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT, *, whole: bool = False
 ) -> list[Verdict]:
-    """The outcome of each text's program; one program runs per processor at a time. With `whole`,
-    only whether a program passes all of its tests.
+    """Runs each text's program on its tests, with one program per CPU core at a time. If `whole` is
+    True, a verdict shows only whether the program passes all tests.
 
-    Raises UserError if there is no sandbox, and ValueError as in `read_tests`.
+    Raises UserError if there is no sandbox, and ValueError like `read_tests`.
     """
     check_sandbox(partial=limits.partial)
     judge = functools.partial(_known, limits=limits, whole=whole)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             return list(pool.map(judge, texts, tests))
-        except BaseException:  # after an interrupt, the remaining programs are ended
+        except BaseException:  # after an interrupt, kill the programs that are still running
             pool.shutdown(wait=False, cancel_futures=True)
             end_programs()
             raise
 
 
-# Rewards and evaluation judge the same programs.
+# Cached, because rewards and evaluation judge the same programs.
 _known = functools.lru_cache(maxsize=4096)(judge_program)
 
 
@@ -159,7 +162,9 @@ def _is_python(text: str) -> bool:
 
 
 def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits, *, whole: bool) -> Verdict:
-    """Which outputs are as expected; none if a limit ended the program."""
+    """Compares the program's outputs with the expected outputs. If a time limit ends the program,
+    the remaining tests fail.
+    """
     end = time.monotonic() + limits.seconds
     passed = [False] * len(cases)
     for number, case in enumerate(cases):

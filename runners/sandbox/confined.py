@@ -1,10 +1,12 @@
-"""A process that isolates itself from the machine and then runs programs; `sandbox.py` starts it.
+"""A process that isolates itself from the machine and then runs programs. `sandbox.py` starts it.
 
 This script requires only the standard library. It answers the first message with the missing
-protections, and each task (limits, then the program) with the program's exit code, processor time
-and output. It forks for each program and enforces the time limit, so a program starts with its
-modules loaded and needs only the files of the standard library. This process never stores a program
-or its output, because the next fork could read them.
+protections. It answers each task (limits, then the program) with the program's exit code, CPU time
+and output.
+
+The process forks for each program and enforces the time limit. A program therefore starts with its
+modules loaded, and needs only the standard library's files. This process never stores a program or
+its output, because the next fork could read them.
 """
 
 # pyright: basic
@@ -27,48 +29,48 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# Loaded before the root is changed: what programs import often,
-# and what needs libraries of the system.
+# Modules loaded before the root is changed: those that programs often import, and those that need
+# system libraries.
 MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions
 functools hashlib heapq itertools lzma math operator random re sqlite3 ssl statistics string typing
 uuid zlib"""
 LINUX = sys.platform == "linux"
-ROOT = "/sys"  # of the programs; any folder that every system has
+ROOT = "/sys"  # the programs' root; any folder that every system has
 SCRATCH = "/scratch"
 LIBRARY = list(filter(os.path.isdir, (*sys.path, "/usr/share/zoneinfo")))
-# Flags of unshare.
+# Flags for unshare.
 NEW_MOUNTS = 0x20000
 NEW_PROCESSES = 0x20000000
 NEW_USERS = 0x10000000
 NEW_OTHERS = 0x4C000000
-# Flags of mount.
+# Flags for mount.
 READ_ONLY = 1
 BARE = 2 | 4
 NO_PROGRAMS = 8
 REMOUNT = 32
 BIND = 4096
 PRIVATE = 1 << 14 | 1 << 18
-# Options of prctl.
+# Options for prctl.
 DEATH_SIGNAL = 1
 FILTER = 22
 NO_NEW_RIGHTS = 38
-# System calls: keyctl, and the first of Landlock's three.
+# System call numbers: keyctl, and the first of Landlock's three calls.
 KEYCTL = {"x86_64": 250, "aarch64": 219}
 LANDLOCK = 444
-# Rights of Landlock: reading and mapping files, reading folders; everything.
+# Landlock's access rights: reading and mapping files and reading folders; all rights.
 READING = 1 | 4 | 8
 ALL_RIGHTS = 0x1FFF
-# Descriptors of a program: for reports, and one that is open while it lives.
+# A program's file descriptors: one for reports, and one that stays open while the program lives.
 REPORT = 3
 LEASH = 4
-LONGEST = 100_000  # characters of a report
+LONGEST = 100_000  # limit on the characters of a report
 builtins.exit = builtins.quit = sys.exit
 OWN = dict(vars(builtins))
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """A function of the C library that raises OSError if it fails."""
+    """Calls a function from the C library. Raises OSError if the call fails."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     result = getattr(libc, name)(*given)
     if result < 0:
@@ -82,23 +84,24 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 class Sandbox:
-    """The isolation of the programs of this process; `missing` lists missing protections with the
-    reasons.
+    """The isolation of this process and its programs. `missing` lists the missing protections, with
+    the reasons.
     """
 
     def __init__(self, filters):
-        """Isolates this process; `filters` of system calls: with and without the program's own
-        files."""
+        """Isolates this process. `filters` contains two system-call filters: for programs with
+        their own files, and for programs without.
+        """
         self.missing = []
-        self.user = 0  # of a program's own; 0: that of this process
+        self.user = 0  # the programs' user id; 0 means this process's user
         self.namespaces = False
         if not LINUX:
             return
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self.memory = pages * resource.getpagesize()  # bytes of address space before any program
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory ends
-        with suppress(OSError, KeyError):  # without the call there are no keys
+            Path("/proc/self/oom_score_adj").write_text("1000")  # killed first if memory runs out
+        with suppress(OSError, KeyError):  # if the call does not exist, there are no keys
             call("syscall", KEYCTL[os.uname().machine], 1, None)
         first, _, count = map(int, Path("/proc/self/uid_map").read_text().splitlines()[-1].split())
         library = Path(os.__file__)
@@ -109,11 +112,11 @@ class Sandbox:
         ):
             try:
                 protect()
-                break  # Landlock is for machines without namespaces
+                break  # Landlock is only for machines without namespaces
             except OSError as error:
                 self.missing.append(f"{name} ({error.strerror})")
         self.namespaces = not self.missing
-        if os.geteuid() == 0 and count > 60_000:  # root has no bound on its threads
+        if os.geteuid() == 0 and count > 60_000:  # root's number of threads is not limited
             if library.stat().st_mode & 4 and (self.namespaces or is_open):
                 drawn = int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
                 self.user = first + count - 3 - drawn
@@ -124,8 +127,8 @@ class Sandbox:
             self.missing.append(f"seccomp (not for {os.uname().machine})")
 
     def enter_namespaces(self):
-        """Changes to a root that contains only the standard library (read-only), a null device and
-        a folder.
+        """Changes the root to one that contains only the standard library (read-only), a null
+        device and a folder.
         """
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         flags = NEW_MOUNTS | NEW_PROCESSES | NEW_OTHERS
@@ -137,7 +140,7 @@ class Sandbox:
             for name, number in identities.items():
                 Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
         first = os.fork()
-        if first:  # the new process numbers begin with the child
+        if first:  # the new process-id namespace starts with the child
             os.waitpid(first, 0)
             os._exit(0)
         call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -157,11 +160,11 @@ class Sandbox:
         mount(os.devnull, ROOT + os.devnull, flags=BIND)
         os.chdir(ROOT)
         call("pivot_root", b".", b".")
-        call("umount2", b".", 2)  # as soon as nobody uses it
+        call("umount2", b".", 2)  # takes effect once no process uses the old root
         mount(None, "/", flags=REMOUNT | BIND | READ_ONLY | BARE)
 
     def restrict_files(self):
-        """Restricts access: only the standard library's files can be read, and no file can be
+        """Restricts file access: only the standard library's files can be read, and no file can be
         written.
         """
         rules = call("syscall", LANDLOCK, struct.pack("Q", ALL_RIGHTS), 8, 0)
@@ -172,14 +175,14 @@ class Sandbox:
         call("syscall", LANDLOCK + 2, rules, 0)
 
     def fork(self):
-        """`os.fork` with a new namespace of process numbers for the child."""
+        """Forks like `os.fork`, and gives the child a new process-id namespace."""
         if self.namespaces:
             call("setns", self.processes, NEW_PROCESSES)
             call("unshare", NEW_PROCESSES)
         return os.fork()
 
     def enter(self, limits):
-        """Runs in the program: creates a folder for this program only."""
+        """Creates a folder for one program. Runs in the program's process."""
         if self.namespaces:
             call("unshare", NEW_MOUNTS)
             options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
@@ -189,20 +192,22 @@ class Sandbox:
             os.chdir(os.environ["HOME"])
 
     def drop_rights(self, limits):
-        """Runs in the program: sets its limits, then a user without rights, then the filter."""
+        """Sets the program's limits, switches to a user without rights, and installs the filter.
+        Runs in the program's process.
+        """
         most = {
-            "CORE": 1,  # byte: the one limit at which a handler of dumps is not called either
+            "CORE": 1,  # byte: the only limit that also prevents calling a core-dump handler
             "CPU": limits["processor_seconds"],
             "FSIZE": limits["disk"],
             "NOFILE": 64,
         }
         if LINUX:
             most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "SIGPENDING": 64}
-        # else it would count the user's other processes
+        # otherwise, the limit would also count the user's other processes
         if self.user or self.namespaces or not LINUX:
             most["NPROC"] = limits["threads"]
         for name, value in most.items():
-            with suppress(ValueError, OSError):  # a lower one holds already; macOS lacks some
+            with suppress(ValueError, OSError):  # a lower limit is set; macOS lacks some limits
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         if self.user:
             os.setgroups([])
@@ -219,8 +224,8 @@ class Sandbox:
 
 
 def answer(sandbox, connection):
-    """Handles one task: runs its program within its limits, and answers. False if the program did
-    not start.
+    """Runs one task's program within its limits, and sends the answer. Returns False if the program
+    did not start.
     """
     limits = json.loads(connection.recv_bytes())
     output = new_file()
@@ -232,15 +237,16 @@ def answer(sandbox, connection):
         finally:
             os._exit(1)
     os.close(leash)
-    if not os.read(lives, 1):  # it ended before it had read its task
+    if not os.read(lives, 1):  # the program ended before it had read its task
         return False
-    # Of the connection: nobody waits for the answer any more.
+    # Ends early if the program ends, or if the connection closes, because no one waits for the
+    # answer.
     select.select([lives, 0], [], [], limits["seconds"])
-    os.kill(program, signal.SIGKILL)  # one that has ended keeps its exit code
+    os.kill(program, signal.SIGKILL)  # a program that has already ended keeps its exit code
     _, status, used = os.wait4(program, 0)
     head = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n".encode()
     size = min(os.fstat(output).st_size, limits["output"])
-    os.write(0, struct.pack("!i", len(head) + size) + head)  # the form of a message
+    os.write(0, struct.pack("!i", len(head) + size) + head)  # the header of a `Connection` message
     sent = 0
     while sent < size:
         sent += os.sendfile(0, output, sent, size - sent)
@@ -250,7 +256,7 @@ def answer(sandbox, connection):
 
 
 def begin(sandbox, connection, limits, output, leash):
-    """Runs in the program's process: reads the task, drops all rights and runs the program."""
+    """Reads the task, drops all rights and runs the program. Runs in the program's process."""
     task = json.loads(connection.recv_bytes())
     sandbox.enter(limits)
     stdin = new_file()
@@ -267,12 +273,12 @@ def begin(sandbox, connection, limits, output, leash):
 
 
 def new_file():
-    """The descriptor of an empty file."""
+    """Returns the descriptor of a new, empty file."""
     return os.memfd_create("") if LINUX else tempfile.mkstemp()[0]
 
 
 def perform(code, tests, mark, leave=os._exit):
-    """Runs in the program's process: runs its text, then its tests, and exits."""
+    """Executes the program's text, then its tests, and exits. Runs in the program's process."""
     main = sys.modules["__main__"] = type(sys)("__main__")
     result = 0
     try:
@@ -300,10 +306,11 @@ def run(code, names):
 
 
 def check(mark, test, number, *values, write=os.write):
-    """Reports the values in a check of a test; the number -1 without values marks the test's end.
+    """Reports the values for a check in a test. The number -1 without values marks the end of the
+    test.
 
-    Two values that are not plain data are compared in this process, with the methods of their
-    classes.
+    If neither of two values is plain data, they are compared in this process, with their classes'
+    methods.
     """
     told = [plain(value) for value in values]
     if told == [{"object": []}] * 2:
@@ -314,8 +321,8 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of a built-in type (or of a subclass) in JSON's form; any other value is `{"object":
-    []}`.
+    """Converts a value of a built-in type (or a subclass) to JSON's form. Any other value becomes
+    `{"object": []}`.
     """
     for base, told in PLAIN.items():
         if isinstance(value, base):
@@ -324,7 +331,9 @@ def plain(value):
 
 
 def items(name, base):
-    """The representation of a collection: its kind's name and its items."""
+    """Returns a function that converts a collection to JSON's form: the name of its type, and its
+    items.
+    """
     return lambda value: {name: [plain(each) for each in base.__iter__(value)]}
 
 
@@ -351,11 +360,11 @@ def serve():
         with suppress(ImportError):
             importlib.import_module(name)
     with suppress(OSError):
-        ctypes.CDLL("libgcc_s.so.1")  # the end of a thread needs it
+        ctypes.CDLL("libgcc_s.so.1")  # required when a thread ends
     sandbox = Sandbox(json.loads(connection.recv_bytes()))
     connection.send_bytes(json.dumps(sandbox.missing).encode())
     gc.freeze()
-    with suppress(EOFError, OSError):  # the other end was closed
+    with suppress(EOFError, OSError):  # the other end has been closed
         while answer(sandbox, connection):
             pass
 

@@ -1,8 +1,8 @@
-"""Runs an untrusted Python program, isolated from network, files, processes and secrets.
+"""Runs an untrusted Python program, isolated from the network, files, processes and secrets.
 
-Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program
-can only access the standard library (read-only) and an empty folder. `confined.py` runs inside, one
-process per core.
+On Linux, isolation uses namespaces or Landlock, and a system-call filter; on macOS, `sandbox-exec`.
+The program can access only the standard library (read-only) and an empty folder. `confined.py` runs
+inside the isolation, in one process per program that runs at the same time.
 """
 
 import atexit
@@ -28,21 +28,21 @@ from runners.sandbox.system_calls import system_call_filter
 
 _INSIDE = Path(__file__).with_name("confined.py")
 _SCRATCH = "/scratch"  # the program's own folder on Linux
-_GRACE = 5.0  # seconds that an answer may take beyond a program's limit
-WAITING = 5  # times its processor time: the seconds from a program's start to its end
+_GRACE = 5.0  # seconds that an answer may take after a program's time limit
+WAITING = 5  # ratio of a program's wall-clock limit to its CPU-time limit
 
 
 @attrs.frozen
 class Limits:
-    """The limits of a program."""
+    """Resource limits for a program."""
 
-    seconds: float = 10.0  # from its start to its end, waiting included
-    processor_seconds: float = 2.0  # computing, all threads together; rounded up to whole seconds
-    memory: int = 512_000_000  # bytes of address space in addition to what each program begins with
+    seconds: float = 10.0  # wall-clock time from start to end, including waiting
+    processor_seconds: float = 2.0  # CPU time of all threads together, rounded up to whole seconds
+    memory: int = 512_000_000  # bytes of address space beyond what every program starts with
     threads: int = 8
-    disk: int = 64_000_000  # bytes in its folder; on macOS of each file
-    output: int = 1_000_000  # bytes that are read; what is printed beyond is lost
-    partial: bool = False  # runs also where a protection is missing
+    disk: int = 64_000_000  # bytes in the program's folder; on macOS, bytes per file
+    output: int = 1_000_000  # bytes of output that are read; the rest is discarded
+    partial: bool = False  # whether to run even if a protection is missing
 
 
 DEFAULT = Limits()
@@ -50,22 +50,20 @@ DEFAULT = Limits()
 
 @attrs.frozen
 class Outcome:
-    """The outcome of a program, and its output."""
+    """A program's result and its output."""
 
-    output: bytes  # its standard output, up to the limit
+    output: bytes  # the program's standard output, truncated at the limit
     code: int  # exit code
     processor_seconds: float = 0.0
 
     @property
     def ended(self) -> bool:
-        """Whether a time limit ended it."""
+        """Whether a time limit ended the program."""
         return self.code == -signal.SIGKILL
 
 
 class _Server:
-    """A process that runs programs, one at a time; `missing` lists the protections that it
-    lacks.
-    """
+    """A process that runs programs, one at a time. `missing` lists its missing protections."""
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
@@ -101,7 +99,9 @@ class _Server:
             self.missing = json.loads(greeting)
 
     def ask(self, seconds: float, *messages: Any) -> bytes | None:
-        """The answer to messages; None if the process has ended."""
+        """Sends messages, and returns the answer. Returns None, and ends the process, if the
+        process has ended or does not answer within `seconds`.
+        """
         with suppress(EOFError, OSError):
             for message in messages:
                 self.connection.send_bytes(json.dumps(message).encode())
@@ -111,7 +111,7 @@ class _Server:
         return None
 
     def end(self) -> None:
-        """Ends the process and the program that it runs; a pending answer becomes None."""
+        """Kills the process and the program that it runs. A pending `ask` returns None."""
         _servers.discard(self)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ class _Server:
 
 _servers: set[_Server] = set()
 _idle: list[_Server] = []
-# In a forked child, these processes are its parent's.
+# A forked child must not use these processes, which belong to its parent.
 os.register_at_fork(after_in_child=lambda: [known.clear() for known in (_servers, _idle)])
 
 
@@ -132,12 +132,12 @@ def run_program(
     mark: str = "",
     limits: Limits = DEFAULT,
 ) -> Outcome:
-    """Runs a Python program's text until it ends or reaches a limit. No process or file of it
-    remains.
+    """Runs a Python program's text until the program ends or reaches a limit. None of its processes
+    and files remain.
 
-    With `tests`, Python statements, the output consists of their reports, one per line, each
-    starting with `mark`, as written by `confined.check`. Raises UserError if the sandbox is
-    incomplete, unless `limits.partial`.
+    If `tests` (Python statements) are given, the output consists of the tests' reports, one per
+    line. Each report starts with `mark` and is written by `confined.check`. Raises UserError if the
+    sandbox is incomplete, unless `limits.partial` is True.
     """
     check_sandbox(partial=limits.partial)
     return _run(program, stdin, tests, mark, limits)
@@ -161,14 +161,18 @@ def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limi
 
 @atexit.register
 def end_programs() -> None:
-    """Ends all programs started by other threads of this process; their calls return immediately."""
+    """Kills all programs started by other threads of this process, so their calls return
+    immediately.
+    """
     _idle.clear()
     for server in list(_servers):
         server.end()
 
 
 def check_sandbox(*, partial: bool = False) -> list[str]:
-    """The missing protections; raises UserError if there are any, unless `partial`."""
+    """Returns the missing protections. Raises UserError if there are any, unless `partial`
+    is True.
+    """
     missing = _missing()
     if missing and not partial:
         raise UserError(

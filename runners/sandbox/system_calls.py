@@ -1,8 +1,8 @@
-"""A filter for the kernel that permits the system calls that a Python program needs, and no others.
+"""A kernel filter that permits only the system calls that a Python program needs.
 
-It does not permit creating processes, sockets (except a pair of connected ones) or memory outside
-the address space (files in memory, shared segments, rings), nor keys, namespaces, tracing, and
-settings of other processes.
+The filter prevents creating processes, sockets (except a connected pair), and memory outside the
+address space (files in memory, shared segments, rings). It also prevents using keys, namespaces and
+tracing, and changing the settings of other processes.
 """
 
 import errno
@@ -32,46 +32,48 @@ clock_nanosleep:230:115 nanosleep:35:101 gettimeofday:96:169 time:201: getrandom
 sendto:44:206 recvfrom:45:207 shutdown:48:210 getsockname:51:204 getpeername:52:205
 getsockopt:55:209
 """
-# Those that change files or send signals, where everything that they reach is the program's own.
+# Calls that change files or send signals; permitted if the program can reach only its own files and
+# processes.
 _OWN = """
 open:2: creat:85: mkdir:83: mkdirat:258:34 rmdir:84: unlink:87: unlinkat:263:35 rename:82:
 renameat:264:38 renameat2:316:276 link:86: linkat:265:37 symlink:88: symlinkat:266:36 chmod:90:
 fchmod:91:52 fchmodat:268:53 truncate:76:45 fallocate:285:47 utimensat:280:88 kill:62:129
 tkill:200:130 tgkill:234:131
 """
-# Allowed if an argument is one of these: families, requests, commands, this process,
-# the flags of a thread.
+# Calls that are permitted if one argument has a listed value: families, requests, commands, this
+# process, a thread's flags.
 _IF_EQUAL = {
     "socketpair:53:199": (0, (1,)),
     "prlimit64:302:261": (0, (0,)),
     "ioctl:16:29": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
     "fcntl:72:25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
-    "clone:56:220": (0, (0x3D0F00, 0x7D0F00)),  # as glibc and musl make one
+    "clone:56:220": (0, (0x3D0F00, 0x7D0F00)),  # the flags that glibc and musl use for threads
 }
 _OPENAT = "openat:257:56"
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
-# The column above, and the number of the processor in the kernel.
+# The column in the tables above, and the kernel's number for the architecture.
 _ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-# The kernel's instructions.
+# Instructions of the kernel's filter language.
 _LOAD = 0x20
 _EQUAL = 0x15
 _SHARED = 0x45
 _RETURN = 0x06
-# What a filter returns.
+# Values that a filter returns.
 _ALLOW = 0x7FFF0000
 _REFUSE = 0x00050000 | errno.ENOSYS
-# Offsets in what a filter sees.
+# Offsets in a filter's input.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _ARGUMENTS = 16
 
 
 def system_call_filter(machine: str, *, own_files: bool) -> bytes:
-    """The filter's program for a machine (`x86_64` or `aarch64`); empty for any other.
+    """Returns the filter's program for a machine (`x86_64` or `aarch64`). For other machines, the
+    program is empty.
 
     Args:
-        own_files: the program sees only its own files and processes, so it may change them.
+        own_files: whether the program sees only its own files and processes, and may change them.
     """
     if machine not in _ARCHITECTURES:
         return b""
@@ -101,5 +103,5 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
 
 
 def _step(code: int, value: int, if_so: int = 0, else_: int = 0) -> bytes:
-    """One instruction; the last two arguments are the numbers of instructions to skip."""
+    """Encodes one instruction. `if_so` and `else_` are the numbers of instructions to skip."""
     return struct.pack("HBBI", code, if_so, else_, value)

@@ -1,3 +1,3 @@
-"""Serves an engine over HTTP with the sampling APIs of OpenAI and vLLM, for agents that run their
-own loop.
+"""Serves an engine over HTTP with OpenAI's and vLLM's sampling APIs, for agents that run their own
+loop.
 """

@@ -1,4 +1,4 @@
-"""The HTTP server of a `Service`, which runs in its own thread."""
+"""Serves a `Service` over HTTP, in a separate thread."""
 
 import asyncio
 import json
@@ -34,26 +34,28 @@ RETRY = {"Retry-After": "1"}
 
 
 class Gone(Exception):
-    """The client has disconnected, or its time limit has passed."""
+    """Raised if the client has disconnected, or if the call has reached its time limit."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Call:
-    """A request's completions and their results so far."""
+    """One request's completions, and their results so far."""
 
     session: Session
     answer: Answer
     turns: list[Turn]
     reader: ReplyReader
-    # A turn's number, with its new tokens and log-probs, or with its outcome.
+    # Pairs of a turn's number and either its new tokens and log-probs, or its outcome.
     news: asyncio.Queue[tuple[int, Any]] = attrs.field(factory=asyncio.Queue)
 
     def put(self, number: int, *what: Any) -> None:
-        """An update about a turn."""
+        """Adds an update for a turn."""
         self.news.put_nowait((number, what[0] if len(what) == 1 else what))
 
     def reply(self, number: int, row: Row) -> Reply:
-        """A completion as a message that a later chat may continue."""
+        """Parses a completion as a message, and records the chat so that a later call may continue
+        it.
+        """
         reply = self.reader.read(self.answer.model.decoder.decode(row.tokens), whole=True)
         chat = self.answer.asked.chat
         if chat is not None:
@@ -64,17 +66,19 @@ class Call:
 
 
 class HttpServer:
-    """Answers while its `with` block runs."""
+    """An HTTP server that answers requests while its `with` block is active."""
 
     def __init__(self, routes: Sequence[Route], limits: Limits, host: str, port: int) -> None:
-        """Port 0 selects a free port. Raises OSError if the address is not available."""
+        """Opens the socket; port 0 selects a free port. Raises OSError if the address is not
+        available.
+        """
         self.limits = limits
-        # Calls the listeners in the server's thread, or directly outside the `with` block.
+        # Calls the listeners: in the server's thread inside the `with` block, otherwise directly.
         self.deliver: Callable[[News], object] = hand_out
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         name = f"[{host}]" if ":" in host else host
-        self.is_local = name in LOCAL  # whether only this machine reaches it
+        self.is_local = name in LOCAL  # whether only this machine can reach the server
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
         self._router = Router(routes)
         self._server = uvicorn.Server(
@@ -125,13 +129,13 @@ class HttpServer:
             nonlocal started
             started = True
             async with asyncio.timeout(self.limits.idle):
-                await send(message)  # waits for a slow reader
+                await send(message)  # blocks while the client reads slowly
 
         try:
             self._check(scope["headers"])
             await self._router({**scope, "app": self}, receive, bounded)
             return
-        except ClientDisconnect:  # before the body was received
+        except ClientDisconnect:  # the client left before the body was received
             return
         except HTTPException as error:
             fault = ApiError(error.detail, status=error.status_code)
@@ -140,7 +144,7 @@ class HttpServer:
         except UserError as error:
             fault = ApiError(str(error))
         except Exception as error:
-            if started:  # which closes the connection
+            if started:  # the error closes the connection
                 raise
             echo(f"{scope['path']}: {error_line(error)}", err=True)
             fault = ApiError("the server failed", status=500)
@@ -148,10 +152,10 @@ class HttpServer:
         await JSONResponse(fault.body, fault.status, headers)(scope, receive, bounded)
 
     def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises ApiError for a request that a page of another site may have sent.
+        """Raises ApiError if another site's page may have sent the request.
 
-        A page in a browser could reach this machine's servers by a name that resolves to this
-        machine (Host), or directly (Origin).
+        A page in a browser could reach this machine's servers through a host name that resolves to
+        this machine (checked by Host), or directly (checked by Origin).
         """
         found = {name: value.decode("latin-1") for name, value in headers}
         host = found.get(b"host", "").lower()
@@ -163,7 +167,7 @@ class HttpServer:
             raise ApiError("Origin: requests from other sites are refused", status=403)
 
     async def _body(self, request: Request) -> bytes:
-        """A request's body, bounded in size and time."""
+        """Reads a request's body, within the limits on size and time."""
         limits = self.limits
         body = b""
         try:
@@ -187,8 +191,8 @@ class Server(HttpServer):
         port: int = 0,
         public: Session | None = None,
     ) -> None:
-        """`public` is the session for calls without a session's key; if it is None, these are
-        refused. See `HttpServer`.
+        """Calls without a session's key use the session `public`. If `public` is None, such calls
+        are refused. See `HttpServer`.
         """
         readers = {
             "/v1/chat/completions": wire.read_chat,
@@ -214,7 +218,7 @@ class Server(HttpServer):
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _session(self, request: Request) -> Session:
-        """The session that belongs to a request's key. Raises ApiError if there is none."""
+        """Returns the session for a request's key. Raises ApiError if there is none."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self.service.session(key.strip()) if scheme.lower() == "bearer" else None
         session = session or self._public
@@ -238,7 +242,7 @@ class Server(HttpServer):
     async def _complete(
         self, read: Callable[[dict[str, Any]], Asked], request: Request
     ) -> Response:
-        """Completions, at once or as a stream."""
+        """Answers a completion request, in one response or as a stream."""
         session = self._session(request)
         asked = read(wire.read_json(await self._body(request)))
         if session.sampling is None:
@@ -265,8 +269,8 @@ class Server(HttpServer):
         return JSONResponse(call.answer.whole(found, replies))
 
     def _prepared(self, session: Session, asked: Asked) -> Call:
-        """A call's turns: its prompts as tokens, appended to the tokens that the session already
-        has.
+        """Tokenizes a call's prompts and starts its turns. A prompt that continues an earlier call
+        reuses that call's exact token ids.
         """
         model = self.service.model
         prompts: list[tuple[tuple[int, ...], Point | None]] = []
@@ -278,7 +282,7 @@ class Server(HttpServer):
             prompts.append((ids, session.point_in(ids)))
         marks = () if asked.chat is None else model.marks(asked.chat)
         count = asked.given.get("n", 1)
-        # Completions whose caches are not kept share their prompt while decoding.
+        # Completions that do not keep their caches share their prompt's cache while decoding.
         keep = count == 1 and (asked.chat is not None or asked.ids)
         turns: list[Turn] = []
         try:
@@ -305,8 +309,8 @@ class Server(HttpServer):
         return call
 
     async def _news(self, call: Call, receive: Receive) -> AsyncGenerator[tuple[int, Any]]:
-        """The updates of a call until all of its turns have ended. The turns also end if the client
-        disconnects or the iterator is closed.
+        """Yields a call's updates until all its turns have ended. If the client disconnects or the
+        iterator is closed, the remaining turns are cancelled.
         """
         loop = asyncio.get_running_loop()
         leaving = loop.create_task(_leave(receive, call))
@@ -331,7 +335,7 @@ class Server(HttpServer):
                     self.service.cancel(turn)
 
     async def _chunks(self, call: Call, receive: Receive) -> AsyncGenerator[bytes]:
-        """A call's answer as server-sent events."""
+        """Yields a call's answer as server-sent events."""
         answer = call.answer
         asked = answer.asked
         streams = [ReplyStream(call.reader, answer.model.decoder) for _ in call.turns]
@@ -365,7 +369,7 @@ class Server(HttpServer):
 
 
 class Connection(H11Protocol):
-    """Closes the connection if no complete request arrives within `timeout_keep_alive`."""
+    """An HTTP connection that closes if no complete request arrives within `timeout_keep_alive`."""
 
     _seen: Any = None
     _timer: asyncio.TimerHandle | None = None
@@ -391,15 +395,15 @@ class Connection(H11Protocol):
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encodes an object as a server-sent event."""
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
 def _prompt(
     session: Session, model: ServedModel, chat: Chat
 ) -> tuple[tuple[int, ...], Point | None]:
-    """The prompt of a chat; if it continues an earlier chat of the session, also the end of that
-    chat, with whose exact ids the prompt starts.
+    """Tokenizes a chat's prompt. If the chat continues an earlier chat of the session, the prompt
+    starts with the earlier chat's exact ids, and the point where it ends is returned too.
     """
     point, keys = session.point(chat.keys)
     if point is not None:
@@ -410,7 +414,7 @@ def _prompt(
 
 
 async def _leave(receive: Receive, call: Call) -> None:
-    """Waits until the client disconnects."""
+    """Waits until the client disconnects, and then reports it to the call."""
     while (await receive())["type"] != "http.disconnect":
         pass
     call.put(-1, Gone())

@@ -1,4 +1,6 @@
-"""Converts chats to tokens, and completions to replies: content, thoughts and tool calls."""
+"""Converts chats to tokens, and completions to replies, which consist of content, thoughts and tool
+calls.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,24 @@ from runners.tokenization.text import TextDecoder, TextStream
 
 @attrs.frozen(eq=False, kw_only=True)
 class Chat:
-    """A conversation that requires a reply."""
+    """A conversation that the model must reply to."""
 
     messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()  # schemas, for the template
+    tools: tuple[dict[str, Any], ...] = ()  # tool schemas, for the template
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
     def keys(self) -> list[str]:
-        """The keys of its start and of its messages: texts that are equal for equal messages."""
+        """The conversation's keys: one for its tools and template arguments, and one per message.
+        Equal messages have equal keys.
+        """
         begun = [list(self.tools), dict(self.template_kwargs)]
         return [json.dumps(begun, sort_keys=True), *map(message_key, self.messages)]
 
 
 def message_key(message: Message, *, thoughts: bool = True) -> str:
-    """A text that is equal for messages with the same content; with `thoughts`, also the same
-    thoughts.
+    """Returns a text that is equal for messages with equal content. If `thoughts` is True, their
+    thoughts must also be equal.
     """
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
@@ -46,15 +50,15 @@ def message_key(message: Message, *, thoughts: bool = True) -> str:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Reply:
-    """A completion as a message."""
+    """A completion, parsed as a message."""
 
     content: str = ""
     thoughts: str = ""
-    calls: tuple[dict[str, Any], ...] = ()  # in the template's form: arguments are objects
+    calls: tuple[dict[str, Any], ...] = ()  # in the form that templates use: arguments are objects
 
     @property
     def message(self) -> Message:
-        """The message in the form for the chat template."""
+        """The reply in the message form that chat templates use."""
         more = {"reasoning_content": self.thoughts, "tool_calls": [*self.calls]}
         given = {name: value for name, value in more.items() if value}
         return {"role": "assistant", "content": self.content, **given}
@@ -62,21 +66,24 @@ class Reply:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ServedModel:
-    """The properties of a model that the API needs."""
+    """The model properties that the API needs."""
 
     name: str
     tokenizer: Any
     decoder: TextDecoder
     eos_ids: frozenset[int]
-    vocabulary: int | None  # token ids must be smaller; None: unknown
-    length: int  # maximum number of tokens in a prompt and its completion
-    sampling: g.Sampling  # the default for calls
+    vocabulary: int | None  # token ids must be smaller; None means unknown
+    length: int  # maximum number of tokens in a prompt plus its completion
+    sampling: g.Sampling  # default sampling settings for calls
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
-    system: str = ""  # the system message of chats without one
-    nudge: str = ""  # first words of the first reply
+    system: str = ""  # default system message, for chats that have none
+    nudge: str = ""  # text that starts the first reply
 
     def prompt(self, chat: Chat) -> tuple[int, ...]:
-        """The tokens of a chat, up to the reply. Raises UserError if the template fails."""
+        """Tokenizes a chat, up to the start of the reply.
+
+        Raises UserError if the template fails.
+        """
         messages = conversation(chat.messages, self.system)
         kwargs = self._kwargs(chat)
         _, tokens = render(
@@ -89,18 +96,19 @@ class ServedModel:
         return tokens
 
     def marks(self, chat: Chat) -> tuple[int, ...]:
-        """The ids of nanochat's marks, between which a chat's only tool is called; otherwise
-        empty.
+        """Returns the ids of nanochat's markers, which enclose tool calls. The result is empty
+        unless the tokenizer has these markers and the chat has exactly one tool.
         """
         return mark_ids(self.tokenizer) if len(chat.tools) == 1 else ()
 
     def following(
         self, ids: Sequence[int], chat: Chat, messages: Sequence[Message]
     ) -> tuple[int, ...] | None:
-        """The tokens after a reply that ends with these ids: the next messages, up to the next
-        reply.
+        """Tokenizes the messages that follow a reply, up to the start of the next reply. `ids` are
+        the tokens until the end of that reply.
 
-        None if the template cannot render them there, or if the client wrote the model's message.
+        Returns None if the template cannot render the messages there, if there are no messages, or
+        if they contain an assistant message.
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
             return None
@@ -115,13 +123,15 @@ class ServedModel:
             return None
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raises UserError for ids that the model does not have."""
+        """Raises UserError if the prompt contains ids that the model does not have."""
         most = self.vocabulary
         if most is not None and max(prompt, default=0) >= most:
             raise UserError(f"prompt: expected token ids below {most}, found {max(prompt)}")
 
     def reader(self, chat: Chat | None, stops: Sequence[str], *, first: bool) -> ReplyReader:
-        """For completions of a chat's first or later reply; None for completions of a text."""
+        """Returns the parser for a chat's replies; `first` is True for the chat's first reply. If
+        `chat` is None, completions are plain text.
+        """
         tokenizer = self.tokenizer
         if chat is None:
             return ReplyReader(stops=tuple(stops))
@@ -141,16 +151,16 @@ class ServedModel:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ReplyReader:
-    """Reads completions as replies, both while they are generated and at their end."""
+    """Parses completions as replies, during and after generation."""
 
     stops: tuple[str, ...] = ()  # a reply ends before the first stop string
-    calls: CallReader | None = None  # None: there are no tools
-    tags: tuple[str, ...] = ()  # the tags around thoughts; empty: the model does not write thoughts
-    opening: str = ""  # the reply's first words, which are in its prompt
+    calls: CallReader | None = None  # None means there are no tools
+    tags: tuple[str, ...] = ()  # the tags around thoughts; empty if the model writes none
+    opening: str = ""  # the reply's first words, which the prompt already contains
 
     def read(self, text: str, *, whole: bool) -> Reply:
-        """The reply in a completion's text; unless `whole` is set, only the part that can no longer
-        change.
+        """Parses a completion's text as a reply. If `whole` is False, the completion is unfinished,
+        and only the part that can no longer change is returned.
         """
         places = [text.find(stop) for stop in self.stops if stop in text]
         text = self.opening + (text[: min(places)] if places else text)
@@ -174,8 +184,8 @@ class ReplyReader:
         return Reply(content=around if made else content, thoughts=thoughts, calls=tuple(made))
 
     def _held(self, text: str) -> int:
-        """The number of characters at the end that may be the start of a stop string, a tag or a
-        call.
+        """Returns the number of trailing characters that may be the start of a stop string, a tag
+        or a call.
         """
         marks = [*self.stops, *self.tags, *([self.calls.start] if self.calls else ())]
         longest = max(map(len, marks), default=1)
@@ -183,7 +193,7 @@ class ReplyReader:
         return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
     def _before_calls(self, content: str) -> str:
-        """The text before a call; empty if the whole content may be one."""
+        """Returns the text before a tool call; empty if the whole content may be a call."""
         reader = self.calls
         if reader is None or (reader.parser is None and content.lstrip().startswith("{")):
             return ""
@@ -191,7 +201,7 @@ class ReplyReader:
 
 
 class ReplyStream:
-    """The pieces of a reply whose tokens are still being generated."""
+    """Splits a reply into pieces while its tokens are being generated."""
 
     def __init__(self, reader: ReplyReader, decoder: TextDecoder) -> None:
         """Starts without tokens."""
@@ -201,12 +211,12 @@ class ReplyStream:
         self._sent = Reply()
 
     def add(self, tokens: Sequence[int]) -> Reply:
-        """The new part of the reply."""
+        """Adds tokens, and returns the new part of the reply."""
         self._text += "".join(map(self._stream.add, tokens))
         return self.rest(self._reader.read(self._text, whole=False))
 
     def rest(self, reply: Reply) -> Reply:
-        """The part of the reply that has not been sent."""
+        """Returns the part of the finished reply that has not been sent."""
         before = self._sent
         self._sent = reply
         return attrs.evolve(

@@ -1,5 +1,5 @@
-"""Shares an engine among several clients: turns come from any thread, and the thread that owns the
-engine decodes them.
+"""Shares one engine among several clients: any thread may submit turns, and the thread that owns
+the engine decodes them.
 """
 
 import itertools
@@ -17,19 +17,19 @@ from runners.engines.engine import Engine, Row, Seed, Ticket, Weights
 from runners.serve.chat import ServedModel
 from runners.serve.sessions import Refused, Session, Turn
 
-WAIT = 0.05  # seconds between two checks of `until` while nothing decodes
+WAIT = 0.05  # seconds between two checks of `until` while no turn decodes
 
 
 @attrs.frozen(kw_only=True)
 class Limits:
     """Limits on what clients may use."""
 
-    turns: int = 256  # completions that are waiting or decoding
+    turns: int = 256  # completions that are waiting or being decoded
     connections: int = 1024
     body: int = 8_000_000  # maximum size of a request in bytes
     seconds: float = 3600.0  # maximum duration of a call
-    idle: float = 30.0  # seconds for which a client may neither send nor read
-    rows: int = 64  # rows that a session keeps for later calls, unless it records all
+    idle: float = 30.0  # seconds for which a client may send and read nothing
+    rows: int = 64  # rows that a session keeps for later calls, if it does not record all rows
 
 
 News = list[Callable[[], None]]
@@ -39,7 +39,7 @@ class Service:
     """Decodes the turns of all clients with one engine."""
 
     def __init__(self, engine: Engine, model: ServedModel, limits: Limits | None = None) -> None:
-        """The thread that calls `run` owns the engine."""
+        """Starts without sessions. The thread that calls `run` must own the engine."""
         self.engine = engine
         self.model = model
         self.limits = limits or Limits()
@@ -51,23 +51,23 @@ class Service:
         self._room = threading.BoundedSemaphore(self.limits.turns)
         self._inbox: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._waiting: list[Turn] = []
-        self._turns: dict[Ticket, Turn] = {}  # turns that were submitted to the engine
-        self._news: News = []  # not delivered yet
+        self._turns: dict[Ticket, Turn] = {}  # turns that the engine is decoding or has queued
+        self._news: News = []  # updates that are not delivered yet
 
     # The next methods may be called from any thread.
 
     def session(self, key: str) -> Session | None:
-        """The open session with this key."""
+        """Returns the open session with this key, or None."""
         return self._sessions.get(key)
 
     @property
     def idle(self) -> bool:
-        """Whether no turn is waiting or decoding."""
+        """Whether no turn is waiting or being decoded."""
         return not (self._turns or self._waiting) and self._inbox.empty()
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Queues turns. Raises Refused for all of them if the queue is full or the service is
-        ending.
+        """Queues all turns, or none: raises Refused if the queue is full or the service is shutting
+        down.
         """
         taken = 0
         while taken < len(turns) and not self.draining and self._room.acquire(blocking=False):
@@ -85,7 +85,7 @@ class Service:
         raise Refused("too many completions are in progress", "full", 429)
 
     def cancel(self, turn: Turn) -> None:
-        """Ends a turn, with the fault Refused unless it has just ended."""
+        """Cancels a turn: its listener receives Refused, unless the turn has just ended."""
         turn.cancelled = True
         self._inbox.put(turn)
 
@@ -105,10 +105,11 @@ class Service:
         most_tokens: int = 0,
         records: bool = True,
     ) -> Session:
-        """A session for the calls with this key (if it is empty, a new random key); see `Session`.
+        """Opens a session for calls with this key (see `Session`). An empty key is replaced by a
+        random one.
 
-        If `records` is set, it keeps all rows, for training; otherwise, only the last ones, for
-        calls that continue them.
+        If `records` is True, the session keeps all rows, for training. Otherwise it keeps only the
+        most recent rows, for calls that continue them.
         """
         session = Session(
             key=key or secrets.token_urlsafe(24),
@@ -123,8 +124,8 @@ class Service:
         return session
 
     def close(self, session: Session) -> None:
-        """Later calls are refused. Calls in progress are ended and discarded, so `session.rows` no
-        longer changes.
+        """Closes a session: later calls are refused, and calls in progress are cancelled and
+        discarded, so `session.rows` no longer changes.
         """
         self._sessions.pop(session.key, None)
         session.close()
@@ -137,14 +138,14 @@ class Service:
                 self.engine.cancel(row.kept)
 
     def run(self, until: Callable[[], bool], *, together: Callable[[], int] | None = None) -> None:
-        """Decodes the clients' turns until `until` returns True. Turns in progress then wait for
-        the next call.
+        """Decodes the clients' turns until `until` returns True. Unfinished turns wait for the next
+        call of `run`.
 
-        With `together`, turns start only when no row is decoding and as many turns wait as it
-        returns, in the order of their sessions, so that numbers are bit-identical each time. If it
-        is None, turns start immediately.
+        If `together` is None, turns start immediately. Otherwise, turns start only when no row is
+        decoding and at least `together()` turns are waiting. They then start in the order of their
+        sessions, so results are bit-identical across runs.
 
-        An error while decoding ends the turns in progress with this error.
+        If decoding fails, the turns in progress end with the error.
         """
         while not until():
             self._accept(None if self._turns else WAIT)
@@ -155,11 +156,12 @@ class Service:
                 self._tell()
 
     def load(self, weights: Weights | None, *, interrupt: bool = False) -> None:
-        """Samples with these weights from now on. Turns in progress finish with their old weights;
-        with `interrupt`, they continue with the new weights, and their rows record which weights
-        sampled each token.
+        """Switches to these weights for sampling.
 
-        Turns with stop strings always finish first, because a stop string may span the change.
+        Turns in progress finish with their old weights. If `interrupt` is True, they continue with
+        the new weights instead, and their rows record which weights sampled each token. Turns with
+        stop strings always finish with the old weights, because a stop string may start before the
+        switch and end after it.
         """
         self._accept(None)
         for ticket, turn in list(self._turns.items()) if interrupt else ():
@@ -170,8 +172,8 @@ class Service:
         self.engine.load(weights)
 
     def _accept(self, wait: float | None) -> None:
-        """Receives the clients' requests, waiting this many seconds for them; None does not
-        wait.
+        """Receives the clients' turns, and waits up to `wait` seconds for the first one. None means
+        it does not wait.
         """
         with suppress(queue.Empty):
             turn = self._inbox.get(block=wait is not None, timeout=wait)
@@ -181,7 +183,7 @@ class Service:
                 turn = self._inbox.get_nowait()
 
     def _take(self, turn: Turn) -> None:
-        """Receives a turn that is new or was cancelled."""
+        """Queues a new turn, or ends a cancelled one."""
         ends = turn.cancelled or turn.session.closed
         if turn.ticket is not None and ends:
             self.engine.cancel(turn.ticket)
@@ -211,7 +213,7 @@ class Service:
         try:
             for ticket, (row,) in self.engine.collect(0).items():
                 self._ended(self._turns.pop(ticket), row)
-        except Exception as error:  # `peek` raises it again for each turn that it ended
+        except Exception as error:  # `peek` raises the error again for each failed turn
             fault = error
         left = list(self._turns.items())
         for ticket, turn in left:
@@ -222,7 +224,7 @@ class Service:
         self._tell()
 
     def _look(self, ticket: Ticket, turn: Turn) -> None:
-        """Reads a turn's new tokens, or its error."""
+        """Reads a turn's new tokens, or ends the turn with the engine's error."""
         try:
             tokens = self.engine.peek(ticket, turn.sent)
         except Exception as error:
@@ -232,14 +234,14 @@ class Service:
             self._hear(turn, [token.id for token in tokens], [token.logp for token in tokens])
 
     def _ended(self, turn: Turn, row: Row) -> None:
-        """Handles a turn that has ended, or whose weights were replaced."""
+        """Handles a turn that has ended, or that `load` interrupted."""
         self._hear(turn, row.tokens[turn.sent :], row.logp[turn.sent :])
         whole = row if turn.begun is None else joined(turn.begun, row)
         if row.finish != "cancelled":
             self._end(turn, whole)
         elif turn.cancelled or turn.session.closed:
             self._end(turn, Refused("the call was cancelled"))
-        else:  # cancelled by `load`
+        else:  # `load` interrupted the turn
             turn.begun = whole
             turn.sent = 0
             turn.ticket = None
@@ -274,7 +276,7 @@ class Service:
 
 
 def joined(before: Row, after: Row) -> Row:
-    """A completion sampled by two versions of the weights, one after the other."""
+    """Joins the two parts of a completion, sampled before and after the weights changed."""
     return Row(
         before.tokens + after.tokens,
         before.logp + after.logp,
@@ -285,6 +287,6 @@ def joined(before: Row, after: Row) -> Row:
 
 
 def hand_out(news: News) -> None:
-    """Informs all listeners."""
+    """Calls all listeners."""
     for tell in news:
         tell()

@@ -1,8 +1,9 @@
-"""Records a client's calls as rows of tokens.
+"""Records a client's calls as rows of token ids.
 
-A call that continues an earlier one continues its row: the exact ids of the earlier prompt and
-reply, then only the new part. Every other call (compaction, a branch, a sub-agent) starts a new
-row. A branch of an earlier call starts with that call's exact ids, so nothing is tokenized twice.
+A call that continues an earlier call is appended to that call's row: the row already contains the
+exact ids of the earlier prompt and reply, so only the new part is added. Every other call
+(compaction, a branch, a sub-agent) starts a new row. A branch copies the exact ids of the call that
+it branches from, so nothing is tokenized twice.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from runners.engines.rollouts import Talk
 
 
 class Refused(Exception):
-    """A call is refused: its session has ended or reached a limit, or the queue is full."""
+    """Raised if a session has ended or reached a limit, or if the queue is full."""
 
     def __init__(self, message: str, code: str = "session_limit", status: int = 403) -> None:
-        """`code` and `status` are those of the HTTP response."""
+        """Stores the `code` and `status` for the HTTP response."""
         super().__init__(message)
         self.code = code
         self.status = status
@@ -34,74 +35,74 @@ class Refused(Exception):
 
 @attrs.define(eq=False)
 class SessionRow:
-    """A row of a session."""
+    """One token row in a session."""
 
-    talk: Talk  # the prompt and all tokens up to the end of the last finished turn
-    kept: Ticket | None = None  # the last turn, whose caches the engine may have kept
+    talk: Talk  # the prompt, and all tokens until the end of the last finished turn
+    kept: Ticket | None = None  # ticket for the last turn, whose caches the engine may have kept
     turn: Turn | None = None  # the turn in progress
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The prompt and all tokens after it."""
+        """The row's ids: the prompt and all tokens after it."""
         return (*self.talk.prompt, *self.talk.tokens)
 
 
 @attrs.frozen(eq=False)
 class Point:
-    """The end of a call, at which a later call may continue its row or branch off."""
+    """The end of a call, where a later call may continue the row or branch off."""
 
     row: SessionRow
-    length: int  # number of the row's ids
+    length: int  # number of the row's ids up to this point
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Up to here."""
+        """The row's ids up to this point."""
         return self.row.ids[: self.length]
 
 
 @attrs.define(eq=False, kw_only=True)
 class Turn:
-    """One completion of a call: the request to the engine, and its progress."""
+    """One completion for a call: the engine request and its progress."""
 
     session: Session
     row: SessionRow
-    given: tuple[int, ...]  # tokens after the row's last turn that were not sampled
+    given: tuple[int, ...]  # tokens after the row's previous turn that were not sampled
     request: Request
     sampling: g.Sampling
-    # Receives new tokens and their log-probs; None: the client waits for the whole completion.
+    # Receives new tokens and their log-probs; None means the client waits for the full completion.
     hear: Callable[[Sequence[int], Sequence[float]], None] | None = None
-    # Receives the whole completion or an error. A turn with an error does not change its row.
+    # Receives the full completion or an error. A turn that fails does not change its row.
     end: Callable[[Row | Exception], None] = lambda outcome: None
-    sent: int = 0  # tokens of the engine's request that `hear` has received
+    sent: int = 0  # number of tokens from the engine's request that `hear` has received
     begun: Row | None = None  # the part that was sampled with earlier weights
-    ticket: Ticket | None = None  # None: not submitted to the engine
+    ticket: Ticket | None = None  # None means the turn is not submitted to the engine
     cancelled: bool = False
     over: bool = False
-    point: Point | None = None  # the end of the turn in the row
+    point: Point | None = None  # where the turn ends in the row
 
 
 @attrs.define(eq=False, kw_only=True)
 class Session:
-    """The calls with one API key. Any thread may use it."""
+    """All calls made with one API key. Methods may be called from any thread."""
 
     key: str
-    number: int = 0  # in the order in which sessions were opened
+    number: int = 0  # sessions are numbered in the order in which they were opened
     sampling: g.Sampling | None = (
-        None  # overrides the distribution of every call; None: each call's own
+        None  # overrides the sampling distribution of every call; None keeps each call's own
     )
     seed: Seed | None = (
-        None  # the seed of the first row, from which the others derive; None: random
+        None  # seed of the first row, from which the others derive; None means random
     )
-    most_calls: int = 0  # 0: no limit
-    most_tokens: int = 0  # limit on sampled tokens; 0: no limit
-    most_rows: int = 0  # older rows are forgotten; 0: all rows are kept, for training
+    most_calls: int = 0  # 0 means no limit
+    most_tokens: int = 0  # limit on sampled tokens; 0 means no limit
+    most_rows: int = 0  # older rows are dropped; 0 keeps all rows, for training
     rows: list[SessionRow] = attrs.field(factory=list, init=False)
     calls: int = attrs.field(default=0, init=False)
     tokens: int = attrs.field(default=0, init=False)
     closed: bool = attrs.field(default=False, init=False)
     # the messages of the last chat, including its reply
     messages: tuple[Message, ...] = attrs.field(default=(), init=False)
-    # by the digest of a conversation
+    # keyed by the digest of a conversation
     _points: dict[bytes, Point] = attrs.field(factory=dict, init=False)
     _row_numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _lock: threading.RLock = attrs.field(factory=threading.RLock, init=False)
@@ -124,8 +125,10 @@ class Session:
             self.closed = True
 
     def point(self, keys: Sequence[str]) -> tuple[Point | None, int]:
-        """The longest earlier conversation with which a chat starts, and the number of its keys;
-        None and 0 if there is none.
+        """Finds the longest recorded conversation that is a prefix of a chat.
+
+        Returns the point where that conversation ends and its number of keys, or None and 0 if no
+        recorded conversation matches.
         """
         digests = _digests(keys)
         with self._lock:
@@ -135,7 +138,7 @@ class Session:
         return None, 0
 
     def point_in(self, prompt: tuple[int, ...]) -> Point | None:
-        """The longest row with whose ids a prompt starts."""
+        """Returns the end of the longest row that is a proper prefix of a prompt, or None."""
         with self._lock:
             points = [Point(row, len(row.ids)) for row in self.rows if row.talk.tokens]
             shorter = [each for each in points if each.length < len(prompt)]
@@ -151,11 +154,12 @@ class Session:
         *,
         keep: bool = True,
     ) -> Turn:
-        """A turn after a prompt, which starts with the ids of `point`, if there is one.
+        """Starts a turn after a prompt. If there is a `point`, the prompt starts with its ids.
 
-        It continues the point's row unless another turn has continued it or is doing so. `seed` is
-        the call's seed; if it is None, or if the session has its own distribution, the row's seed
-        is used. Raises Refused if the session has ended, or if there is no room after the prompt.
+        The turn continues the point's row, unless another turn has already continued that row or is
+        in progress on it. `seed` is the call's seed. If `seed` is None, or if the session has its
+        own distribution, the row's seed is used instead. Raises Refused if the session has ended,
+        or if there is no room after the prompt.
         """
         with self._lock:
             self._check()
@@ -182,8 +186,8 @@ class Session:
             return row.turn
 
     def ended(self, turn: Turn, outcome: Row | Exception) -> list[Ticket]:
-        """Adds the turn's completion to its row, unless the session has ended; a turn with a fault
-        is discarded. Returns the kept caches of rows that are dropped.
+        """Appends the turn's completion to its row. If the turn failed or the session has ended,
+        the completion is discarded. Returns the kept caches of dropped rows.
         """
         row = turn.row
         with self._lock:
@@ -200,7 +204,9 @@ class Session:
             return self._forget(row) if self.most_rows else []
 
     def record(self, turn: Turn, keys: Iterable[Sequence[str]]) -> None:
-        """A turn's chat with its reply, in each form that a client may continue."""
+        """Records a turn's chat, including its reply, in each form that a client may send back to
+        continue it.
+        """
         with self._lock:
             if turn.point is not None:
                 self._points |= dict.fromkeys([_digests(each)[-1] for each in keys], turn.point)
@@ -215,10 +221,11 @@ class Session:
         return derived_seed(self.seed, next(self._row_numbers))
 
     def _sampling(self, asked: g.Sampling, used: int) -> g.Sampling:
-        """The session's distribution, if it has one, with the stop conditions and limits of the
-        call.
+        """Returns the sampling settings for a call. If the session has its own distribution, that
+        distribution is used, with the call's stop conditions and limits.
 
-        `used` is the number of tokens after the row's prompt.
+        `used` is the number of tokens after the row's prompt. Raises Refused if the row has reached
+        its limit.
         """
         if self.sampling is None:
             return asked
@@ -236,7 +243,9 @@ class Session:
         )
 
     def _forget(self, last: SessionRow) -> list[Ticket]:
-        """Drops the oldest rows; the last one is the newest. Returns their kept caches."""
+        """Drops the oldest rows, after moving the row `last` to the newest position. Returns the
+        kept caches of the dropped rows.
+        """
         self.rows.remove(last)
         self.rows.append(last)
         gone = [row for row in self.rows[: -self.most_rows] if row.turn is None]
@@ -249,7 +258,7 @@ class Session:
 
 
 def derived_seed(seed: Seed, number: int) -> Seed:
-    """A seed for each number: the seed itself for 0, otherwise an independent one."""
+    """Derives an independent seed for each number; number 0 gives the seed itself."""
     if number == 0:
         return seed
     words = struct.pack("<3Q", *seed, number)
@@ -258,7 +267,7 @@ def derived_seed(seed: Seed, number: int) -> Seed:
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    """A key of the first n texts, for n = 0, 1, 2, …"""
+    """Returns one digest for each prefix of the list: the first 0, 1, 2, … texts."""
     return list(itertools.accumulate(keys, _digest, initial=b""))
 
 

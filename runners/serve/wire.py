@@ -1,6 +1,7 @@
-"""The requests and responses: OpenAI's completions and chats, and vLLM's generation from token ids.
+"""Parses requests and writes responses for OpenAI's completions and chats, and for vLLM's
+generation from token ids.
 
-Each parameter is either used, refused by name, or known not to affect a reply.
+A parameter is used, rejected with an error, or ignored because it does not affect the reply.
 """
 
 import json
@@ -23,7 +24,7 @@ from runners.serve.sessions import derived_seed
 SHORT = 16  # default token limit of a completion, as in OpenAI and vLLM
 _LONG = rules.INT_MAX
 _IDS = f"each: 0 <= x <= {_LONG}"
-# The type and range of each parameter that is used; Any: it is checked later.
+# Type and range of each parameter that is used; Any means the type is checked later.
 USED: dict[str, tuple[Any, str]] = {
     "model": (str, ""),
     "n": (int, "1 <= x <= 128"),
@@ -58,7 +59,7 @@ GENERATE: dict[str, tuple[Any, str]] = {
     "token_ids": (tuple[int, ...], _IDS),
     "sampling_params": (dict, ""),
 }
-# Parameters that must have one of these values, because other values are not implemented.
+# Parameters with fixed values, because other values are not implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "presence_penalty": (0,),
@@ -87,7 +88,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "features": (),
     "content_parts": (),
 }
-# Parameters that do not change a reply here.
+# Parameters that do not affect a reply here.
 IGNORED = {
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "parallel_tool_calls", "verbosity", "request_id", "cache_salt"),
@@ -100,11 +101,11 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
 
 
 class ApiError(Exception):
-    """A refusal in the form that OpenAI's clients read."""
+    """A refused request, in the error format that OpenAI's clients read."""
 
     def __init__(self, message: str, param: str | None = None, **more: Any) -> None:
-        """`param` is the invalid parameter; `status` and `code` are those of the response, by
-        default 400.
+        """Names the invalid parameter, `param`. In `more`, `status` and `code` set the response's
+        status and code (default 400).
         """
         super().__init__(message)
         self.status: int = more.pop("status", 400)
@@ -115,22 +116,22 @@ class ApiError(Exception):
 
 @attrs.frozen(kw_only=True)
 class Asked:
-    """A call: a chat, or prompts."""
+    """A parsed call: a chat, or prompts."""
 
-    given: dict[str, Any]  # its parameters
+    given: dict[str, Any]  # the call's parameters
     chat: Chat | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     ids: bool = False  # both the prompt and the reply are token ids
     logprobs: bool = False
 
     def seed_of(self, number: int) -> Seed | None:
-        """The seed of a completion; None means any."""
+        """Returns the seed for the completion with this number, or None for a random seed."""
         seed = self.given.get("seed")
         return None if seed is None else derived_seed((seed >> 32, seed & 0xFFFFFFFF), number)
 
     def sampling(self, model: ServedModel, prompt: int) -> g.Sampling:
-        """The sampling settings after a prompt with this number of tokens. Raises ApiError if there
-        is no room.
+        """Returns the sampling settings for a completion after a prompt of `prompt` tokens. Raises
+        ApiError if there is no room after the prompt.
         """
         default = model.sampling
         room = model.length - prompt
@@ -158,7 +159,7 @@ class Asked:
 
 
 def check_name(model: ServedModel, name: str | None) -> None:
-    """Raises ApiError if a request names another model."""
+    """Raises ApiError if a request asks for a different model."""
     if name not in (None, model.name):
         raise ApiError(
             f"there is no model {show(name)}; expected {show(model.name)}",
@@ -169,7 +170,7 @@ def check_name(model: ServedModel, name: str | None) -> None:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """A request's body. Raises ApiError unless it is an object."""
+    """Parses a request's body as JSON. Raises ApiError unless it is an object."""
     try:
         found = json.loads(body, parse_constant=lambda name: float(f"{name} is not JSON"))
     except (ValueError, RecursionError) as error:
@@ -180,7 +181,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any]) -> Asked:
-    """The parameters of /v1/chat/completions."""
+    """Parses the body of a /v1/chat/completions request."""
     given = read_fields(body, CHAT)
     effort = {name: given[name] for name in ("reasoning_effort",) if name in given}
     tools = _tools(given.get("tools", []))
@@ -193,7 +194,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
 
 
 def read_completion(body: Mapping[str, Any]) -> Asked:
-    """The parameters of /v1/completions."""
+    """Parses the body of a /v1/completions request."""
     given = read_fields(body, COMPLETION)
     logprobs = given.get("logprobs")
     if logprobs not in (None, 0, 1) or isinstance(logprobs, bool):
@@ -205,7 +206,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
 
 
 def read_generate(body: Mapping[str, Any]) -> Asked:
-    """The parameters of /inference/v1/generate."""
+    """Parses the body of an /inference/v1/generate request."""
     given = read_fields(body, GENERATE)
     more = read_fields(given.get("sampling_params", {}), {**USED, "logprobs": (Any, "")})
     whole = {**more, **given, "return_token_ids": True}
@@ -220,8 +221,9 @@ def read_fields(
     fixed: Mapping[str, tuple[Any, ...]] = FIXED,
     ignored: Collection[str] = IGNORED,
 ) -> dict[str, Any]:
-    """The used parameters, checked. Raises ApiError for other parameters, unless they are ignored
-    or have one of their fixed values.
+    """Returns the parameters in `used` that the body contains, after checking their types and
+    ranges. Raises ApiError for any other parameter, unless it is ignored or has one of its fixed
+    values.
     """
     given: dict[str, Any] = {}
     for name, value in body.items():
@@ -240,7 +242,7 @@ def read_fields(
 
 
 def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
-    """A value of this type and range. Raises ApiError for any other value."""
+    """Returns the value if it has the required type and range, and raises ApiError otherwise."""
     try:
         found = value if kind is Any else rules.structure(value, kind)
         if within and not rules.is_within(found, within):
@@ -252,7 +254,7 @@ def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A prompt as text or ids; whether the model has these ids is checked later."""
+    """Parses a prompt: text or token ids. Whether the model has these ids is checked later."""
     ids = isinstance(value, list)
     found = checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
     if not found:
@@ -268,7 +270,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    """A chat's messages in the form for the template."""
+    """Parses a chat's messages, and returns them in the form that templates use."""
     if isinstance(value, list):
         value = [_renamed(each) if isinstance(each, dict) else each for each in value]
     fault = prompt_fault(value) if isinstance(value, list) else "expected a list of messages"
@@ -289,7 +291,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the names that templates use."""
+    """Renames a message's fields to the names that templates use."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     return {
         **message,
@@ -300,7 +302,9 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: Any) -> Any:
-    """A call's arguments as an object, for templates; unchanged if they are not an object."""
+    """Parses a call's arguments as an object, as templates expect. Other arguments are returned
+    unchanged.
+    """
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -320,7 +324,7 @@ class Answer:
     )
 
     def whole(self, rows: Sequence[Row], replies: Sequence[Reply]) -> dict[str, Any]:
-        """The answer, with all completions."""
+        """Returns the full answer, with all completions."""
         choices = []
         for index, (row, reply) in enumerate(zip(rows, replies, strict=True)):
             finish = "tool_calls" if reply.calls else row.finish
@@ -345,24 +349,24 @@ class Answer:
         finish: str | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
-        """A piece of a stream, of either a chat's message or a text."""
+        """Returns one streamed chunk of a chat message or a text."""
         choice = {"index": index, "finish_reason": finish, **self._tokens(tokens, logp)}
         said = {"delta": dict(delta)} if self.asked.chat else {"text": delta.get("content", "")}
         return self._around([choice | said], ".chunk", first=first)
 
     def usage_chunk(self, sampled: int) -> dict[str, Any]:
-        """The piece of a stream that contains the usage."""
+        """Returns the streamed chunk that contains the token counts."""
         return self._around([], ".chunk", first=False) | self.usage(sampled)
 
     def usage(self, sampled: int) -> dict[str, Any]:
-        """The numbers of tokens of the prompts and the completions."""
+        """Returns the token counts of the prompts and completions."""
         prompt = sum(map(len, self.prompts))
         counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
         return {"usage": {**counts, "total_tokens": prompt + sampled}}
 
     def _around(self, choices: list[dict[str, Any]], part: str, *, first: bool) -> dict[str, Any]:
-        """An answer or a piece of one; the first contains the prompt's ids if they are
-        requested.
+        """Wraps choices in an answer or a streamed chunk. The first chunk contains the prompt's
+        ids, if the call requests token ids.
         """
         if self.asked.ids:
             return {"request_id": self.head["id"], "choices": choices}
@@ -373,7 +377,7 @@ class Answer:
         return {**self.head, **more}
 
     def _tokens(self, tokens: Sequence[int], logp: Sequence[float]) -> dict[str, Any]:
-        """The part of a choice about its tokens."""
+        """Returns a choice's fields with token ids and log-probs."""
         given = self.asked.given
         found: dict[str, Any] = {"logprobs": None}
         if given.get("return_token_ids"):
@@ -394,7 +398,7 @@ class Answer:
 
 
 def wire_message(reply: Reply) -> dict[str, Any]:
-    """A reply's fields in the form for clients: the arguments of calls are texts."""
+    """Returns a reply's fields in the form that clients read: call arguments are JSON texts."""
     message = {"reasoning": reply.thoughts or None, **reply.message}
     calls = []
     for index, call in enumerate(reply.calls):
@@ -404,5 +408,5 @@ def wire_message(reply: Reply) -> dict[str, Any]:
 
 
 def delta_of(reply: Reply) -> dict[str, Any]:
-    """The fields of a new part of a reply."""
+    """Returns the fields that stream a new part of a reply."""
     return {name: value for name, value in wire_message(reply).items() if value and name != "role"}

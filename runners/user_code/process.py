@@ -1,8 +1,9 @@
-"""The process that runs user code for `worker.Worker`: reads calls from a connection and answers
-each one.
+"""The process that runs user code for `worker.Worker`. It reads calls from a connection and answers
+each call.
 
-Its main thread imports the user's files and calls plain rewards, for code that requires the main
-thread. It computes nothing for the run, and imports MLX only if the user's code does.
+The main thread imports the user's files and calls plain rewards, because some code requires the
+main thread. The process computes nothing for the run itself, and imports MLX only if the user's
+code does.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ import attrs
 
 from runners.errors import UserError, error_line
 
-LARGEST = 1 << 26  # largest answer in bytes
+LARGEST = 1 << 26  # maximum size of an answer in bytes
 
 Act = Callable[[], Any]
 
@@ -41,33 +42,35 @@ TOGETHER = "together"
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """The outcome of a call."""
+    """A call's result, or its error."""
 
     value: Any = None
-    fault: str = ""  # a message of one line; empty if the call returned
-    refused: bool = False  # whether the fault is a UserError's message
-    # whether it was too slow, called sys.exit or ended its process
+    fault: str = ""  # a one-line error message; empty if the call returned
+    refused: bool = False  # whether the message is from a UserError
+    # whether the call timed out, called sys.exit or ended its process
     ended: bool = False
     timed_out: bool = False
     seconds: float = 0.0
 
     @classmethod
     def failed(cls, error: BaseException) -> Self:
-        """The outcome of a call that raised."""
+        """Returns the outcome for a call that raised an error."""
         if isinstance(error, UserError):
             return cls(fault=str(error), refused=True)
         return cls(fault=error_line(error), ended=isinstance(error, SystemExit))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function returns a coroutine: an ``async def``, or an object with one."""
-    # Every class has this method; only its kind matters.
+    """Returns whether calling the function returns a coroutine: the function is an ``async def``,
+    or its class has an async ``__call__``.
+    """
+    # Every class has `__call__`; only whether it is async matters.
     method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def finished(value: Any) -> Any:
-    """Returns the value, after awaiting it if it is awaitable."""
+    """Returns the value, or its awaited result if it is awaitable."""
 
     async def wait() -> Any:
         return await value
@@ -78,21 +81,21 @@ def finished(value: Any) -> Any:
 class _Server:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.lock = threading.Lock()  # one message is sent at a time
+        self.lock = threading.Lock()  # only one message is sent at a time
         self.pid = os.getpid()
         self.store: dict[Any, Any] = {}  # data that operations keep between calls
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
-        self.threads: dict[int, int] = {}  # thread of each running call
+        self.threads: dict[int, int] = {}  # thread id of each running call
         self.coroutines: dict[
             int, Future[Outcome]
-        ] = {}  # coroutine of each call that waits for one
+        ] = {}  # coroutine of each call that is waiting for one
         self.loop = asyncio.new_event_loop()
         self.new_thread(self.loop.run_forever)
 
     def read(self) -> None:
-        """Starts calls as they arrive. A message without an operation's name means that a call has
-        exceeded its time limit.
+        """Reads messages, and starts calls as they arrive. A message without an operation's name
+        cancels a call that has exceeded its time limit.
         """
         while True:
             number, mode, name, arguments = pickle.loads(self.connection.recv_bytes())
@@ -104,7 +107,7 @@ class _Server:
                     self.main_calls.put((number, act))
                 else:
                     self.new_thread(functools.partial(self.run, number, act, mode))
-            except RuntimeError as error:  # no more threads
+            except RuntimeError as error:  # no more threads can be started
                 self.answer(number, Outcome.failed(error), time.monotonic())
 
     def operate(self, name: str, arguments: bytes) -> Any:
@@ -114,8 +117,9 @@ class _Server:
         return operation(self.store, *pickle.loads(arguments))
 
     def run(self, number: int, act: Act, mode: str = MAIN) -> None:
-        """Runs a call in the current thread. Awaits results that are awaitable: in the shared event
-        loop with TOGETHER, otherwise in a separate one, because other awaitables may block it."""
+        """Runs a call in the current thread. An awaitable result is awaited: for TOGETHER, in the
+        shared event loop; otherwise in a separate loop, because the awaitable may block its loop.
+        """
         begun = time.monotonic()
         self.threads[number] = threading.get_ident()
         try:
@@ -135,46 +139,47 @@ class _Server:
         self.answer(number, outcome, begun)
 
     async def wait(self, value: Awaitable[Any]) -> Outcome:
-        """The outcome of a coroutine. KeyboardInterrupt is included, because it would end the event
-        loop of all calls.
+        """Awaits a coroutine, and returns its outcome. KeyboardInterrupt is caught too, because it
+        would end the event loop that all calls share.
         """
         try:
             outcome = Outcome(await value)
         except BaseException as error:
             outcome = Outcome.failed(error)
         if os.getpid() != self.pid:
-            # This is a child forked by the call; it must not use the parent's event loop.
+            # The call has forked, and this is the child, which must not use the parent's event
+            # loop.
             os._exit(0)
         return outcome
 
     def cancel(self, number: int, mode: str) -> None:
-        """Ends a call that is a coroutine or runs Python code. A blocking call continues; it is
-        reported as ended unless it blocks the main thread.
+        """Cancels a coroutine or interrupts Python code. A blocking call continues in its thread
+        but is reported as ended, unless it blocks the main thread.
         """
         coroutine = self.coroutines.get(number)
         thread = self.threads.get(number)
-        if coroutine:  # its thread answers unless another coroutine blocks the loop
+        if coroutine:  # the call's thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
         elif mode != MAIN:
-            error = ctypes.py_object(SystemExit)  # ignored for 0, which is no thread
+            error = ctypes.py_object(SystemExit)  # ignored for thread id 0, which does not exist
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), error)
             self.send(json.dumps([number, None, "the call was cancelled"]))
         elif thread:
             signal.pthread_kill(thread, signal.SIGINT)
 
     def interrupted(self, *_: Any) -> None:
-        """Handles SIGINT: ends the main thread's call, which has exceeded its time limit. No signal
-        may arrive while an answer is sent.
+        """Handles SIGINT: interrupts the main thread's call, which has exceeded its time limit. No
+        signal may arrive while an answer is being sent.
         """
         if self.main_thread in self.threads.values():
             raise KeyboardInterrupt
 
     def new_thread(self, act: Callable[[], None]) -> None:
-        """Runs `act` in a thread."""
+        """Starts a thread that runs `act`."""
         threading.Thread(target=act, name="grpo-call", daemon=True).start()
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
-        """Sends an outcome as JSON, because reading JSON runs no code."""
+        """Sends an outcome as JSON, because parsing JSON runs no code."""
         timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
         try:
             data = json.dumps([number, *attrs.astuple(timed, recurse=False)])
@@ -198,7 +203,9 @@ class _Server:
 
 
 def serve(stdout: str) -> None:
-    """Runs until the connection, which is standard output, is closed; `stdout` replaces it."""
+    """Runs calls until the connection, which is standard output, is closed. User code writes to the
+    descriptor `stdout` instead.
+    """
     connection = Connection(os.dup(1))
     os.dup2(int(stdout), 1)
     os.close(int(stdout))

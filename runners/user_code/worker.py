@@ -1,8 +1,8 @@
-"""A separate process for user code, which can be ended in any state and ends with the run.
+"""A separate process for user code. The process can be ended in any state, and ends with the run.
 
-It is persistent, so a call costs only one message in each direction. Arguments are sent as pickles;
-results are returned as JSON. It is a session leader, so Ctrl-C in the terminal does not reach it or
-its children.
+The process is persistent, so a call costs only one message in each direction. Arguments are sent as
+pickles, and results are returned as JSON. The process leads its own session, so Ctrl-C in the
+terminal does not reach it or its children.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from runners.machine.bounded_process import python_command
 from runners.user_code.process import LARGEST, MAIN, THREAD, Outcome
 
 _LOOK = 0.05  # seconds between two calls of `check`
-GRACE = 2.0  # seconds that the process has to cancel a call
-_RELOADING = 600.0  # seconds for importing the user's files again
+GRACE = 2.0  # seconds that a call may take to end after it is cancelled
+_RELOADING = 600.0  # limit in seconds for importing the user's files again
 # A shell leads the process group. The run holds the shell's standard input, which closes when the
 # run ends for any reason; the shell then kills the group.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
@@ -41,7 +41,7 @@ _numbers = itertools.count(1)
 
 @attrs.define(eq=False)
 class Call:
-    """A call that has been started."""
+    """A started call."""
 
     mode: str
     timeout: float = 0.0  # seconds; 0 means no limit
@@ -51,14 +51,16 @@ class Call:
 
 
 class _Process:
-    """One process, with a thread that sends messages to it and another that receives them."""
+    """One process, and two threads that exchange messages with it: one sends, the other
+    receives.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
-        self.dead = ""  # reason for its end
+        self.dead = ""  # reason why the process ended
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection, theirs = Pipe()
-        stdout = os.dup(1)  # the process's own standard output is its end of the connection
+        stdout = os.dup(1)  # the process's standard output is its end of the connection
         with theirs:
             self._process = subprocess.Popen(
                 ["sh", "-c", _GUARD, "sh", *python_command(_SERVE), str(stdout)],
@@ -79,16 +81,14 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Abandons a call. The process is ended if it does not respond, or if its main thread
-        continues.
-        """
+        """Cancels a call. If the call has not ended after GRACE seconds, the process is killed."""
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if wait([call.outcome], GRACE).not_done:
                 self.kill("a call exceeded its time limit and could not be interrupted")
 
     def kill(self, why: str = "the run has ended") -> None:
-        """Ends the process and its children."""
+        """Kills the process and its children."""
         self.dead = self.dead or why
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -99,8 +99,8 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """Runs in a forked child of the run: closes the child's copy of the pipe, so that only the
-        run can end the process.
+        """Closes the child's copy of the pipe in a forked child of the run, so that only the run
+        can end the process.
         """
         self._process.returncode = 0
         if self._process.stdin is not None:
@@ -135,48 +135,52 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 
 
 class Worker:
-    """Manages the process: starts it when it is needed, and again after it has ended.
+    """Manages the process for user code: starts it when needed, and restarts it after it has ended.
 
-    Calls name an operation, a function `package.module:name` of this package that receives the
-    process's store and the arguments. `notices` are messages about restarts, for the caller to
-    report.
+    A call names an operation: a function `package.module:name` in this package, which receives the
+    process's store and the call's arguments. `notices` are messages about restarts that the caller
+    should report.
     """
 
     def __init__(self) -> None:
-        """Does not start a process yet."""
+        """Starts without a process."""
         self.notices: list[str] = []
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
         self._starting = threading.RLock()  # only one thread restarts the process
 
     def preload(self, name: str, *arguments: Any) -> None:
-        """Starts an operation that later calls depend on; it is repeated in each new process."""
+        """Starts an operation that later calls depend on. Each new process repeats the
+        operation.
+        """
         if (name, *arguments) not in self._loads:
             self._loads[name, *arguments] = self.submit(name, *arguments, mode=MAIN)
 
     def load(self, name: str, *arguments: Any) -> Any:
-        """The result of `preload`. Raises UserError if it fails."""
+        """Preloads an operation, waits for it, and returns its result. Raises UserError if the
+        operation fails.
+        """
         self.preload(name, *arguments)
         try:
             return self._loaded((name, *arguments))
         except UserError:
-            del self._loads[name, *arguments]  # not repeated in a new process
+            del self._loads[name, *arguments]  # a new process does not repeat the operation
             raise
 
     def submit(self, name: str, *arguments: Any, mode: str) -> Call:
-        """Starts a call; its outcome is available later."""
+        """Starts a call, whose outcome is available later."""
         call = Call(mode)
         with self._starting:
             self._running().start(call, name, pickle.dumps(arguments))
         return call
 
     def cancel(self, call: Call) -> None:
-        """Abandons a call."""
+        """Cancels a call."""
         if self._process is not None:
             self._process.cancel(call)
 
     def close(self) -> None:
-        """Ends the process and all processes that it has started."""
+        """Kills the process and all processes that it has started."""
         if self._process is not None:
             self._process.kill()
         self._process = None
@@ -208,18 +212,18 @@ class Worker:
 
 
 class Calls:
-    """Runs calls by key, one at a time per key. A call's time limit starts with the call."""
+    """Runs calls by key, one at a time per key. A call's time limit starts when the call starts."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
-        """At most `workers` calls run in threads at a time; 0: any number."""
+        """Limits the calls that run in threads at the same time to `workers`; 0 means no limit."""
         self.worker = worker
         self._workers = workers
         self._running: dict[Any, Call] = {}
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (for its name and arguments, see `Worker`) for a key; a `timeout` of
-        0 means no limit.
+        """Starts an operation for a key, or queues it until a thread is free. For the operation's
+        name and arguments, see `Worker`. A `timeout` of 0 means no limit.
         """
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
@@ -228,9 +232,10 @@ class Calls:
             self._start(key, operation, timeout, mode)
 
     def collect(self, least: int, check: Callable[[], None] | None = None) -> Mapping[Any, Outcome]:
-        """The available outcomes, by key; waits until there are at least `least`.
+        """Waits until at least `least` outcomes are available, and returns the available outcomes
+        by key.
 
-        `check` is called while waiting; an exception from it ends the wait.
+        `check` is called during the wait; an exception from `check` ends the wait.
         """
         found: dict[Any, Outcome] = {}
         while True:

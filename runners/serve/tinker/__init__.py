@@ -1,1 +1,1 @@
-"""Tinker's training API: adapters on one base model, trained and sampled by requests."""
+"""Tinker's training API: clients train adapters on one base model and sample from them."""

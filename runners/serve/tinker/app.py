@@ -1,4 +1,4 @@
-"""The HTTP server of a `Trainer`: Tinker's calls, answered with futures."""
+"""Serves a `Trainer` over HTTP: Tinker's calls are answered with futures."""
 
 import asyncio
 import secrets
@@ -22,28 +22,28 @@ from runners.serve.tinker.losses import check_data, loss_of
 from runners.serve.tinker.trainer import PARTS, SAMPLING, TRAINING, Model, Trainer
 from runners.serve.wire import ApiError, check_name
 
-TOGETHER = 512  # samples that a client may wait for, one connection each
-ROW = 4096  # bytes that a waiting or decoding completion counts as
-AGAIN = 60.0  # seconds for which an answer may be fetched again
-MODEL = ":train:"  # part of ids, which the client constructs the same way
+TOGETHER = 512  # samples that a client may wait for at the same time, one per connection
+ROW = 4096  # bytes that each waiting or decoding completion counts as
+AGAIN = 60.0  # seconds for which a fetched answer may be fetched again
+MODEL = ":train:"  # part of a model's id; the client constructs the same ids
 SAMPLER = ":sample:"
 
 
 @attrs.frozen(kw_only=True)
 class TrainingLimits(Limits):
-    """Limits on what clients may use; `turns` are sessions."""
+    """Limits on what clients may use; `turns` limits the number of sessions."""
 
-    hold: float = 20.0  # seconds after which a request for an unfinished future is answered
-    vanish: float = 300.0  # seconds without a heartbeat, after which a session ends
-    gap: float = 60.0  # seconds to wait for a request with a smaller number
-    slots: int = 32  # models in training, and the same number of samplers (the latest ones)
+    hold: float = 20.0  # seconds before a request for a pending future is answered with "try again"
+    vanish: float = 300.0  # seconds without a heartbeat before a session ends
+    gap: float = 60.0  # seconds to wait for a missing request with a smaller number
+    slots: int = 32  # maximum number of models in training, and of samplers (the latest are kept)
     futures: int = 16_384  # answers that are pending or were not fetched
-    room: int = 268_435_456  # bytes of waiting data and completions
+    room: int = 268_435_456  # maximum size of waiting data and completions in bytes
 
 
 @attrs.define(eq=False)
 class TrainingSession:
-    """A client."""
+    """One client's session."""
 
     id: str
     over: bool = False
@@ -52,14 +52,14 @@ class TrainingSession:
 
 @attrs.define(eq=False)
 class Future:
-    """An answer that is not available yet. The client receives `said` instead of it."""
+    """An answer that is not available yet. Meanwhile, the client receives `said`."""
 
     session: TrainingSession
     said: dict[str, Any]
     answer: asyncio.Future[Any] = attrs.field(factory=asyncio.Future)  # JSON, or a protobuf's bytes
 
     def set(self, outcome: Any) -> None:
-        """Sets the answer or a fault; only the first call counts."""
+        """Sets the answer or an error. Only the first call has an effect."""
         if isinstance(outcome, Exception):
             category = "user" if isinstance(outcome, UserError | ApiError) else "server"
             outcome = {"error": error_line(outcome), "category": category}
@@ -69,24 +69,26 @@ class Future:
 
 @attrs.define(eq=False)
 class Slot:
-    """A model or a sampler, and a model's requests that wait for one with a smaller number."""
+    """A model or sampler. `held` contains a model's requests that wait for one with a smaller
+    number.
+    """
 
     id: str
     session: TrainingSession
-    path: str | None = None  # of saved weights
-    found: Any = None  # None: not created yet, or the creation failed
+    path: str | None = None  # path of the saved weights
+    found: Any = None  # None means that the object is not created yet, or that its creation failed
     next: int = 1
     held: dict[int, tuple[Callable[[], Any], Future]] = attrs.field(factory=dict)
     timer: asyncio.TimerHandle | None = None
 
     def made(self) -> Any:
-        """The Model or Sampler. Raises UserError if there is none."""
+        """Returns the Model or Sampler. Raises UserError if it does not exist."""
         if self.found is None:
             raise UserError(f"{self.path or self.id} could not be created")
         return self.found
 
     def fill(self, make: Callable[[], Any], answer: dict[str, Any] | None = None) -> Any:
-        """A job: creates the Model or Sampler, and returns the answer for the client."""
+        """Creates the Model or Sampler, and returns the client's answer (runs as a job)."""
         self.found = make()
         return answer
 
@@ -94,14 +96,14 @@ class Slot:
 def restarted(
     timer: asyncio.TimerHandle | None, seconds: float, act: Callable[[Any], None], what: Any
 ) -> asyncio.TimerHandle:
-    """A timer instead of this one."""
+    """Cancels a timer, if there is one, and starts a new one."""
     if timer is not None:
         timer.cancel()
     return asyncio.get_running_loop().call_later(seconds, act, what)
 
 
 class TrainingServer(HttpServer):
-    """Serves Tinker's API; the work is done in the thread that calls `trainer.run`."""
+    """Serves Tinker's API. The thread that calls `trainer.run` does the work."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class TrainingServer(HttpServer):
         key: str = "",
         limits: TrainingLimits | None = None,
     ) -> None:
-        """`key` is the key that clients must send; if it is empty, any key is accepted. See
+        """Clients must send the API key `key`; if `key` is empty, any key is accepted. See
         `HttpServer`.
         """
         about = {"model_name": model.name, "max_context_length": model.length}
@@ -177,26 +179,28 @@ class TrainingServer(HttpServer):
     # Sessions, models and samplers.
 
     def _session(self, name: str) -> TrainingSession:
-        """The session with this id, or the session of the object with this id."""
+        """Returns the session with this id, or the session that owns the object with this id.
+        Raises ApiError if there is none.
+        """
         session = self._sessions.get(name.partition(":")[0])
         if session is None:
             raise ApiError(f"the session of {show(name)} has ended or never existed", status=410)
         return session
 
     def _slot(self, name: str) -> Slot:
-        """The model or the sampler with this id."""
+        """Returns the model or sampler with this id. Raises ApiError if there is none."""
         self._session(name)
         if name not in self._slots:
             raise ApiError(
                 f"there is no {show(name)}; only the latest {self._limits.slots} samplers are kept",
                 status=404,
             )
-        self._slots[name] = self._slots.pop(name)  # moves it to the end: the latest one
+        self._slots[name] = self._slots.pop(name)  # moves it to the end, as the most recently used
         return self._slots[name]
 
     def _new(self, asked: dict[str, Any], kind: str, number: int) -> Slot:
-        """Adds a new model, or a sampler that replaces the least recently used one. A repeated call
-        has the same result.
+        """Adds a new model or sampler, and returns it. If there are too many samplers, the least
+        recently used one is replaced. A repeated call has the same result.
         """
         check_name(self._model, asked.get("base_model"))
         session = self._session(asked.get("session_id") or asked["model_id"])
@@ -233,7 +237,9 @@ class TrainingServer(HttpServer):
     # Futures.
 
     def _promise(self, name: str, session: TrainingSession, cost: int = 0) -> Future:
-        """A new future that counts as `cost` waiting bytes. Raises ApiError if there is no room."""
+        """Adds a new future that counts as `cost` waiting bytes. Raises ApiError if there is no
+        room.
+        """
         if self._trainer.draining:
             raise ApiError("the server is shutting down", status=503)
         if len(self._futures) >= self._limits.futures or cost > self._room:
@@ -252,8 +258,8 @@ class TrainingServer(HttpServer):
     def _ordered(
         self, asked: dict[str, Any], job: Callable[[Model], Any], cost: int = 0
     ) -> dict[str, Any]:
-        """Queues a job of a model after those with smaller numbers. A repeated call has the same
-        result.
+        """Queues a model's job after the model's jobs with smaller numbers. A repeated call has the
+        same result.
         """
         slot = self._slot(asked["model_id"])
         number = asked["seq_id"]
@@ -272,7 +278,7 @@ class TrainingServer(HttpServer):
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:
-        """Fails the requests that wait for a request that was not received, if there are any."""
+        """Fails all requests that wait for a request that never arrived."""
         fault = UserError(
             f"request {slot.next} of {slot.id} was not received, so this one cannot be executed"
         )
@@ -315,7 +321,7 @@ class TrainingServer(HttpServer):
 
     def _get_info(self, asked: dict[str, Any]) -> dict[str, Any]:
         about = self._slot(asked["model_id"]).made().about
-        # A path is of use only to clients on this machine, and is not shown to others.
+        # Only clients on this machine can use a path, so others do not receive it.
         tokenizer = str(self._trainer.path) if self.is_local else self._model.name
         name = {"model_name": self._model.name}
         return {

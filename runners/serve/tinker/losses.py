@@ -1,8 +1,8 @@
-"""Tinker's losses, which are sums over tokens: converts rows with numbers for each token to batches
-of the learner.
+"""Tinker's losses, which are sums over tokens. Rows with one number per token are converted to the
+learner's batches.
 
-`importance_sampling` and `cispo` multiply the gradient of log π by the ratio to the sampler, as a
-correction's weight: −r·A, and −sg(clip(r))·A·log π.
+`importance_sampling` and `cispo` multiply the gradient of log π by the probability ratio to the
+sampler, expressed as a correction weight: −r·A, and −sg(clip(r))·A·log π.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,29 +17,31 @@ from runners.errors import UserError, did_you_mean, listed, show
 
 TARGETS = "target_tokens"
 RATIO_MASK = "sequence_ratio_mask"
-UNBOUNDED = 1e30  # a cap above every ratio
+UNBOUNDED = 1e30  # a cap that exceeds every ratio
 _SAMPLED = (TARGETS, "logprobs", "advantages")
 _BAND = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 @attrs.frozen(eq=False)
 class Datum:
-    """A row: at position i, the model reads `tokens[i]` and must predict `inputs[TARGETS][i]`."""
+    """One training row. At position i, the model reads `tokens[i]` and predicts
+    `inputs[TARGETS][i]`.
+    """
 
     tokens: np.ndarray  # int32 [N]
-    inputs: Mapping[str, np.ndarray]  # [N] each
+    inputs: Mapping[str, np.ndarray]  # one array [N] for each input
 
 
 @attrs.frozen(eq=False)
 class Loss:
-    """The inputs of a loss, and its spec for the learner."""
+    """A Tinker loss: its required inputs, its parameters, and its LossSpec fields."""
 
-    needs: tuple[str, ...]  # arrays of each row
-    defaults: Mapping[str, float]  # parameters
+    needs: tuple[str, ...]  # names of the arrays that each row must contain
+    defaults: Mapping[str, float]  # parameters and their default values
     fields: Callable[
         ..., dict[str, Any]
-    ]  # the LossSpec's fields, from the parameters in this order
-    by_old: bool = True  # the sampler is π_old of the ratio; if False, the μ of a correction
+    ]  # computes LossSpec fields from the parameters, which are passed in the order of `defaults`
+    by_old: bool = True  # True: the sampler is the ratio's π_old; False: it is the correction's μ
 
 
 def _weighted(surrogate: str, low: float = 0.0, high: float = UNBOUNDED) -> dict[str, Any]:
@@ -68,7 +70,9 @@ LOSSES = {
 
 
 def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
-    """A loss with these parameters. Raises UserError for unknown or impossible ones."""
+    """Returns the loss with this name, and its LossSpec with these parameters. Raises UserError for
+    an unknown name or for unknown or impossible parameters.
+    """
     if name not in LOSSES:
         raise UserError(
             f"loss_fn: expected {listed([*LOSSES])}, found {show(name)}{did_you_mean(name, LOSSES)}"
@@ -87,7 +91,9 @@ def loss_of(name: str, config: Mapping[str, Any]) -> tuple[Loss, g.LossSpec]:
 
 
 def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length: int) -> None:
-    """Raises UserError unless the rows contain the loss's inputs and the model has their tokens."""
+    """Raises UserError unless each row contains the loss's inputs, and token ids that the model
+    has.
+    """
     if not data:
         raise UserError("data: expected at least one datum, found none")
     for number, datum in enumerate(data):
@@ -97,7 +103,7 @@ def check_data(data: Sequence[Datum], loss: Loss, vocabulary: int | None, length
 
 
 def _faults(datum: Datum, loss: Loss, most: float, length: int) -> Iterator[str]:
-    """The faults of a row; each check requires that the earlier ones found none."""
+    """Yields a message for each error in a row. Later checks assume that earlier ones passed."""
     size = len(datum.tokens)
     arrays = {"model_input": datum.tokens, **datum.inputs}
     known = {"model_input", *loss.needs}
@@ -121,9 +127,10 @@ def _faults(datum: Datum, loss: Loss, most: float, length: int) -> Iterator[str]
 
 
 def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
-    """The rows as a batch in which every position counts, numbered by `row_b`.
+    """Converts rows to a batch in which every position is unmasked; `row_b` contains the row
+    numbers.
 
-    Until the batch is split, a ratio mask is in `keep_bt`; see `counted`.
+    Until the batch is split, `keep_bt` contains the ratio mask, if there is one; see `counted`.
     """
     rows = [
         (datum.tokens[:1].tolist(), [*datum.tokens[1:].tolist(), int(datum.inputs[TARGETS][-1])])
@@ -144,7 +151,7 @@ def batch_of(data: Sequence[Datum], loss: Loss) -> g.Batch:
 
 
 def counted(piece: g.Batch) -> g.Batch:
-    """A micro-batch in which the ratio mask, if there is one, selects the tokens that count."""
+    """Applies the ratio mask in `keep_bt`, if there is one, to a micro-batch's token mask."""
     if piece.keep_bt is None:
         return piece
     return attrs.evolve(piece, mask_bt=piece.mask_bt & piece.keep_bt, keep_bt=None)

@@ -1,6 +1,6 @@
-"""Trains models on one base model and samples with them; all computing happens here.
+"""Trains adapters on one base model and samples with them. All computation happens here.
 
-One thread calls `run`. It executes a queue of jobs in order, and decodes between them.
+The thread that calls `run` executes queued jobs in order, and decodes samples between jobs.
 """
 
 import queue
@@ -32,7 +32,7 @@ from runners.serve.tinker.losses import Datum, Loss, batch_of, counted
 ALPHA = 32.0  # Tinker's adapters have the scale ALPHA / rank
 LINGER = 0.01  # seconds to wait for more samples before decoding starts
 MICRO_TOKENS = 2048  # maximum size of a micro-batch, unless a single row is longer
-TRAINING = "weights"  # weights that are saved for further training
+TRAINING = "weights"  # the kind of path for weights that are saved for further training
 SAMPLING = "sampler_weights"
 OPTIMIZER = "optimizer.safetensors"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,120}"
@@ -51,44 +51,46 @@ class Sampler:
 
 @attrs.define(eq=False, kw_only=True)
 class Model:
-    """Adapters in training."""
+    """One model in training: adapters and their training state."""
 
     about: Mapping[str, Any]  # mlx-lm's lora_parameters and num_layers
-    # With the first weights. Its policy has a separate module, because rows may decode while the
-    # learner computes.
+    # A sampler with the initial weights. Its policy has its own module, because rows may decode
+    # while the learner computes.
     sampler: Sampler
-    step: Callable[[g.LossSpec], g.GradStep]  # the gradient step of a loss, compiled once
+    step: Callable[[g.LossSpec], g.GradStep]  # returns a loss's gradient step, compiled once
     state: g.TrainState
-    fault: str = ""  # why a gradient is missing from the sum; empty: none is missing
+    fault: str = ""  # why the sum lacks a gradient; empty if it is complete
 
 
 @attrs.frozen(eq=False)
 class Sample:
-    """Completions of a prompt that wait for the engine or decode."""
+    """Completions for one prompt that are waiting for the engine or being decoded."""
 
     listener: Any  # see `Trainer.put`
     sampler: Sampler
     request: Request
     sampling: g.Sampling
-    prompt_logp: np.ndarray | None  # None: not requested
-    # From the rows and the log-probs of the prompt, what the listener receives.
+    prompt_logp: np.ndarray | None  # None means not requested
+    # Builds the listener's result from the completions and the prompt's log-probs.
     answer: Callable[[Sequence[Row], np.ndarray | None], Any]
 
 
 class Trainer:
-    """See the module. Any thread may call `put`; `deliver` passes the results of jobs to other
-    threads.
+    """Runs queued jobs; see the module. Any thread may call `put`. `deliver` passes the jobs'
+    results to other threads.
     """
 
     def __init__(self, base: g.Policy, engine: Engine, path: Path, folder: Path) -> None:
-        """`base` is for inference and was loaded from `path`. Models are saved in the folder."""
+        """Stores the base policy, which was loaded from `path` for inference. Models are saved in
+        `folder`.
+        """
         self.deliver: Callable[[News], object] = hand_out
         self.draining = False
         self.path = path
         self._folder = folder
         self._digest = adapters.base_digest(named_leaves(base.module.parameters()))
         self._engine = engine
-        self._optimizer = g.adamw(1e-4)  # each update sets its own rates
+        self._optimizer = g.adamw(1e-4)  # each update sets its own learning rate and other rates
         self._update = g.make_update_step(self._optimizer)
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waiting: list[Sample] = []
@@ -97,22 +99,23 @@ class Trainer:
         self._loaded: Sampler | None = None
 
     def put(self, job: Callable[[], Any], listener: Any) -> None:
-        """Queues a job. Unless the listener's `session` is `over`, its `set` receives the job's
-        result (if it is not None) or its fault.
+        """Queues a job. The listener's `set` receives the job's result, unless it is None, or the
+        job's error. If the listener's `session` is `over`, the job is not run and `set` receives an
+        error.
         """
         self._jobs.put(partial(self._work, job, listener))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is waiting or decoding."""
+        """Whether no job or sample is waiting or being decoded."""
         return self._jobs.empty() and not (self._waiting or self._decoding)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Works until `until` returns True."""
+        """Executes jobs and decodes until `until` returns True."""
         while not until():
             try:
                 self._jobs.get(not self._decoding, LINGER if self._waiting else WAIT)()
-            except queue.Empty:  # samples that arrived together start together
+            except queue.Empty:  # no job for a moment: samples that arrived together start together
                 self._begin()
                 self._collect()
 
@@ -137,8 +140,9 @@ class Trainer:
         scored: int,
         answer: Callable[[Sequence[Row], np.ndarray | None], Any],
     ) -> None:
-        """A job: queues a request for the engine. The listener receives the `answer` made of its
-        rows and the log-probs of the prompt's last `scored` tokens.
+        """Queues a request for the engine (runs as a job). The listener receives the result of
+        `answer`, which is called with the completions and the log-probs of the prompt's last
+        `scored` tokens.
         """
         sampler = source()
         prompt_logp = None
@@ -151,8 +155,8 @@ class Trainer:
         self._waiting.append(Sample(listener, sampler, request, sampling, prompt_logp, answer))
 
     def _begin(self) -> None:
-        """Submits samples to the engine: those with the oldest sample's weights, if no others are
-        decoding.
+        """Submits the waiting samples that use the same weights as the oldest one, unless samples
+        with other weights are decoding.
         """
         first = self._waiting[0].sampler if self._waiting else self._loaded
         if first is not self._loaded and not self._decoding and first is not None:
@@ -174,7 +178,7 @@ class Trainer:
                 self._engine.cancel(ticket)
         try:
             done = self._engine.collect(0)
-        except Exception as error:  # it ends everything that is decoding
+        except Exception as error:  # the error ends all samples that are decoding
             self.deliver([partial(each.listener.set, error) for each in self._decoding.values()])
             for ticket in self._decoding:
                 self._engine.cancel(ticket)
@@ -185,17 +189,19 @@ class Trainer:
             self._work(partial(sample.answer, done[ticket], sample.prompt_logp), sample.listener)
 
     def sampler(self, path: str | None) -> Sampler:
-        """A job: creates a sampler with saved weights; None means the base model's."""
+        """Creates a sampler with saved weights, or with the base model's if `path` is None (runs as
+        a job).
+        """
         return self._base if path is None else self.snapshot(self.restore(path, optimizer=False))
 
     def snapshot(self, model: Model) -> Sampler:
-        """A job: creates a sampler with a model's current weights."""
+        """Creates a sampler with a model's current weights (runs as a job)."""
         return attrs.evolve(model.sampler, params=model.state.params)
 
     # Models.
 
     def create(self, rank: int, parts: Sequence[str], seed: int) -> Model:
-        """A job: creates a model with new adapters on these PARTS."""
+        """Creates a model with new adapters on these parts, see PARTS (runs as a job)."""
         module = twin_module(self._base.policy.module)
         keys = adapted_layers(module, parts)
         if not keys:
@@ -204,14 +210,14 @@ class Trainer:
         return self._model(module, adapters.new_adapters(module, "lora", lora, seed))
 
     def restore(self, path: str, *, optimizer: bool) -> Model:
-        """A job: creates a model that continues from a saved one."""
+        """Creates a model that resumes from a saved one (runs as a job)."""
         folder = self.place(path)
         module = twin_module(self._base.policy.module)
         module.freeze()
         try:
             about = adapters.read_adapters(module, folder, self.path, self._digest, "lora")
             moments = load_arrays(folder / OPTIMIZER)[0] if optimizer else {}
-        except UserError as error:  # must not name the folder
+        except UserError as error:  # the message must not show the folder
             raise UserError(str(error).replace(str(folder), path)) from error
         model = self._model(module, about)
         if optimizer:
@@ -225,8 +231,10 @@ class Trainer:
         backward: bool,
         model: Model,
     ) -> tuple[list[np.ndarray], float]:
-        """The log-probs of each datum's targets, and the loss; `backward` adds its gradient to the
-        model's, or nothing if this fails.
+        """Returns the log-probs of each datum's targets, and the loss (runs as a job).
+
+        If `backward` is True, the loss's gradient is added to the model's accumulated gradient. If
+        the computation fails, nothing is added.
         """
         logp: list[mx.array] = []
         state = model.state
@@ -255,7 +263,9 @@ class Trainer:
         return [rows[n][: len(datum.tokens)] for n, datum in enumerate(data)], value
 
     def update(self, rates: g.Rates, model: Model) -> dict[str, Any]:
-        """A job: takes an optimizer step with the gradient accumulated since the last one."""
+        """Takes an optimizer step with the gradient accumulated since the last step (runs as a
+        job).
+        """
         state, stats = self._update(model.state, rates)
         fault = model.fault or ("it is not finite" if stats.skipped.item() else "")
         if fault:
@@ -268,7 +278,9 @@ class Trainer:
         return {"metrics": {"grad_norm:mean": stats.grad_norm.item()}}
 
     def save(self, path: str, model: Model, *, overwrite: bool) -> dict[str, Any]:
-        """A job: writes a model, with its optimizer if the path belongs to TRAINING."""
+        """Saves a model (runs as a job). If the path's kind is TRAINING, the optimizer state is
+        saved too.
+        """
         target = self.place(path)
         if target.exists() and not overwrite:
             raise UserError(f"{path} already exists; expected a different name, or overwrite")
@@ -287,7 +299,9 @@ class Trainer:
         return {"path": path}
 
     def place(self, path: str) -> Path:
-        """The folder of a path, inside the trainer's folder. Raises UserError for other paths."""
+        """Returns the folder for a `tinker://` path, inside the trainer's folder. Raises UserError
+        for other paths.
+        """
         found = _PATH.fullmatch(path)
         if found is None:
             raise UserError(
@@ -297,7 +311,7 @@ class Trainer:
         return self._folder.joinpath(*found.groups())
 
     def _model(self, module: nn.Module, about: Mapping[str, Any]) -> Model:
-        """A model with the module's current adapters."""
+        """Returns a model with the module's current adapters."""
         cast_floating(module, mx.float32, named_leaves(module.trainable_parameters()))
         policy = g.Policy.from_module(module, compute_dtype=main_dtype(self._base.policy.module))
         params = from_names(split_leaves(module)[0])
@@ -312,7 +326,9 @@ class Trainer:
 
 
 def adapted_layers(module: nn.Module, parts: Sequence[str]) -> tuple[str, ...]:
-    """The layers of these PARTS, by their names in a block; a tied head is not one of them."""
+    """Returns the layers that belong to these parts (see PARTS), by their names in a block. A tied
+    output head is not included.
+    """
     blocks: Any = module.layers
     linear = {
         name

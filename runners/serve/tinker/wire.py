@@ -1,7 +1,5 @@
-"""The requests and responses of Tinker's client: JSON described by tables of fields, and rows of
-tokens as protobuf.
-
-The messages are defined by the package `tinker`.
+"""Parses requests and writes responses for Tinker's client. Tables of fields describe the JSON;
+rows of tokens are protobuf messages, which the package `tinker` defines.
 """
 
 import secrets
@@ -28,7 +26,7 @@ _TEXT = (str, "", NEEDED)
 _OBJECT = (dict, "", NEEDED)
 _NEW_MODEL = {"session_id": _TEXT, "model_seq_id": _NUMBER, "base_model": (str, "", None)}
 _MODEL = {"model_id": _TEXT, "seq_id": (int, "1 <= x <= 1000000000", NEEDED)}
-# The fields of each call and of the objects in it: type (Any: checked later), range, default.
+# The fields of each call and of its nested objects: type (Any means checked later), range, default.
 FIELDS: dict[str, dict[str, Any]] = {
     "create_session": {},
     "session_heartbeat": {"session_id": _TEXT},
@@ -85,7 +83,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "retrieve_future": {"request_id": _TEXT},
 }
-# Fields that must have one of these values, because other values are not implemented.
+# Fields with fixed values, because other values are not implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "optimizer_config": ({"type": "adamw"},),
     "kind": ("snapshot", "inflight"),
@@ -108,8 +106,8 @@ _DTYPES = {
 
 
 def read(call: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a call or of an object in it, each with a value. Raises ApiError for unknown
-    fields and invalid values.
+    """Parses the fields of a call or of a nested object; missing fields receive their defaults.
+    Raises ApiError for unknown or missing fields and for invalid values.
     """
     fields = FIELDS[call]
     used = {name: (kind, within) for name, (kind, within, _) in fields.items()}
@@ -122,7 +120,9 @@ def read(call: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_body(call: str, body: bytes) -> dict[str, Any]:
-    """The fields of a call; none for a call without a table. Raises ApiError."""
+    """Parses a call's body; a call without a table has no fields. Raises ApiError for an invalid
+    body.
+    """
     if call != "forward_backward":
         return read(call, read_json(body)) if call in FIELDS else {}
     try:
@@ -134,7 +134,7 @@ def read_body(call: str, body: bytes) -> dict[str, Any]:
 
 
 def loss_config(message: Any) -> dict[str, float | str]:
-    """The parameters of a request's loss."""
+    """Returns the loss parameters from a request."""
     return dict(message.loss_fn_config) | {
         name: getattr(value, value.WhichOneof("value") or "text")
         for name, value in message.loss_fn_config_v2.items()
@@ -142,7 +142,9 @@ def loss_config(message: Any) -> dict[str, float | str]:
 
 
 def data_of(message: Any) -> list[Datum]:
-    """The rows of a request. Raises UserError for anything but text and arrays."""
+    """Returns the rows from a request. Raises UserError unless they contain only text and dense
+    arrays.
+    """
     try:
         return [_datum(each) for each in message.data]
     except (KeyError, ValueError) as error:
@@ -163,7 +165,7 @@ def _datum(datum: Any) -> Datum:
 
 
 def forward_output(rows: Sequence[np.ndarray], loss: float) -> bytes:
-    """A ForwardBackwardOutput."""
+    """Serializes a ForwardBackwardOutput."""
     ends = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64)
     field = messages.BatchedTensor(
         data=np.concatenate(rows).tobytes(),
@@ -177,7 +179,7 @@ def forward_output(rows: Sequence[np.ndarray], loss: float) -> bytes:
 
 
 def sample_output(rows: Sequence[Row], prompt_logp: np.ndarray | None) -> bytes:
-    """A SampleResponse."""
+    """Serializes a SampleResponse."""
     sequences = [
         messages.SampledSequence(
             stop_reason=messages.StopReason.Value(f"STOP_REASON_{row.finish.upper()}"),
@@ -191,7 +193,7 @@ def sample_output(rows: Sequence[Row], prompt_logp: np.ndarray | None) -> bytes:
 
 
 def rates_of(params: Any) -> g.Rates:
-    """The rates of an `optim_step`."""
+    """Parses the learning rate and the other rates for an `optim_step`."""
     asked = read("adam_params", params)
     return g.Rates(
         asked["learning_rate"],
@@ -203,7 +205,7 @@ def rates_of(params: Any) -> g.Rates:
 
 
 def prompt_of(given: Any) -> tuple[int, ...]:
-    """The tokens of a ModelInput. Raises ApiError for anything but text."""
+    """Returns a ModelInput's token ids. Raises ApiError unless it is text with tokens."""
     ids = [read("encoded_text", each)["tokens"] for each in read("prompt", given)["chunks"]]
     if not any(ids):
         raise ApiError("prompt: expected chunks with tokens, found none", "prompt")
@@ -211,8 +213,8 @@ def prompt_of(given: Any) -> tuple[int, ...]:
 
 
 def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling, int]:
-    """The sampling settings after a prompt with this number of tokens, and the seed. Raises
-    ApiError if there is no room.
+    """Parses the sampling settings and the seed; `prompt` is the number of prompt tokens. Raises
+    ApiError if there is no room after the prompt.
     """
     asked = read("sampling_params", given)
     wanted = asked["max_tokens"] or max(model.length - prompt, 1)
