@@ -2,7 +2,7 @@
 learner works.
 
 The order of batch steps is determined by the update count, not by timing, so a run is reproducible
-and no batch step is dropped. One thread samples, and one batch is scored at a time.
+and no batch step is dropped. One thread samples; several batches may be scored at once.
 """
 
 import threading
