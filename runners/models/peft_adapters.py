@@ -147,7 +147,7 @@ def to_peft(
         "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
         "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
-        # Blocks count from the last one, so adapters in the first block imply adapters in all blocks.
+        # Blocks count from the last one, so adapters in the first block imply adapters in all.
         "target_modules": sorted({x.rpartition(".")[2] if usual else _in_peft(x) for x in layers}),
     }  # fmt: skip
     return config, made
