@@ -185,11 +185,11 @@ def measure(
     """Completes each problem of `choose_problems` once greedily and `num` times by sampling as in
     [rollout].
 
-    With environments, each completion is a conversation. It succeeds if the environment's own
-    reward is at least 1 or, without such a reward, if the last turn contains the reference answer.
-    pass@k for each of `ks` counts right answers; with answer.form = "none", it counts successes.
-    `rows` completions are sampled at a time; 0 means the config's number. `note` is called with a
-    message after all completions of one kind.
+    With environments, each completion is a conversation. The conversation succeeds if the
+    environment's own reward is at least 1 or, without such a reward, if the last turn contains the
+    reference answer. pass@k for each of `ks` counts right answers; with answer.form = "none", it
+    counts successes. `rows` completions are sampled at a time; 0 means the config's number. `note`
+    is called with a message after all completions of one kind.
     """
     evaluator, one_each = evaluator_of(model, config, rewards, environments, rows)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens

@@ -1,8 +1,9 @@
 """Limits the time and memory of a model's tokenizer and chat template at their first use.
 
 The libraries have no such limits, but a one-line template or a tokenizer.json of a few kilobytes
-can require gigabytes. Therefore, the first use happens in a process that can be killed. This takes
-a second, once per file content. Contents that have passed are recorded in the user's cache folder.
+can require gigabytes. Therefore, the first use happens in a process that can be killed. The process
+takes a second, once per file content. Contents that have passed are recorded in the user's cache
+folder.
 """
 
 import hashlib
