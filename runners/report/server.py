@@ -79,8 +79,8 @@ class Server(ThreadingTCPServer):
 
 
 class LivePage:
-    """A run's page, and the run's data, reread after its files have changed. Several threads may
-    use one instance.
+    """A run's page and data. The data is read again after the run's files have changed. Several
+    threads may use one instance.
 
     Each read is followed by a pause, so watching costs at most 2.5 % of one core.
     """
