@@ -50,8 +50,8 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits
     with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory and errors of the operating system are treated as user errors. Any other
-    exception is a bug and keeps its traceback.
+    Out-of-memory errors and operating-system errors are treated as user errors. Any other exception
+    is a bug and keeps its traceback.
     """
 
     @functools.wraps(function)

@@ -145,7 +145,9 @@ class _Paths:
         return self.source(name, key, expected, _DATA_SUFFIXES)
 
     def completions(self, name: str, key: str) -> str:
-        """Returns the path of a file of completions, or of that file in a run's folder."""
+        """Returns the path of a completions file. For a run's folder, this is the folder's
+        completions.jsonl.
+        """
         place = self.existing(name) or ""
         return self.file(os.path.join(place, COMPLETIONS) if os.path.isdir(place) else name, key)
 
@@ -203,7 +205,7 @@ class _Paths:
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
-        """Returns the path of a model or of data. Shipped names and possible Hub names do not
+        """Returns a model's or data set's path. Shipped names and possible Hub names do not
         change.
         """
         if name in SHIPPED or not name:

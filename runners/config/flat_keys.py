@@ -22,7 +22,7 @@ def _betas(value: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _updates(value: Any, table: Mapping[str, Any]) -> Any:
-    """Converts a number of batch steps to a number of updates, at least one.
+    """Converts batch steps to updates. The result is at least one update.
 
     A value of another type is returned unchanged, and is rejected later with its section.
     """

@@ -175,9 +175,9 @@ def model_card(
 
     Args:
         title: the model's name.
-        facts: facts about its run; None without a run.
-        prompt: the prompt format of training; None if unknown.
-        quantized: a description of how the weights are packed; "" for unpacked weights.
+        facts: facts about the model's run, or None without a run.
+        prompt: the prompt format of training, or None if unknown.
+        quantized: a description of how the weights are packed, or "" for unpacked weights.
         base: the Hub name of the trained model; "" if it has none.
         licence: license, license_name and license_link from the base model's card, if known.
     """

@@ -46,13 +46,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Returns 1 − C(n−c, k)/C(n, k): the probability that k out of n samples, c of which are right,
     include a right one.
 
-    This is the unbiased estimator from the Codex paper (arXiv 2107.03374, eq. 1).
+    The formula is the unbiased estimator from the Codex paper (arXiv 2107.03374, eq. 1).
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
-    """Percentile interval of a mean by resampling the problems (Efron 1979), with a fixed seed.
+    """Computes a mean's percentile interval by resampling the problems (Efron 1979), with a fixed
+    seed.
 
     To compare two models, pass the differences per problem, which preserves the pairs.
     """
@@ -72,14 +73,14 @@ class Metric:
 
     @property
     def mean(self) -> float:
-        """Mean over the problems that have a value; NaN if none has one."""
+        """Mean over the problems that have a value, or NaN if no problem has one."""
         known = self.values[~np.isnan(self.values)]
         return float(known.mean()) if known.size else float("nan")
 
     @property
     def interval(self) -> Interval | None:
-        """95 % interval: Wilson's if each value is 0 or 1, otherwise a bootstrap over problems;
-        None without values.
+        """95 % interval: Wilson's if each value is 0 or 1, otherwise a bootstrap over problems.
+        None means that no problem has a value.
         """
         known = self.values[~np.isnan(self.values)]
         if not known.size:

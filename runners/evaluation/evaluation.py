@@ -29,13 +29,14 @@ class EvalResult:
 
     @property
     def score(self) -> float | None:
-        """Exact match, 0 to 1: the share of problems with a right answer; None without reference
-        answers."""
+        """Exact match, 0 to 1: the share of problems with a right answer. None means that there are
+        no reference answers.
+        """
         return _mean([each.right for each in self.completions])
 
     @property
     def reward(self) -> float | None:
-        """The mean of the run's rewards; None if there are none."""
+        """The mean reward, or None if there are no rewards."""
         return _mean([each.reward for each in self.completions])
 
     @property
@@ -67,7 +68,7 @@ class EvalResult:
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
     """Returns the problems for evaluations on a data set: `samples` problems, which are the same
-    ones in every run. 0 means all problems.
+    ones in every run, or all problems for 0.
     """
     if samples == 0 or samples >= len(examples):
         return list(examples)

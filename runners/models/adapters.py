@@ -239,7 +239,7 @@ def base_digest(leaves: Mapping[str, mx.array]) -> str:
     """Returns a SHA-256 digest over the leaves' names, shapes and values, in hexadecimal.
 
     From a leaf with more than WHOLE values, only SAMPLED values are read, always at the same
-    positions. This is enough because nearly all values differ in another model or after more
+    positions. A sample is enough, because nearly all values differ in another model or after more
     training. Floating-point values are read as float32, so the digest does not change if a model is
     saved with more bits. The digest is computed on the CPU, because a GPU would compile a kernel
     first.

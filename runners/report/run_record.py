@@ -44,8 +44,9 @@ class RunRecord:
         return next(known, None)
 
     def state(self) -> str:
-        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event),
-        "empty"."""
+        """Returns the state: "running", "finished", "stopped", "failed", "interrupted" (the run
+        ended without an event) or "empty".
+        """
         marks = [each for each in self.events if each.get("event") in ("start", "end")]
         last = marks[-1] if marks else {}
         if last.get("event") == "end":

@@ -60,7 +60,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """The readings that are worse now; empty if there are none."""
+        """The readings that are worse now, or an empty text."""
         return "; ".join(self.worse.values())
 
     def updated(self, metrics: Mapping[str, float], config: Config) -> Self:

@@ -30,7 +30,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @attrs.frozen
 class Family:
-    """GGUF's representation of a family of models."""
+    """GGUF's representation of a model family."""
 
     arch: str  # GGUF's name
     model_type: str  # written to config.json when a folder is made from GGUF
