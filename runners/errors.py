@@ -72,9 +72,9 @@ class RewardError(UserError):
 
 @attrs.frozen
 class Failure:
-    """Returned instead of a reward, with the reason why there is none.
+    """A value that is returned instead of a reward, with the reason why there is no reward.
 
-    The scorer counts it as a failure of the reward.
+    The scorer counts this value as a failure of the reward function.
     """
 
     reason: str  # equal reasons are reported in one line

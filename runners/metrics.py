@@ -141,7 +141,7 @@ _NO_NUMBERS = ("text", "true", "names")  # units of metrics that a condition can
 
 @attrs.frozen
 class Metric:
-    """A row of the table."""
+    """One metric: a row in the table of metrics."""
 
     section: str  # the heading above it
     name: str  # {name}: a reward's

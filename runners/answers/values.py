@@ -109,9 +109,9 @@ def answers_agree(
     """Returns whether an answer is equivalent to the reference answer. Numbers are compared by
     value, other texts character by character.
 
-    If only one of the two has a unit, the unit is ignored; two units must be equal. ``50%`` is 50
-    and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit must be a known unit or the reference
-    answer's.
+    If only one of the two has a unit, the unit is ignored; two units must be equal. ``50%`` equals
+    both 50 and 0.5, and ``50 cents`` equals ``$0.50``. An answer's unit must be a known unit or the
+    reference answer's.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)

@@ -83,8 +83,8 @@ class _Paths:
     found: Settings
 
     def task(self, answer: Any, data: Any, reward: Any, env: Any) -> dict[str, Any]:
-        """Returns the first three sections. Keys that the config does not set get the answer
-        format's values.
+        """Returns the sections answer, data and reward. If the config sets no system prompt, nudge
+        or reward, the answer format determines these values.
 
         The format's prompt is added only to questions in a chat, because other texts and messages
         are complete prompts.
@@ -145,7 +145,7 @@ class _Paths:
         return self.source(name, key, expected, _DATA_SUFFIXES)
 
     def completions(self, name: str, key: str) -> str:
-        """Returns the path of a completions file. For a run's folder, this is the folder's
+        """Returns the path of a completions file. For a run's folder, the path is that of its
         completions.jsonl.
         """
         place = self.existing(name) or ""

@@ -98,7 +98,8 @@ class Config:
     def loss_spec(self) -> "LossSpec":
         """Returns the LossSpec for [loss]: the preset's, with the given fields replaced.
 
-        Raises ConfigError if the combination is invalid. Imports grpo_fn, and therefore MLX.
+        Raises ConfigError if the combination is invalid. Calling this method imports grpo_fn, and
+        therefore MLX.
         """
         from grpo_fn import LossSpec, preset
 
@@ -118,7 +119,7 @@ class Config:
         """Returns this config with a complete [loss]. Fields that were not set have the preset's
         values.
 
-        Raises the errors of `loss_spec`. Imports grpo_fn, and therefore MLX.
+        Raises the errors of `loss_spec`. Calling this method imports grpo_fn, and therefore MLX.
         """
         from grpo_fn import PRESETS
 

@@ -58,12 +58,13 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     counts as the split "train". If there is only one split (a file, or `eval_split` equal to
     `split`), the last tenth of its usable rows, at least one and at most 1,000, is held out for
     evaluation and not trained on. `data.transform` (found in `folders`, see `resolve_function`) is
-    applied to each row first; it returns the row to use, or None.
+    applied to each row first. The transform returns the row to use, or None to skip the row.
 
-    A row without a question or (unless `data.answer` is empty) an answer is invalid: with
-    `on_bad_row` "raise" it raises an error with its location; with "skip" it is skipped and
-    recorded in `Rows.faults`. Raises UserError for a missing source, split or field (and lists the
-    existing ones), an invalid row, and a split without usable rows.
+    A row is invalid if it has no question or (unless `data.answer` is empty) no answer. With
+    `on_bad_row` "raise", an invalid row raises an error with its location. With "skip", an invalid
+    row is skipped and recorded in `Rows.faults`. Raises UserError for a missing source, split or
+    field (the message lists the existing ones), for an invalid row, and for a split without usable
+    rows.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()

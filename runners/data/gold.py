@@ -52,7 +52,7 @@ class GoldReader:
         """Reads reference completions from the file `sft.completions`: each finished completion
         with a reward of at least `sft.min_reward`, without duplicates.
 
-        Raises UserError if the file contains none.
+        Raises UserError if the file contains no such completion.
         """
         sft = self.config.sft
         found = dict[str, Row]()

@@ -102,8 +102,8 @@ def read_prompts(
     `name` is a .txt file with one prompt per non-blank line, "-" for such lines on standard input,
     or a file of rows, whose `column` contains a text or a list of messages. `system` is the first
     message of every conversation; the messages must not contain another one. `option` is the
-    command-line option, for errors. Raises UserError for a row that is not a prompt (with its
-    line), and for a file without prompts.
+    command-line option that error messages name. Raises UserError for a row that is not a prompt
+    (with its line), and for a file without prompts.
     """
     path = Path(name).expanduser()
     if name != "-" and path.suffix.lower() in SUFFIXES:

@@ -127,10 +127,10 @@ def build_examples(
 def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
     """Returns the columns that rewards can use, each mapped to its field in the rows.
 
-    These are the fields of all rows and, if the data has a column of reference answers, `answer`. A
-    field is renamed (to ``column_completions``, for example) if its name is `self`, an argument of
-    every reward (completions, prompts, completion_ids), or `answer` although another column
-    contains the reference answers.
+    The columns are all fields that occur in the rows and, if the data has a column with reference
+    answers, `answer`. A field is renamed (to ``column_completions``, for example) if its name is
+    `self`, an argument of every reward (completions, prompts, completion_ids), or `answer` although
+    another column contains the reference answers.
     """
     fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}

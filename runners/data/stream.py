@@ -1,4 +1,4 @@
-"""The order in which a run uses its training examples."""
+"""Defines the order in which a run uses its training examples."""
 
 import functools
 import math
@@ -44,7 +44,7 @@ def _permutation(order: PromptOrder, epoch: int) -> list[int]:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Weighted:
-    """The prompts of one batch step that are sampled by weight, for an adaptive curriculum."""
+    """Settings for sampling a batch step's prompts by weight, for an adaptive curriculum."""
 
     weights_n: np.ndarray  # for each prompt, from `draw_weights`
     explore: float  # the share of samples that follow the usual order

@@ -32,7 +32,8 @@ def open_problems(
     config: Config, machine: Platform, most: int | None = None
 ) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
     """Returns the evaluator that completes and scores a checked config's training prompts, the
-    sampling settings, the first `most` prompts, and notices. None means all prompts.
+    sampling settings, the first `most` prompts, and notices. If `most` is None, all prompts are
+    returned.
 
     Sampling uses the run's settings and weights in full precision. Rewards and their errors are
     handled as in a run.

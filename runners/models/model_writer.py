@@ -127,7 +127,9 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 
 
 def _stated(loaded: LoadedModel) -> dict:
-    """Returns the source's config.json with mlx-lm's keys. For a custom loader, it is unchanged."""
+    """Returns the source's config.json with mlx-lm's keys. With a custom loader, the config is
+    unchanged.
+    """
     config = (
         read_json(loaded.path / "config.json")
         if loaded.settings.loader

@@ -57,8 +57,8 @@ class RewardLog:
     metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Logs a column for completions.jsonl. Raises ValueError unless it has an entry for each
-        completion.
+        """Logs a column for completions.jsonl. Raises ValueError unless the column has one entry
+        per completion.
         """
         if len(values) != self.size:
             raise ValueError(

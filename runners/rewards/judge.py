@@ -192,7 +192,7 @@ def judge_reward(
 def _question(
     prompt: str, completion: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, str]
 ) -> str:
-    """Returns the prompt with all names filled in. One pass fills them in, so names inside an
+    """Fills in all names in the prompt. The names are replaced in one pass, so names inside an
     inserted text are not replaced.
     """
     task = "\n\n".join(f"{each['role']}: {_text(each['content'])}" for each in messages)

@@ -41,8 +41,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or
     for the name of an encoding in tiktoken.
 
-    A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` a
-    similar token, if the encoding contains them. Existing values in the folder's
+    A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or
+    a similar token, if the encoding contains them. Existing values in the folder's
     generation_config.json are kept. If the encoding contains nanochat's turn marks, a chat template
     is written too.
     """

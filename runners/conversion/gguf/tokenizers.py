@@ -198,8 +198,8 @@ def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
 
 
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
-    """Returns the steps of a normalizer, pre-tokenizer or decoder. If it is not a sequence, the
-    list contains one step.
+    """Returns the steps of a normalizer, pre-tokenizer or decoder. A component that is not a
+    sequence becomes a list with one step.
     """
     found = stated.get(key)
     if not found:
