@@ -180,9 +180,9 @@ def load_config(
     """Loads the config from a TOML file, or from the packaged preset with that name, with
     `section.key=value` overrides.
 
-    The file may also be a run's config.resolved.json. With None, the defaults and the overrides are
-    used. In this case, `recorded` may contain further values by section and key, whose origin is
-    called `label` in messages.
+    The file may also be a run's config.resolved.json. If `config` is None, the defaults and the
+    overrides are used. In this case, `recorded` may contain further values by section and key,
+    whose origin is called `label` in messages.
 
     Relative paths are looked up in the current folder first, then next to the file.
 

@@ -39,9 +39,9 @@ def render(
 
     With `raw`, the last message's text is the whole prompt, and the model continues it. `tools` are
     schemas. If the template does not show the tools, they are added to the system prompt.
-    `template_kwargs` are additional arguments of the template, and `chat_template` replaces it.
-    `images` are placed before the last user message's text. A `processor` has its own template and
-    determines the number of tokens per image.
+    `template_kwargs` are additional arguments for the template, and the argument `chat_template`
+    replaces the template. `images` are placed before the last user message's text. A `processor`
+    has its own template and determines the number of tokens per image.
 
     If a template refuses or drops the system role, the system prompt becomes the start of the first
     user message. Without a template, the format is ``System: …``, ``User: …``, ``Assistant: ``

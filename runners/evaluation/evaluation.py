@@ -68,7 +68,7 @@ class EvalResult:
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
     """Returns the problems for evaluations on a data set: `samples` problems, which are the same
-    ones in every run, or all problems for 0.
+    ones in every run. If `samples` is 0, all problems are returned.
     """
     if samples == 0 or samples >= len(examples):
         return list(examples)

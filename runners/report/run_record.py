@@ -19,7 +19,7 @@ _DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
 class RunRecord:
-    """The current state of a run's folder. Other processes may be writing there."""
+    """The current state of a run's folder. Other processes may be writing to the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Reads config, metrics and events. Raises UserError if the folder contains no run."""

@@ -162,8 +162,8 @@ def judge_reward(
         return [found.get(question, 0.0) for question in questions]
 
     def check_ready() -> None:
-        """Raises UserError if the server does not answer or rejects the key. The run calls this
-        before it loads its model.
+        """Raises UserError if the server does not answer or rejects the key. A run calls this
+        function before it loads its model.
         """
         if api_key_env and not key():
             raise UserError(

@@ -100,8 +100,8 @@ class PlainReport(Report):
         return self._clock() - self._started
 
     def seconds_left(self) -> float | None:
-        """Estimates the seconds until the last update from the recent pace. Returns None before the
-        first update.
+        """Estimates the seconds until the last update from the recent pace. The estimate is None
+        before the first update.
         """
         if not self._step_times:
             return None

@@ -159,8 +159,8 @@ def metadata_of(
 def config_of(
     arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the config.json for a GGUF header. `metadata` is the header's `get`, and `factors`
-    are the rotation's tensors.
+    """Returns the config.json for a GGUF header. `metadata` is the header's method `get`, and
+    `factors` are the rotation's tensors.
 
     Raises UserError for an unknown architecture and for missing sizes.
     """

@@ -124,7 +124,7 @@ class _Reader:
     reads: int = 0
 
     def take(self, size: int) -> int:
-        """Skips this many bytes and returns their start."""
+        """Skips `size` bytes and returns the offset of the first one."""
         if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
