@@ -186,7 +186,7 @@ def load_config(
 
     Relative paths are looked up in the current folder first, then next to the file.
 
-    Raises: ConfigError: the config is invalid. The message has one line per error: file, key,
+    Raises ConfigError if the config is invalid. The message has one line per error: file, key,
     expected and found value, and the nearest spelling.
     """
     found = Settings(label=label, folder=Path())

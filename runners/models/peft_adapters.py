@@ -1,8 +1,8 @@
 """Converts adapters between PEFT's format and mlx-lm's. The update to a weight W [out, in] is scale
 · (A B)ᵀ.
 
-PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), and layer names
-may override rank and alpha. mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both
+PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), and can override
+rank and alpha by layer name. mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both
 store DoRA's magnitudes per row of W, except that PEFT stores them per column for embeddings. A tied
 output head has its own adapters in PEFT, but shares the embedding's adapters in mlx-lm. Format:
 https://huggingface.co/docs/peft/developer_guides/checkpoint

@@ -103,7 +103,7 @@ class MetricsLog:
                 if asked:
                     self._files[file] = JsonLines(folder / file, keep=place)
                 elif keep is None:
-                    set_aside(folder / file)  # else read as this run's, not the earlier one's
+                    set_aside(folder / file)  # else an earlier run's would be read as this one's
         self.names = list(self._files)
 
     def handle(self, event: Event) -> None:
