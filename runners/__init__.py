@@ -1,1 +1,1 @@
-"""The shell around grpo_fn: all of a training run's files, clocks, processes and terminals."""
+"""Wraps grpo_fn: handles a training run's files, clocks, processes and terminals."""

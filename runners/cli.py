@@ -1,4 +1,4 @@
-"""The command line: `grpo-run CONFIG`, which is the same as `grpo run CONFIG`.
+"""Defines the command line `grpo-run CONFIG`, which is the same as `grpo run CONFIG`.
 
 Only click is imported before a command runs, so that --help is fast.
 """
@@ -51,7 +51,7 @@ A module imports only click until its command runs.
 """
 
 _LAST = "the last one"  # --resume without a value
-_COMPLETION_FILES = {  # where each shell looks for completions; ~/.zshrc has to name zsh's file
+_COMPLETION_FILES = {  # where each shell looks for completions; ~/.zshrc must name zsh's file
     "bash": ".local/share/bash-completion/completions/grpo",
     "fish": ".config/fish/completions/grpo.fish",
     "zsh": ".local/share/zsh/grpo-completion.zsh",
@@ -265,8 +265,8 @@ def _run(
     except UserError as error:
         if place is None:
             raise
-        found = error  # reported to the other ranks once they have met
-    notices = startup.prepare().notices  # the BLAS has to be in place before anything imports MLX
+        found = error  # reported to the other ranks once all ranks have connected
+    notices = startup.prepare().notices  # the BLAS must be loaded before anything imports MLX
 
     from runners.ranks.ranks import Ranks
     from runners.training.train import run_training

@@ -1,4 +1,6 @@
-"""`grpo init`: inspects a model and a data set, and writes a suitable config for them."""
+"""Implements `grpo init`: inspects a model and a data set, and writes a suitable config for
+them.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +30,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
 from runners.sandbox.code_tests import read_tests
 
-_LOOKED = 500  # rows, from the first
+_LOOKED = 500  # number of first rows that are inspected
 REWARD = (
     '''\
 """An example reward from `grpo init`; higher is better. Replace it with your own."""
@@ -43,9 +45,9 @@ _ANSWERS = (
     *("ground_truth", "reference_answer", "output", "response", "completion", "chosen"),
     "expected",
 )
-_ENOUGH = 0.95  # share of the answers that must match a form
+_ENOUGH = 0.95  # share of answers that must match a format
 _MOST_LABELS = 20
-_SHORT = 40  # longest answer that is compared as a whole, in characters
+_SHORT = 40  # longest answer that is compared as a complete text, in characters
 _LABELS = "a few labels"
 _HEADING = (
     "Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."
@@ -64,7 +66,7 @@ _ENDS = {
 
 @attrs.frozen
 class DataSurvey:
-    """A data set in terms of a config's `data` and `answer.form`."""
+    """A data set described in terms of a config's `data` and `answer.form`."""
 
     eval_split: str  # "train": a part is held out
     question: str  # the column of texts; empty: `prompt` is used
@@ -73,8 +75,8 @@ class DataSurvey:
     answer: str  # the column of answers; empty: none
     form: str  # as `answer.form`
     why: str  # what was found in the answers
-    labels: str  # if a few short texts are the only answers: these
-    columns: tuple[str, ...]  # all that most rows have
+    labels: str  # the answers, if they are only a few short texts
+    columns: tuple[str, ...]  # the columns that most rows have
 
 
 def survey_model(name: str) -> tuple[str, int, bool]:
@@ -104,7 +106,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
 
 
 def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey:
-    """Inspects the first rows of a file, a folder, a data set of the Hub, or a shipped one.
+    """Inspects the first rows of a file, a folder, a Hub data set, or a shipped data set.
 
     `question` and `answer` name the columns; if empty, they are found by their names and values.
     Raises UserError if there are no rows, and for a column that is missing or contains no questions
@@ -165,13 +167,15 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
 
 
 def _is_talk(value: Any) -> bool:
-    """Whether these are messages: a prompt, with or without the assistant's turn after it."""
+    """Returns whether a value is a list of messages: a prompt, with or without the assistant's turn
+    after the prompt.
+    """
     before = value[:-1] if gold_turn(value) is not None else value
     return isinstance(value, list) and not prompt_fault(before)
 
 
 def _rows(source: str) -> tuple[str, Sequence[Row]]:
-    """The name of the evaluation split, and the training rows."""
+    """Returns the evaluation split's name, and the training rows."""
     place = DATA.get(source) or Path(source).expanduser()
     if place.is_file() or place.suffix.lower() in SUFFIXES:
         return "train", read_file(place)
@@ -190,7 +194,9 @@ def _rows(source: str) -> tuple[str, Sequence[Row]]:
 
 
 def _has_tests(value: Any) -> bool:
-    """Whether these are tests for a program: statements with `assert`, or inputs and outputs."""
+    """Returns whether a value contains tests for a program: statements with `assert`, or inputs and
+    outputs.
+    """
     try:
         return any(isinstance(test, dict) or "assert" in test for test in read_tests(value))
     except ValueError:
@@ -198,15 +204,17 @@ def _has_tests(value: Any) -> bool:
 
 
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
-    """The column with the earliest of the known names, regardless of case; empty if there is
-    none.
+    """Returns the column whose name comes first among the known names, regardless of case, or an
+    empty text if no column has a known name.
     """
     spelled = {column.lower(): column for column in columns}
     return next((spelled[name.lower()] for name in known if name.lower() in spelled), "")
 
 
 def _form(answers: Sequence[str]) -> tuple[str, str]:
-    """The `answer.form` that matches nearly all answers, and a description of them."""
+    """Returns the `answer.form` that matches nearly all answers, and a description of the
+    answers.
+    """
     texts = [answer.strip() for answer in answers]
     if not texts:
         return "none", "no answer column"
@@ -242,9 +250,10 @@ def draft(
     reward: str,
     memory: int,
 ) -> str:
-    """The config as TOML, from the results of `survey_model` and `survey_data`: the keys that
-    differ from the defaults, and why. `reward` is the file of the user's reward, if answers cannot
-    be compared; `memory` is the bytes available to a run.
+    """Returns the config as TOML, from the results of `survey_model` and `survey_data`. The config
+    contains the keys that differ from the defaults, with the reasons. `reward` is the file with the
+    user's reward, if answers cannot be compared. `memory` is the memory available to a run, in
+    bytes.
     """
     words, needed, templated = about
     form = found.form
@@ -272,7 +281,7 @@ def draft(
     nudge = "\n```python\n" if found.form == "code" else f"\n{choices}Answer:"
     continued = not (templated or found.prompt)
     scored = form != "none"
-    # Key: value, why. None and a default of [data] are left out.
+    # Key: value, reason. None and [data]'s defaults are left out.
     rows: dict[str, tuple[Any, str]] = {
         "run.name": (_name(model, data), "its files are in outputs/NAME"),
         "model.path": (model, words),
@@ -321,7 +330,7 @@ def draft(
     checked = Settings(label="grpo init", folder=Path())
     for section, table in tables.items():
         known_values((section,), table, checked)
-    if checked.problems:  # a name or a text of the model or the data that no config may have
+    if checked.problems:  # the model or the data has a name or a text that no config may contain
         raise ConfigError(checked.problems)
     return toml_text(tables, notes, _HEADING)
 

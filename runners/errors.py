@@ -1,4 +1,6 @@
-"""Errors that a user can act on. The command line prints them to stderr, one line each."""
+"""Defines errors that a user can act on. The command line prints each error to stderr in one
+line.
+"""
 
 import errno
 import itertools
@@ -45,7 +47,7 @@ _SHOWN = 80  # characters of a found value that fit into a one-line message
 class UserError(Exception):
     """Something outside the program must be changed: data, a model folder, a reward, a full disk.
 
-    The message is one line that names the thing, what was found and what is expected.
+    The message is one line that names the faulty item, what was found and what is expected.
     """
 
     exit_code = 2
@@ -70,17 +72,17 @@ class RewardError(UserError):
 
 @attrs.frozen
 class Failure:
-    """Returned instead of a reward, with the reason why there is none.
+    """A value that is returned instead of a reward, with the reason why there is no reward.
 
-    The scorer counts it as a failure of the reward.
+    The scorer counts this value as a failure of the reward function.
     """
 
-    reason: str  # equal ones are reported in one line
+    reason: str  # equal reasons are reported in one line
     found: str = ""  # the text of one completion in which it was found
 
 
 class NumbersError(UserError):
-    """Too many consecutive updates contained NaN or infinite values; the last good state was
+    """Too many consecutive updates contained NaN or infinite values. The last good state has been
     saved.
     """
 
@@ -88,21 +90,23 @@ class NumbersError(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this exception means that MLX or Python ran out of memory."""
+    """Returns whether this exception means that MLX or Python ran out of memory."""
     says_so = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text_of(error))
     return isinstance(error, MemoryError) or bool(says_so)
 
 
 def shortage(text: str) -> str:
-    """What ran out, for a message about this exception of `is_out_of_memory`."""
+    """Describes which resource ran out. `text` is the message of an exception that
+    `is_out_of_memory` accepts.
+    """
     if "Resource limit" in text:
         return f"too many arrays ({text}): Metal limits their number, whatever their size"
     return f"out of memory ({text})"
 
 
 def system_fault(error: BaseException) -> str | None:
-    """The system's message about a refused file, thread or disk space; None for other
-    exceptions.
+    """Returns the operating system's message about a refused file, thread or disk space, or None
+    for other exceptions.
     """
     if isinstance(error, OSError):
         return error_line(error)
@@ -113,7 +117,7 @@ def system_fault(error: BaseException) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name with the most similar spelling, or None if none is close."""
+    """Returns the known name with the most similar spelling, or None if none is close."""
     few = itertools.islice(known, _COMPARED if len(name) <= _SHOWN else 0)
     lowered = {candidate.lower(): candidate for candidate in few if len(candidate) <= 2 * _SHOWN}
     matches = get_close_matches(name.lower(), lowered, n=1)
@@ -121,25 +125,27 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names joined by commas, shortened if there are many; "none" for an empty list."""
+    """Joins the names with commas, and shortens the list if it is long. An empty list gives
+    "none".
+    """
     more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more or "none"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or the empty string."""
+    """Returns `; did you mean X?` for the nearest known name, or an empty string."""
     match = nearest(name, known)
     return f"; did you mean {match}?" if match else ""
 
 
 def show(value: object) -> str:
-    """A found value, any object, in TOML's spelling, shortened to fit into a one-line message."""
+    """Formats any object in TOML's syntax, shortened to fit into a one-line message."""
     text = spell(value[: _SHOWN + 1] if isinstance(value, str | list | tuple) else value, depth=3)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def spell(value: object, depth: int = 20) -> str:
-    """A value as inline TOML; parts nested deeper than `depth` become an ellipsis."""
+    """Returns a value as inline TOML. Parts nested deeper than `depth` become an ellipsis."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -165,10 +171,10 @@ def _key(name: str) -> str:
 
 
 def one_line(text: str, environ: Mapping[str, str]) -> str:
-    """A message for a terminal or a log: one printable line of limited length, without secrets from
-    `environ`.
+    """Returns a message for a terminal or a log: one printable line of limited length, without
+    secrets from `environ`.
 
-    Messages may quote untrusted text, and exceptions of other people's code may contain anything.
+    Messages may quote untrusted text, and exceptions from third-party code may contain anything.
     """
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
@@ -178,12 +184,14 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
 
 
 def printable(line: str) -> str:
-    """`line` with line breaks, terminal escapes and halves of surrogate pairs escaped."""
+    """Escapes line breaks, terminal escapes and halves of surrogate pairs in `line`."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def text_of(value: object) -> str:
-    """The text of a foreign object or exception, or a replacement if its __str__ fails."""
+    """Returns the text of a third-party object or exception, or a replacement if its __str__
+    fails.
+    """
     try:
         return str(value)
     except (Exception, SystemExit) as fault:
@@ -191,19 +199,22 @@ def text_of(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign exception's message; its class if the message is empty."""
+    """Returns the first line of a third-party exception's message, or the exception's class if the
+    message is empty.
+    """
     return (text_of(error).splitlines() or [type(error).__name__])[0]
 
 
 def first_lines(message: object) -> str:
-    """The first three lines of a foreign error or of its message, joined into one."""
+    """Joins the first three lines of a third-party error, or of its message, into one."""
     lines = [line.strip() for line in text_of(message).splitlines() if line.strip()]
     return " ".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
 
 
 def error_line(error: BaseException, path: object = None) -> str:
-    """An exception in one line of limited length. It starts with the line number in the file at
-    `path`, if the traceback contains that file."""
+    """Describes an exception in one line of limited length. The line starts with the line number in
+    the file at `path` if the traceback contains that file.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
     text = one_line(" ".join(text_of(error).split()), os.environ)
@@ -226,7 +237,9 @@ def user_errors(
 
 
 def gigabytes(size: float) -> str:
-    """A number of bytes in decimal units: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
+    """Formats a number of bytes in decimal units: GB (0.31 GB, 12.4 GB), MB below 0.1 GB, and kB
+    below 1 MB.
+    """
     if size < 1e6:
         return f"{size / 1e3:.0f} kB"
     if size < 1e8:

@@ -1,4 +1,4 @@
-"""Every metric that a run logs: the table for docs/metrics.md, `stop.when` and the report.
+"""Lists every metric that a run logs, in a table for docs/metrics.md, `stop.when` and the report.
 
 To add a metric, add a line here and the code that puts it into an update's dict. The columns are the name in
 training_log.jsonl, the unit, the meaning, normal values, and what to do about other values. Headings start
@@ -136,12 +136,12 @@ power/thermal_pressure | 0 to 4 | macOS's thermal pressure, read every half minu
 memory/swap_gb | 10⁹ bytes | memory that the whole system has swapped out to disk | near 0 | everything becomes slow: a smaller batch; see [memory](memory.md)
 nonfinite | names | metrics of this log entry that are NaN or infinite, which JSON cannot represent | absent | a reward that never returned a value has a mean of NaN; otherwise, see `update_skipped`
 """
-_NO_NUMBERS = ("text", "true", "names")  # units of what a condition cannot compare
+_NO_NUMBERS = ("text", "true", "names")  # units of metrics that a condition cannot compare
 
 
 @attrs.frozen
 class Metric:
-    """A row of the table."""
+    """One metric: a row in the table of metrics."""
 
     section: str  # the heading above it
     name: str  # {name}: a reward's

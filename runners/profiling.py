@@ -1,4 +1,4 @@
-"""`grpo bench`: runs some steps of a config and measures the time of each part."""
+"""Implements `grpo bench`: runs some steps of a config and measures the time for each part."""
 
 import math
 import statistics
@@ -49,7 +49,9 @@ class Stepping:
         self.plan.engine.load(self.plan.weights(self.state))
 
     def step(self) -> dict[str, float]:
-        """The rollouts of an update and all updates that use them: seconds per part, and counts."""
+        """Runs an update's rollouts, and all updates that use these rollouts. Returns seconds per
+        part, and counts.
+        """
         plan = self.plan
         tokens = learned = columns = 0.0
         while not plan.update_due(self.state):
@@ -74,13 +76,13 @@ class Stepping:
 def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None) -> dict[str, Any]:
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step consists of the rollouts of an update and all updates that use them. `report` shows the
-    progress. Returns medians and values derived from them, in JSON's types: seconds, bytes and
-    counts.
+    A step consists of an update's rollouts and all updates that use these rollouts. `report` shows
+    the progress. Returns medians and values derived from the medians, in JSON's types: seconds,
+    bytes and counts.
 
     Raises the errors of a run.
     """
-    config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
+    config = attrs.evolve(config, sft=SftConfig())  # only GRPO steps
     machine = startup.prepare(config.system.memory_limit_gb, config)
     start = time.monotonic()
     # the parts are measured one after another
@@ -110,7 +112,7 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
     run_steps = math.ceil(length.batch_steps / together)
     evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
     problems = len(run.data.evaluation)
-    # A completion of an evaluation takes as long as one of a rollout, in proportion to the limits.
+    # An evaluation's completion takes as long as a rollout's, in proportion to the length limits.
     limit = whole.rollout.max_new_tokens
     longer = (whole.eval.max_new_tokens or limit) / limit
     rows_a_step = whole.optim.batch_size * together * whole.rollout.num_generations
@@ -141,7 +143,7 @@ def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None)
 
 
 def bench_table(found: Mapping[str, Any]) -> str:
-    """The parts with their shares, and advice."""
+    """Returns the parts with their shares, and advice, as text."""
     step = max(found["step_seconds"], 1e-9)
     parts = found["part_seconds"].items()
     rows = [

@@ -1,1 +1,1 @@
-"""Reads answers from completions, and compares them with reference answers."""
+"""Extracts answers from completions, and compares them with reference answers."""

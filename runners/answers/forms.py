@@ -1,9 +1,9 @@
-"""The forms of an answer, `answer.form`: how each is read from a completion and requested in the
-prompt.
+"""Defines the answer formats for `answer.form`: how an answer is extracted from a completion, and
+how the prompt requests it.
 
-This table is the only way in which rewards, exact match, `grpo eval`, `grpo check`, the report and
-model cards read answers. Built-in forms take linear time; the user's patterns and functions run in
-a process with limits.
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards all extract answers
+through this table. Built-in formats take linear time. The user's patterns and functions run in a
+process with limits.
 """
 
 import functools
@@ -39,7 +39,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 @attrs.frozen
 class AnswerForm:
-    """A form of answers, created by `answer_form` from one of `FORMS` and the config's options."""
+    """An answer format, created by `answer_form` from one of `FORMS` and the config's options."""
 
     # receives the text and the argument after the form's colon
     reader: Callable[[str, str], str | None]
@@ -59,7 +59,9 @@ class AnswerForm:
     thoughts: tuple[str, ...] = TAGS  # tags of thoughts, in which no answer is read
 
     def read(self, text: str) -> str | None:
-        """The answer in a completion (including the nudge); None if there is none."""
+        """Extracts the answer from a completion, which includes the nudge. Returns None if there is
+        no answer.
+        """
         said = split_thoughts(text, self.thoughts)[1]
         if said is None:
             return None
@@ -67,7 +69,7 @@ class AnswerForm:
         return self.reader(said, self.argument) or None
 
     def agree(self, found: str | None, gold: str | None) -> bool:
-        """Whether two answers are equivalent; None is not equivalent to anything."""
+        """Returns whether two answers are equivalent. None is not equivalent to anything."""
         if found is None or gold is None:
             return False
         if self.judge:
@@ -81,8 +83,9 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in a text of the data: a solution may end with ``\\boxed{}``,
-        and a JSON object may contain the field."""
+        """Extracts the reference answer from a text in the data: a solution may end with
+        ``\\boxed{}``, and a JSON object may contain the field.
+        """
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
@@ -94,13 +97,13 @@ class AnswerForm:
         whole: bool = False,
         report: Callable[[Verdict], None] = lambda verdict: None,
     ) -> list[float]:
-        """1 for each answer that is equivalent to its reference answer, else 0; for programs, the
-        share of passed tests.
+        """Returns 1 for each answer that is equivalent to its reference answer, else 0. For
+        programs, returns the share of passed tests.
 
         Args:
-            whole: whether only a full score matters, so that a program may stop at its first failed
-                test.
-            report: receives the outcome of each program.
+            whole: whether only a full score matters, in which case a program may stop at its first
+                failed test.
+            report: called with each program's outcome.
         """
         if self.judge is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
@@ -111,7 +114,7 @@ class AnswerForm:
         return [verdict.share * (each is not None) for each, verdict in pairs]
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
-        """A message if programs may have passed tests without solving them."""
+        """Returns a message if programs may have passed tests without solving them."""
         forging = list(filter(None, map(looks_forged, texts))) if self.judge else []
         names = listed(sorted(set().union(*forging)))
         notice = (
@@ -121,16 +124,17 @@ class AnswerForm:
         return [notice] if forging else []
 
     def is_right(self, text: str, gold: str) -> bool:
-        """Whether a completion's answer is equivalent to the reference answer."""
+        """Returns whether a completion's answer is equivalent to the reference answer."""
         return self.agree(self.read(text), gold)
 
 
 def extract_answer(text: str) -> str | None:
-    """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
+    """Returns the stripped text in the last complete ``<answer>…</answer>``, or None if there is
+    none.
 
-    A pair is an opening tag and the first closing tag after it, without another opening tag between
-        them: an unclosed ``<answer>`` is ignored, and the innermost of nested pairs is used. An
-        empty pair is not an answer.
+    A pair is an opening tag and the first closing tag after it, with no other opening tag between
+    them. Therefore an unclosed ``<answer>`` is ignored, and in nested pairs the innermost one is
+    used. An empty pair is not an answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -141,8 +145,9 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, _: str) -> str | None:
-    """The content of the last complete ``\\boxed{…}``, with balanced braces;
-    the outer one if they are nested."""
+    """Returns the content of the last complete ``\\boxed{…}``, with balanced braces; the outer one
+    if they are nested.
+    """
     content = None
     starts: list[int] = []  # starts of open boxes; -1 for other open braces
     for match in _BOX.finditer(text):
@@ -159,13 +164,13 @@ def _boxed(text: str, _: str) -> str | None:
 
 
 def _marked(text: str, _: str) -> str | None:
-    """The rest of the line after the last ``####``."""
+    """Returns the rest of the line after the last ``####``."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() if mark else None
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """The outermost JSON objects in a text, in order."""
+    """Returns the outermost JSON objects in a text, in order."""
     text = text[-_MOST:]
     decoder = json.JSONDecoder()
     found = []
@@ -179,7 +184,9 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 
 def _field(text: str, name: str) -> str | None:
-    """A field of the last JSON object, as text: ``true``, lists and objects as JSON."""
+    """Returns a field of the last JSON object as text. Booleans, lists and objects are written as
+    JSON.
+    """
     objects = _objects(text)
     value = objects[-1].get(name) if objects else None
     if value is None:
@@ -190,7 +197,9 @@ def _field(text: str, name: str) -> str | None:
 
 
 def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
-    """Reads answers with a function in the child process; its errors raise UserError."""
+    """Returns a reader that calls the user's function in the child process. An error in the
+    function raises UserError.
+    """
     call = BoundedFunction(function, seconds=seconds, memory=512_000_000)
 
     def read(text: str, argument: str) -> str | None:
@@ -206,7 +215,9 @@ def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
 
 
 def last_match(pattern: str, text: str) -> dict[str, str | None]:
-    """Runs in the child process: the first group of a pattern's last match, or the whole match."""
+    """Returns the first group in a pattern's last match, or the whole match. This function runs in
+    the child process.
+    """
     found = None
     for match in re.finditer(pattern, text):
         found = match[1] if match.re.groups else match[0]
@@ -302,14 +313,14 @@ def answer_form(
     program_seconds: int = 2,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". Raises ValueError, with the accepted values, for
-    any other text.
+    """Returns the answer format for a value of `answer.form`, or None for "none". Raises
+    ValueError, with the accepted values, for an invalid value.
 
     Args:
         given: the nudge, which is prepended to each completion.
-        thoughts: the opening and the closing tag of thoughts; empty: there are none.
-        program_seconds: processor time of a program for all of its tests.
-        partial_sandbox: programs also run where parts of the sandbox are unavailable.
+        thoughts: the opening and the closing tag around thoughts; empty means that there are none.
+        program_seconds: CPU-time limit for a program, across all its tests, in seconds.
+        partial_sandbox: whether programs also run where parts of the sandbox are unavailable.
     """
     if spec == NONE:
         return None
@@ -352,11 +363,11 @@ def answer_form(
 def fitting_form(
     texts: Sequence[str], golds: Sequence[str], thoughts: tuple[str, ...] = TAGS
 ) -> tuple[str, int, int] | None:
-    """The form that fits most completions, the number of completions that it fits, and the number
-    of right answers.
+    """Returns the format that fits most completions, the number of completions that it fits, and
+    the number of right answers.
 
-    None if no form fits half of them. Ties are resolved in favour of the form with the most right
-    answers, then the narrowest form.
+    Returns None if no format fits half of the completions. Ties are resolved in favour of the
+    format with the most right answers, then the narrowest format.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
     objects = chain.from_iterable(_objects(text)[-1:] for text in texts)

@@ -1,7 +1,7 @@
-"""Finds the answer in free text: the last number, or the letter of a choice.
+"""Extracts the answer from free text: the last number, or a multiple-choice letter.
 
-Ambiguous text (a number inside an expression, a list or a range, or two letters) has no answer. All
-patterns are applied to a limited part of the text.
+Ambiguous text (a number inside an expression, a list or a range, or two letters) has no answer.
+Patterns only search a limited part of the text.
 """
 
 import re
@@ -63,9 +63,10 @@ _NEGATION = re.compile(r"\b(?:not|no|nor|never|neither|except|than)\b|n't\b", re
 
 
 def last_number(text: str) -> str | None:
-    """The last number with its unit; None if it is part of something else (``10-5``, ``1.2.3``).
+    """Returns the last number with its unit, or None if the number is part of something else
+    (``10-5``, ``1.2.3``).
 
-    Digits of names (``x2``, ``H2O``) and ordinals (``2nd``) are not numbers.
+    Digits in names (``x2``, ``H2O``) and ordinals (``2nd``) are not numbers.
     """
     ends = [found.end() for found in _LAST_DIGIT.finditer(text)]
     for end in reversed(ends[-_LINES:]):
@@ -83,8 +84,8 @@ def last_number(text: str) -> str | None:
 
 
 def _number(before: str, run: str, behind: str) -> str | None:
-    """The number in a sequence of digits and signs between two texts, with its unit; None if it is
-    part of something else.
+    """Returns the number, with its unit, in a run of digits and signs between two texts. Returns
+    None if the number is part of something else.
     """
     lead = run[: _LEAD.match(run).end()]  # pyright: ignore[reportOptionalMemberAccess]
     number = run[len(lead) :]
@@ -114,11 +115,11 @@ def _number(before: str, run: str, behind: str) -> str | None:
 
 
 def letter(text: str) -> str | None:
-    """The letter of a choice; None if there is none, or more than one.
+    """Returns a multiple-choice letter, or None if there is none, or more than one.
 
-    It is the whole text, or the last letter that the text calls its answer. Otherwise, it is the
-    only letter at the start of a line (``B) iron``), or the only isolated capital. A negated letter
-    (``not C``, ``C is wrong``) does not count.
+    The letter is the whole text, or the last letter that the text states as its answer. Otherwise,
+    the letter is the only one at the start of a line (``B) iron``), or the only isolated capital. A
+    negated letter (``not C``, ``C is wrong``) does not count.
     """
     alone = _ALONE.fullmatch(text) if len(text) <= 100 else None
     if alone:

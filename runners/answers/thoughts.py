@@ -7,12 +7,12 @@ TAGS = ("<think>", "</think>")
 
 
 def split_thoughts(text: str, tags: Sequence[str] = TAGS) -> tuple[str, str | None]:
-    """The thoughts of a completion, including tags, and its answer: the text after the last closing
-    tag.
+    """Splits a completion into its thoughts, including tags, and its answer, the text after the
+    last closing tag.
 
-    The answer is None if a thought is still open at the end, because the completion was cut off
-    inside it. A text may start inside a thought whose opening tag is in the prompt. Without tags,
-    the whole text is the answer.
+    The answer is None if a thought is still open at the end, because the completion was truncated
+    inside the thought. A text may start inside a thought whose opening tag is in the prompt.
+    Without tags, the whole text is the answer.
     """
     if not tags:
         return "", text

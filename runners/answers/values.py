@@ -1,8 +1,8 @@
 """Compares answers by value (numbers with units, fractions, percentages, LaTeX), otherwise as
 texts.
 
-Everything takes linear time, because a policy writes these texts and would find inputs on which a
-backtracking pattern takes exponential time.
+All comparisons take linear time, because a policy writes these texts and could produce inputs on
+which a backtracking pattern takes exponential time.
 """
 
 import re
@@ -106,11 +106,11 @@ class Quantity(NamedTuple):
 def answers_agree(
     found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False
 ) -> bool:
-    """Whether an answer is equivalent to the reference answer: numbers are compared by value, other
-    texts character by character.
+    """Returns whether an answer is equivalent to the reference answer. Numbers are compared by
+    value, other texts character by character.
 
-    A unit in only one of the two is ignored; two units must be equal. ``50%``
-    is 50 and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit must be a known unit or the
+    If only one of the two has a unit, the unit is ignored; two units must be equal. ``50%`` equals
+    both 50 and 0.5, and ``50 cents`` equals ``$0.50``. An answer's unit must be a known unit or the
     reference answer's.
     """
     wanted = parse_quantity(gold, None)
@@ -127,7 +127,8 @@ def answers_agree(
 
 
 def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
-    """The exact value and the unit of a text that is a single number, or None.
+    """Parses a text that is a single number. Returns its exact value and unit, or None for any
+    other text.
 
     Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
     groups of three (comma or space), decimals after a point, an exponent (``5e3``, ``5 × 10^3``),
@@ -135,13 +136,13 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     m²``), LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full
     stop after it.
 
-    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
-        of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that
-        are not units (``5 tenths``, ``2 pi``), more than 400 characters.
+    Rejected: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
+    of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are
+    not units (``5 tenths``, ``2 pi``), more than 400 characters.
 
     Args:
-        unit: a unit that is accepted in addition to the known ones; if it is None, up to four plain
-            words are accepted too, as in a reference answer.
+        unit: a unit that is accepted in addition to the known ones. If `unit` is None, up to four
+            plain words are accepted too, as in a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
@@ -166,14 +167,16 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a reference answer if it is a number, with any unit."""
+    """Returns the value of a reference answer if the answer is a number, with any unit; otherwise
+    None.
+    """
     found = parse_quantity(text, None)
     return None if found is None else found.value
 
 
 def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, str] | None:
-    """The factor and the unit given by a currency sign before a number and the words after it. None
-    if the words are not a unit.
+    """Returns the factor and the unit that are given by a currency sign before a number and the
+    words after it. Returns None if the words are not a unit.
     """
     phrase = behind.strip()
     first, _, others = phrase.partition(" ")
@@ -189,8 +192,8 @@ def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, s
 
 
 def _unit(phrase: str) -> str | None:
-    """The canonical spelling of a unit, such as ``mile/hour`` or ``meter²``; empty for no words,
-    None for an unknown unit.
+    """Returns a unit's canonical spelling, such as ``mile/hour`` or ``meter²``. No words give an
+    empty text, and an unknown unit gives None.
     """
     if not phrase:
         return ""
@@ -205,8 +208,8 @@ def _unit(phrase: str) -> str | None:
 
 
 def _name(word: str) -> str | None:
-    """The first spelling of a unit; only that spelling may be plural, and a single letter keeps its
-    case.
+    """Returns a unit's first spelling. Only that spelling may be plural, and a single letter keeps
+    its case.
     """
     if len(word) > 1:
         word = word.lower().replace("metre", "meter").replace("litre", "liter")
@@ -215,12 +218,12 @@ def _name(word: str) -> str | None:
 
 
 def _singular(word: str) -> tuple[str, ...]:
-    """A word, and the words whose plural it may be."""
+    """Returns a word, and the words whose plural it may be."""
     return (word, word.removesuffix("s"), word.removesuffix("es"))
 
 
 def _other_unit(phrase: str, other: str | None) -> str | None:
-    """A unit that is not in the table: `other`, or any plain words if it is None."""
+    """Returns a unit that is not in the table: `other` or, if `other` is None, any plain words."""
     phrase = phrase.lower()
     if other is not None:
         is_other = other and {*_singular(phrase)} & {*_singular(other)}
@@ -239,18 +242,18 @@ def _same(a: Quantity, b: Quantity) -> bool:
 
 
 def _cents(quantity: Quantity) -> Fraction:
-    """The cents of an amount of money; 0 for any other quantity."""
+    """Returns an amount of money in cents, or 0 for any other quantity."""
     return quantity.value * {"cent": 1, "dollar": 100, "euro": 100}.get(quantity.unit, 0)
 
 
 def _share(quantity: Quantity) -> Fraction:
-    """The share, for a percentage of at most 100; otherwise the value."""
+    """Returns a percentage of at most 100 as a share, and any other quantity's value unchanged."""
     is_share = quantity.unit == "percent" and abs(quantity.value) <= 100
     return quantity.value / 100 if is_share else quantity.value
 
 
 def without_latex(text: str) -> str:
-    """The text without quotes, emphasis, and LaTeX markup around numbers and words."""
+    """Removes quotes, emphasis, and LaTeX markup around numbers and words."""
     text = text.strip("*` \n\t\r")
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return text.strip()
@@ -264,8 +267,8 @@ def without_latex(text: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A row's value as text: 0.00005 for 5e-05 (which math-verify reads as 5·e − 5), 18 for the
-    float 18.0.
+    """Returns a row's value as text: 0.00005 for 5e-05 (which math-verify reads as 5·e − 5), 18 for
+    the float 18.0.
 
     A text is returned unchanged.
     """

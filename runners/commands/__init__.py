@@ -1,1 +1,1 @@
-"""The commands of `grpo`, one module each; nothing heavy is imported before a command runs."""
+"""Defines the `grpo` commands, one per module. Nothing heavy is imported before a command runs."""

@@ -1,4 +1,6 @@
-"""Shared by all commands: lazy imports, and errors shown as one line with an exit code."""
+"""Provides what all commands share: lazy imports, and errors that are shown as one line with an
+exit code.
+"""
 
 import functools
 import importlib
@@ -27,19 +29,19 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose `commands` are names of module attributes; each is imported only when it is
-    shown or run.
+    """A group whose `commands` are names of module attributes. A command is imported only when it
+    is shown or run.
 
     A command's module imports nothing heavy at the top, so the group's help can show the command's
     first line quickly.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order of the table."""
+        """Returns the command names, in the order of the table."""
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports and returns the command with this name; None if there is none."""
+        """Imports and returns the command with this name, or returns None if no command has it."""
         module, _, attribute = str(self.commands.get(cmd_name, "")).partition(":")
         return getattr(importlib.import_module(module), attribute) if module else None
 
@@ -48,8 +50,8 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a command print a UserError to stderr and exit with its code (2). After Ctrl-C it exits
     with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory and errors of the operating system are treated as user errors. Any other
-    exception is a bug and keeps its traceback.
+    Out-of-memory errors and operating-system errors are treated as user errors. Any other exception
+    is a bug and keeps its traceback.
     """
 
     @functools.wraps(function)
@@ -57,7 +59,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
         escape_logs()
         try:
             for stream in (sys.stdout, sys.stderr):
-                # an old terminal's encoding lacks some characters
+                # an old terminal's encoding may lack some characters
                 if isinstance(stream, TextIOWrapper):
                     stream.reconfigure(errors="backslashreplace")
             return function(*args, **kwargs)
@@ -83,7 +85,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
                 lines = [f"refused by the system: {refused}"]
             else:
                 raise
-        if not getattr(fault, "reported", False):  # by another rank, for all
+        if not getattr(fault, "reported", False):  # another rank reports it for all
             for line in filter(None, lines):
                 echo(one_line(line, os.environ), err=True)
         sys.exit(getattr(fault, "exit_code", INTERRUPTED))
@@ -103,22 +105,25 @@ Part = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> Part:
-    """An option with its help text; a name that ends in =WORD takes a value, shown as WORD."""
+    """Returns an option with its help text. If the name ends in =WORD, the option takes a value,
+    shown as WORD.
+    """
     name, _, word = name.partition("=")
     more |= {} if default is None else {"default": default}
     return click.option(*name.split(" as "), type=kind, help=meaning, metavar=word or None, **more)
 
 
 def flag(name: str, meaning: str) -> Part:
-    """An option without a value."""
+    """Returns an option without a value."""
     return click.option(*name.split(" as "), is_flag=True, help=meaning)
 
 
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Creates a command from a function and applies `ends_with_a_line`. The parts are its
-    arguments, options and groups of options, in order; `notes` are printed below its help.
+    """Creates a command from a function and applies `ends_with_a_line`. `parts` are the command's
+    arguments, options and groups of options, in order. `notes` are printed below the command's
+    help.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:

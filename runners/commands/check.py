@@ -1,5 +1,5 @@
-"""Commands that examine a config before its run: `grpo check` shows prompts and rewards, `grpo
-difficulty` measures pass rates, `grpo plan` predicts memory, `grpo bench` measures time.
+"""Defines commands that examine a config before its run: `grpo check` shows prompts and rewards,
+`grpo difficulty` measures pass rates, `grpo plan` predicts memory, and `grpo bench` measures time.
 """
 
 import json
@@ -97,7 +97,7 @@ def _show(checked: "RewardCheck", sample: int) -> None:
 def _show_sampled(
     completions: "Sequence[tuple[Example, Completion]]", warnings: Sequence[str]
 ) -> None:
-    """Prints sampled completions: the text, the answer that was read from it, and each reward."""
+    """Prints sampled completions: the text, the extracted answer, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
         echo(
             f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}"
@@ -114,7 +114,7 @@ def _show_sampled(
 
 
 def _mean(values) -> str:
-    known = [value for value in values.tolist() if value == value]  # NaN: no reward
+    known = [value for value in values.tolist() if value == value]  # NaN means no reward
     return f"{sum(known) / len(known):.3g}" if known else "none"
 
 

@@ -1,5 +1,5 @@
-"""`grpo convert`: converts models to MLX folders; `grpo export`: writes a trained model as a folder
-or file for other programs, and uploads it on request.
+"""Defines `grpo convert`, which converts models to MLX folders, and `grpo export`, which writes a
+trained model as a folder or file for other programs and uploads it on request.
 """
 
 from functools import partial

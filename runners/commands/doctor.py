@@ -1,4 +1,6 @@
-"""`grpo doctor`: shows what this machine can run, what is slow, and commands that fix it."""
+"""Defines `grpo doctor`, which shows what this machine can run, what is slow, and commands that fix
+it.
+"""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""`grpo eval`: measures a model on a set of problems, or compares two models."""
+"""Defines `grpo eval`, which measures a model on a set of problems or compares two models."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> "Config":
     note = partial(echo, err=True)
     if values["config"]:
         return load_config(values["config"], overrides)
-    # The Hub's configuration that a run names belongs to its own source.
+    # The Hub configuration that a run names belongs to the run's own source.
     other = ['data.name=""'] if values["data"] else []
     found = config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"]))
     if found:
@@ -152,9 +152,9 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> "Config":
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:
-    """Returns the command line's values as --set overrides; later ones take precedence."""
+    """Returns the command line's values as --set overrides. Later overrides take precedence."""
     given = {
-        "model.path": "embedded",  # not used: models are those of the command line
+        "model.path": "embedded",  # not used: the command line names the models
         "data.source": values["data"] or None,
         "data.eval_split": values["split"] or None,
         "eval.samples": values["samples"],
@@ -184,7 +184,7 @@ def _measure_all(
     rows = (
         load_split(config.data, config.data.eval_split, folders=config.folders)
         if values["data"]
-        else load_rows(config.data, config.folders)[1]  # those that training holds out
+        else load_rows(config.data, config.folders)[1]  # rows that training holds out
     )
     config = with_answers_of(config, rows)
     columns = reward_columns(rows, config.data.answer)

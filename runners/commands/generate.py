@@ -1,5 +1,5 @@
-"""`grpo generate`: streams the reply to one prompt, or answers a file of prompts in batches; `grpo chat`:
-a conversation on the terminal.
+"""Defines `grpo generate`, which streams the reply to one prompt or answers a file of prompts in
+batches, and `grpo chat`, a conversation on the terminal.
 """
 
 import os
@@ -179,7 +179,7 @@ def _rows(
     should_stop: Callable[[], bool],
     speed: "Speed",
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each completion or conversation with tools, batch by batch."""
+    """Yields a row per completion, or per conversation with tools, batch by batch."""
     import attrs
 
     from runners.data.messages import conversation
@@ -309,10 +309,10 @@ def show_reply(pieces: Iterable[str]) -> None:
 
 
 def _read() -> str:
-    """Returns the next message, stripped; "/exit" at the end of the input."""
+    """Returns the next message, stripped, or "/exit" at the end of the input."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         # With line editing, and this conversation's messages as history.
-        with suppress(ImportError):  # not every Python has it; macOS has editline under its name
+        with suppress(ImportError):  # not every Python has it; on macOS it may be editline
             import readline  # noqa: F401 (importing it is what turns editing on in `input`)
         with suppress(EOFError):
             return input(PROMPT_SIGN).strip()

@@ -1,4 +1,4 @@
-"""`grpo init`: inspects a model and a data set, and writes a config for them."""
+"""Defines `grpo init`, which inspects a model and a data set, and writes a config for them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Defines the options that several commands share."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ TOOLS_OF = (
 
 
 def sampling_of(values: Mapping[str, Any], model: "InferenceModel") -> "Sampling":
-    """Returns the resolved options of SAMPLING and PROMPT as one value."""
+    """Combines the resolved options in SAMPLING and PROMPT into one value."""
     from grpo_fn import Sampling
 
     return Sampling(
@@ -157,7 +157,7 @@ def sampling_of(values: Mapping[str, Any], model: "InferenceModel") -> "Sampling
 
 
 def quantization_of(values: Mapping[str, Any]) -> "QuantizationOptions":
-    """Returns the options of QUANTIZE as one value."""
+    """Combines the options in QUANTIZE into one value."""
     from runners.conversion.packing import QuantizationOptions
 
     return QuantizationOptions(
@@ -168,7 +168,7 @@ def quantization_of(values: Mapping[str, Any]) -> "QuantizationOptions":
     )
 
 
-_PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
+_PROMPT_FIELDS = {  # option -> field of PromptSettings, value if there are no settings
     "system": ("system_prompt", ""),
     "nudge": ("nudge", ""),
     "stop": ("stop", ()),
@@ -179,7 +179,7 @@ _OF_A_CHAT = ("system", "nudge", "template_kwargs")
 
 
 def resolve_prompt(values: Mapping[str, Any], prompt: "PromptSettings | None") -> dict[str, Any]:
-    """Returns the options, with missing values of PROMPT and --max-tokens filled in.
+    """Returns the options, with missing PROMPT values and --max-tokens filled in.
 
     The values come from the model's own settings, `prompt`, and are shown on stderr. Without such
     settings, prompt options are empty and the limit is 512 tokens. `template_kwargs`, extra
@@ -203,8 +203,8 @@ def resolve_prompt(values: Mapping[str, Any], prompt: "PromptSettings | None") -
 
 
 def open_tools(model: "InferenceModel", values: Mapping[str, Any]) -> "Environments | None":
-    """Builds the environments for the resolved options of TOOLS and TOOLS_OF; None if there are no
-    tools.
+    """Builds the environments for the resolved options in TOOLS and TOOLS_OF, or returns None if
+    there are no tools.
     """
     import attrs
 
@@ -242,8 +242,8 @@ def open_config(name: str, overrides: Sequence[str]) -> "tuple[Config, Platform]
 
 
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> "InferenceModel":
-    """Loads a command's model with the options of MODEL, and with its vision part; notices go to
-    stderr.
+    """Loads a command's model with the options in MODEL and, if `images`, with its vision part.
+    Notices go to stderr.
     """
     from runners.machine import startup
 

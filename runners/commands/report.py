@@ -1,5 +1,6 @@
-"""`grpo report`: writes an HTML page for one run, or for several runs in the same plots; `grpo
-watch`: serves the page live; `grpo runs`: lists the runs in a folder, and how to resume each.
+"""Defines `grpo report`, which writes an HTML page for one run or for several runs in the same
+plots; `grpo watch`, which serves the page live; and `grpo runs`, which lists the runs in a folder
+and how to resume each.
 """
 
 import os
@@ -83,8 +84,8 @@ def watch_command(run: str, port: int, show: bool) -> None:
             import webbrowser
 
             webbrowser.open(server.url)
-        os.nice(10)  # a run on this machine comes first
-        with suppress(KeyboardInterrupt):  # how a person ends it
+        os.nice(10)  # a run on this machine has priority
+        with suppress(KeyboardInterrupt):  # the usual way to stop the server
             server.serve_forever()
 
 

@@ -1,4 +1,4 @@
-"""`grpo serve`: serves a model over HTTP with the APIs of OpenAI and vLLM."""
+"""Defines `grpo serve`, which serves a model over HTTP with OpenAI's and vLLM's APIs."""
 
 import signal
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from runners.machine.signals import Interrupts
 from runners.machine.terminal import echo
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LENGTH = 4096  # the limit for a model that states none, in tokens
+LENGTH = 4096  # length limit for a model that states none, in tokens
 
 
 @command(
@@ -146,8 +146,8 @@ def serve_command(
 
 
 class Drain(Interrupts):
-    """In the block, the first SIGINT or SIGTERM sets `received`; the second one ends the
-    process.
+    """A context manager in which the first SIGINT or SIGTERM sets `received`, and the second one
+    ends the process.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM)

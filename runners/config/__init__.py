@@ -1,1 +1,1 @@
-"""Reads, checks and freezes the config of a run. Nothing here imports MLX before `Config.check`."""
+"""Reads, checks and freezes a run's config. Nothing here imports MLX before `Config.check`."""

@@ -1,4 +1,6 @@
-"""Checks beyond a single key: files must exist, and keys must be consistent. Nothing is loaded."""
+"""Checks more than single keys: files must exist, and keys must be consistent. Nothing is
+loaded.
+"""
 
 import functools
 import os
@@ -32,7 +34,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
-# A key and its value ("": any) → keys that have to be empty beside it.
+# A key and its value ("" means any) → keys that must then be empty.
 _EXCLUDED_BY = {
     ("data.image", ""): (
         *("model.loader", "env.factory", "env.tools", "env.program", "env.taskset"),
@@ -48,7 +50,7 @@ _EXCLUDED_BY = {
     ("env.taskset", ""): ("env.factory", "env.tools"),
 }
 
-# A key and its value ("": any) → keys that change nothing without it.
+# A key and its value ("" means any) → keys that have no effect without it.
 _ONLY_IF = {
     ("data.image", ""): ("data.image_max_pixels", "data.image_folder"),
     ("data.curriculum", "static"): ("data.pass_rates",),
@@ -59,7 +61,7 @@ _ONLY_IF = {
 
 
 def resolved_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
-    """The sections with their paths resolved. A section that is None had errors and is skipped.
+    """Returns the sections with resolved paths. A section that is None had errors and is skipped.
 
     Errors are added to `found.problems`, one line each.
     """
@@ -76,16 +78,16 @@ def resolved_sections(built: Mapping[str, Any], found: Settings) -> dict[str, An
 
 @attrs.frozen
 class _Paths:
-    """Resolves the paths and functions that keys name; a missing one is an error."""
+    """Resolves the paths and functions that keys name. A missing path or function is an error."""
 
     found: Settings
 
     def task(self, answer: Any, data: Any, reward: Any, env: Any) -> dict[str, Any]:
-        """The first three sections, with the values of the answer's form for the keys that the
-        config does not set.
+        """Returns the sections answer, data and reward. If the config sets no system prompt, nudge
+        or reward, the answer format determines these values.
 
-        The form's prompt is added only to questions in a chat: other texts and messages are
-        complete prompts.
+        The format's prompt is added only to questions in a chat, because other texts and messages
+        are complete prompts.
         """
         is_set = self.found.is_set
         functions = reward.functions
@@ -143,7 +145,9 @@ class _Paths:
         return self.source(name, key, expected, _DATA_SUFFIXES)
 
     def completions(self, name: str, key: str) -> str:
-        """A file, or the file in a run's folder."""
+        """Returns the path of a completions file. For a run's folder, the path is that of its
+        completions.jsonl.
+        """
         place = self.existing(name) or ""
         return self.file(os.path.join(place, COMPLETIONS) if os.path.isdir(place) else name, key)
 
@@ -155,7 +159,7 @@ class _Paths:
         )
 
     def program(self, command: tuple[str, ...], key: str) -> tuple[str, ...]:
-        """A command, with the paths of its files resolved."""
+        """Returns a command with resolved file paths."""
         files = {word: self.existing(word) for word in command[1:] if "." in word}
         return tuple(files.get(word) or word for word in command)
 
@@ -169,8 +173,8 @@ class _Paths:
         return tuple(name if name in REWARD_NAMES else one(name) for name in names)
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
-        """A custom function named in a config, with the path of a Python file resolved; empty if
-        there is none.
+        """Returns the name of a custom function in a config, with the resolved path if it names a
+        Python file. Returns an empty text if there is none.
         """
         module, _, function = name.rpartition(":")
         is_file = module.endswith(".py")
@@ -184,14 +188,16 @@ class _Paths:
         return f"{self.file(module, key)}:{function}" if is_file else name
 
     def is_example(self, functions: tuple[str, ...]) -> bool:
-        """Whether the only reward is the unchanged example that `grpo init` wrote."""
+        """Returns whether the only reward is the unchanged example that `grpo init` wrote."""
         file, _, name = "".join(functions).rpartition(":")
         if name != "reward" or not os.path.isfile(file):
             return False
         return Path(file).read_bytes().endswith(EXAMPLE_REWARD.encode())
 
     def file(self, name: str, key: str, kind: str = "file") -> str:
-        """The path of a file or folder that must exist; empty if there is none."""
+        """Returns the path of a file or folder that must exist, or an empty text if `name` is
+        empty.
+        """
         path = self.existing(name)
         exists = os.path.isdir if kind == "folder" else os.path.isfile
         if name and not (path and exists(path)):
@@ -199,7 +205,7 @@ class _Paths:
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
-        """The path of a model or of data; shipped names and possible names on the Hub do not
+        """Returns a model's or data set's path. Shipped names and possible Hub names do not
         change.
         """
         if name in SHIPPED or not name:
@@ -222,8 +228,8 @@ class _Paths:
         return name
 
     def existing(self, path: str) -> str | None:
-        """The path with ~ expanded, if it exists in the working directory or else next to the
-        config file; None otherwise.
+        """Returns the path, with ~ expanded, if it exists in the working directory or else next to
+        the config file. Returns None otherwise.
         """
         expanded = os.path.expanduser(path)
         beside = os.path.normpath(os.path.join(self.found.folder, expanded))
@@ -250,7 +256,7 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
 
 
 def inconsistencies(config: Any) -> list[str]:
-    """A message for each key that is incompatible with another one."""
+    """Returns a message for each key that is incompatible with another key."""
     faults: dict[str, str] = {}
 
     def expect(key: str, expected: str) -> None:
@@ -337,7 +343,8 @@ def inconsistencies(config: Any) -> list[str]:
 
 def check_complete(config: Any) -> None:
     """Raises ConfigError for faults that only the core detects: keys that require a reference model
-    or turns, groups without variance divided by their own deviation, and unknown mechanisms.
+    or turns, groups without variance that are divided by their own standard deviation, and unknown
+    mechanisms.
     """
     from grpo_fn.backends import check_mechanism
 

@@ -1,4 +1,4 @@
-"""The conditions of `stop.when`, such as "kl > 0.5 for 20"."""
+"""Defines the conditions in `stop.when`, such as "kl > 0.5 for 20"."""
 
 import math
 import re
@@ -19,7 +19,9 @@ _CONDITION = re.compile(
 
 @attrs.frozen
 class Condition:
-    """Ends a run when a metric has been beyond a limit for several consecutive readings."""
+    """A condition that ends a run when a metric has been beyond a limit for several consecutive
+    readings.
+    """
 
     metric: str
     sign: str
@@ -28,7 +30,9 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
+        """Parses a condition such as "kl > 0.5 for 20". Returns None if the text cannot be
+        parsed.
+        """
         found = _CONDITION.fullmatch(text)
         if not found:
             return None
@@ -37,7 +41,7 @@ class Condition:
         return condition if condition.readings and math.isfinite(condition.limit) else None
 
     def holds(self, value: float) -> bool:
-        """Whether one reading meets the condition."""
+        """Returns whether one reading meets the condition."""
         return SIGNS[self.sign](value, self.limit)
 
     def __str__(self) -> str:
@@ -45,7 +49,8 @@ class Condition:
 
 
 def condition_fault(text: str, rewards: Iterable[str]) -> str:
-    """The error in an entry of `stop.when`; "" if it can be read and its metric is logged.
+    """Returns the error in an entry of `stop.when`, or "" if the entry can be parsed and its metric
+    is logged.
 
     `rewards` are the config's reward.functions.
     """

@@ -1,7 +1,8 @@
-"""MLX-GRPO's flat keys (top level or table [mlx_grpo]) and the config keys that they set.
+"""Maps MLX-GRPO's flat keys (at the top level or in the table [mlx_grpo]) to the config keys that
+they set.
 
 MLX-GRPO defines a default for every key, and its script fixes some values. Both apply to a flat
-file, so its meaning does not change. docs/migrating.md is generated from the tables below.
+file, so the file's meaning does not change. docs/migrating.md is generated from the tables below.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,9 +22,9 @@ def _betas(value: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _updates(value: Any, table: Mapping[str, Any]) -> Any:
-    """Converts batch steps to updates, at least one.
+    """Converts batch steps to updates. The result is at least one update.
 
-    A value of another type is returned unchanged, and its section rejects it later.
+    A value of another type is returned unchanged, and is rejected later with its section.
     """
     steps = table["gradient_accumulation_steps"]
     are_counts = all(type(each) is int and each > 0 for each in (value, steps))
@@ -38,7 +39,7 @@ def _quantization(value: Any, table: Mapping[str, Any]) -> Any:
 
 @attrs.frozen
 class FlatKey:
-    """A key of MLX-GRPO."""
+    """A flat key in MLX-GRPO."""
 
     target: str  # the key of this package that it sets
     default: Any = None  # its default in MLX-GRPO; None: the key is optional
@@ -107,14 +108,15 @@ FIXED: dict[str, Any] = {
 
 
 def flat_table(table: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any] | None:
-    """The flat keys of a file; None if it has sections."""
+    """Returns a file's flat keys, or None if the file has sections."""
     if set(table) == {TABLE} and isinstance(table[TABLE], Mapping):
         return table[TABLE]
     return table if FLAT_KEYS.keys() & table.keys() and not {*sections} & table.keys() else None
 
 
 def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """The (section.key, value, flat key) of a file's flat keys, and notices about unused values.
+    """Returns (section.key, value, flat key) for each of a file's flat keys, and notices about
+    unused values.
 
     Types and ranges are checked later, with the sections.
     """
@@ -122,7 +124,7 @@ def in_sections(table: Mapping[str, Any]) -> tuple[list[tuple[str, Any, str]], l
     complete = defaults | dict(table)
     values = [(target, value, "") for target, value in FIXED.items()]
     notices = []
-    # MLX-GRPO's ratio is against the quantized sampler, ours against the learner.
+    # MLX-GRPO's ratio is relative to the quantized sampler, ours relative to the learner.
     if complete["quantize_for_rollouts"] is True:
         values.append(("loss.correction", "token_truncate", "quantize_for_rollouts"))
     for key, given in complete.items():

@@ -1,4 +1,4 @@
-"""The config of a run: loaded, checked and frozen before anything heavy is imported.
+"""Loads, checks and freezes a run's config before anything heavy is imported.
 
 Precedence: defaults, then the loss preset's values, then the file's, then --set.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """The complete config of a run, one attribute for each section of the TOML file."""
+    """A run's complete config, with one attribute per section of the TOML file."""
 
     run: sections.RunConfig = attrs.field(factory=sections.RunConfig)
     model: sections.ModelConfig
@@ -59,31 +59,31 @@ class Config:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders that are searched for custom files and modules: the current one, then the
-        config's.
+        """The folders that are searched for custom files and modules: the current folder, then the
+        config's folder.
         """
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Messages about unused values of the file."""
+        """Messages about unused values in the file."""
         return tuple(self.settings.notices) if self.settings else ()
 
     def where(self, key: str) -> str:
-        """The origin of `section.key` for messages: `train.toml: data.source`."""
+        """Returns the origin of `section.key` for messages, such as `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
 
     def value(self, key: str) -> Any:
-        """The value of `section.key`."""
+        """Returns the value of `section.key`."""
         return functools.reduce(getattr, key.split("."), self)
 
     def having(self, section: str, **values: Any) -> Self:
-        """This config with other values in a section."""
+        """Returns this config with other values in a section."""
         return attrs.evolve(self, **{section: attrs.evolve(getattr(self, section), **values)})
 
     @property
     def answer_form(self) -> AnswerForm | None:
-        """The form of answers; None if no answer is read."""
+        """Answer format, or None if no answer is extracted."""
         answer = self.answer
         return answer_form(
             answer.form,
@@ -96,9 +96,10 @@ class Config:
         )
 
     def loss_spec(self) -> "LossSpec":
-        """The LossSpec of [loss]: the preset's, with the given fields replaced.
+        """Returns the LossSpec for [loss]: the preset's, with the given fields replaced.
 
-        Raises ConfigError if the combination is invalid. Imports grpo_fn, and therefore MLX.
+        Raises ConfigError if the combination is invalid. Calling this method imports grpo_fn, and
+        therefore MLX.
         """
         from grpo_fn import LossSpec, preset
 
@@ -115,15 +116,16 @@ class Config:
             raise ConfigError([f"{self.where(key)}: {error}"]) from error
 
     def check(self) -> Self:
-        """This config with a complete [loss]: fields that were not set have the preset's values.
+        """Returns this config with a complete [loss]. Fields that were not set have the preset's
+        values.
 
-        Raises the errors of `loss_spec`. Imports grpo_fn, and therefore MLX.
+        Raises the errors of `loss_spec`. Calling this method imports grpo_fn, and therefore MLX.
         """
         from grpo_fn import PRESETS
 
         spec = self.loss_spec()
         recipe = PRESETS[self.loss.preset]
-        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the
+        # GDPO first normalises each reward in its group, so the sum is centred and scaled over the
         # batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
         of_batch = self.loss.baseline == "batch_mean" and recipe.scale == "group"
@@ -144,7 +146,7 @@ class Config:
         return complete
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The sections for JSON, without the keys that are left to the preset."""
+        """Returns the sections for JSON, without the keys that are left to the preset."""
         return {
             name: attrs.asdict(
                 getattr(self, name),
@@ -157,7 +159,7 @@ class Config:
         }
 
     def to_toml(self) -> str:
-        """The sections as TOML, from which `load_config` reads an equal config."""
+        """Returns the sections as TOML, from which `load_config` reads an equal config."""
         return toml_text(self.to_dict())
 
 
@@ -175,17 +177,17 @@ def load_config(
     recorded: Mapping[str, Mapping[str, Any]] | None = None,
     label: str = "--set",
 ) -> Config:
-    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value`
-    overrides.
+    """Loads the config from a TOML file, or from the packaged preset with that name, with
+    `section.key=value` overrides.
 
-    It may also be a run's config.resolved.json. None means the defaults with the overrides; then
-    `recorded` may contain values by section and key, which messages call `label`.
+    The file may also be a run's config.resolved.json. If `config` is None, the defaults and the
+    overrides are used. In this case, `recorded` may contain further values by section and key,
+    whose origin is called `label` in messages.
 
     Relative paths are looked up in the current folder first, then next to the file.
 
-    Raises:
-        ConfigError: one line per error: file, key, expected and found value, the nearest
-            spelling.
+    Raises ConfigError if the config is invalid. The message has one line per error: file, key,
+    expected and found value, and the nearest spelling.
     """
     found = Settings(label=label, folder=Path())
     if config is not None:
@@ -197,7 +199,7 @@ def load_config(
     if found.problems and not found.values:
         raise ConfigError(found.problems)
     built: dict[str, Any] = {}
-    for name in dict.fromkeys([*found.values, *SECTIONS]):  # faults in the order of the file
+    for name in dict.fromkeys([*found.values, *SECTIONS]):  # faults are in the order of the file
         built[name] = _build(name, found.values.get(name, {}), found)
     built = checks.resolved_sections(built, found)
     if None in built.values():
@@ -210,7 +212,8 @@ def load_config(
 
 
 def write_resolved(config: Config) -> Path:
-    """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
+    """Writes output_dir/name/config.resolved.json, which contains only sections, and returns its
+    path.
 
     A crash leaves either the old or the new file. Raises UserError if the folder cannot be written
     to.
@@ -222,7 +225,9 @@ def write_resolved(config: Config) -> Path:
 
 
 def known_values(path: KeyPath, raw: Any, found: Settings) -> dict[str, Any]:
-    """The valid values of a table's known keys; other keys are added to `found.problems`."""
+    """Returns the valid values of a table's known keys. Other keys are added to
+    `found.problems`.
+    """
     if not isinstance(raw, Mapping):
         found.fault(path, f"expected a table, found {show(raw)}")
         return {}
@@ -243,7 +248,9 @@ def known_values(path: KeyPath, raw: Any, found: Settings) -> dict[str, Any]:
 
 
 def _build(name: str, raw: Any, found: Settings) -> Any:
-    """A section from its raw table; None if it has faults, which are added to `found.problems`."""
+    """Builds a section from its raw table, or returns None if the table has faults. Faults are
+    added to `found.problems`.
+    """
     before = len(found.problems)
     values = known_values((name,), raw, found)
     # the one key without a default
@@ -268,8 +275,8 @@ KEYS: dict[KeyPath, attrs.Attribute] = dict(
 
 
 def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder is or belongs to; None if there is
-    no run.
+    """Returns the config.resolved.json of the run that a folder is or belongs to, or None if there
+    is no run.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -279,11 +286,11 @@ def run_of(model: str) -> Path | None:
 
 
 def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
-    """The values in a run's config.resolved.json, by section and key, in JSON's types.
+    """Reads the values in a run's config.resolved.json, by section and key, in JSON's types.
 
-    The file is untrusted, like the folder: only the config's own keys with possible values are
-    used, and only as values. Anything else is ignored. Raises UserError if it cannot be read as a
-    JSON object, and for anything but a regular file.
+    The file is untrusted, like its folder: only the config's own keys with possible values are
+    used, and only as values. Anything else is ignored. Raises UserError if the file is not a
+    regular file, or cannot be read as a JSON object.
     """
     found = Settings(label=str(file), folder=Path())
     return {
@@ -294,7 +301,7 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The values of the run in a folder; none if they cannot be read."""
+    """Returns the config values of a folder's run, or an empty table if they cannot be read."""
     try:
         return read_recorded(folder / RESOLVED)
     except UserError:  # damaged, being replaced, or from before such files
@@ -302,8 +309,8 @@ def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def explain(name: str) -> str:
-    """The description of a key such as "optim.eps", or of all keys of a section or table, for
-    `grpo-run --explain`.
+    """Describes a key such as "optim.eps", or all keys in a section or table, for `grpo-run
+    --explain`.
 
     Raises ConfigError, with the nearest spelling, for an unknown key.
     """

@@ -1,4 +1,6 @@
-"""Names of models, data and rewards that a config can use instead of files and functions."""
+"""Defines names for models, data and rewards that a config can use instead of files and
+functions.
+"""
 
 import re
 
@@ -73,8 +75,8 @@ _OTHER_NAMES = {
 
 
 def other_name(text: str) -> str:
-    """Explains a text that is neither a folder nor a name on the Hub; "" if that is not
-    possible.
+    """Returns an explanation for a text that is neither a folder nor a Hub name, or "" if there is
+    none.
     """
     for pattern, meaning in _OTHER_NAMES.items():
         match = re.fullmatch(pattern, text, re.IGNORECASE)

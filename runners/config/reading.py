@@ -24,24 +24,26 @@ KeyPath = tuple[str, ...]
 
 @attrs.define
 class Settings:
-    """The values merged so far, by section, with their origins; the errors and notices so far."""
+    """The values merged so far, by section, with their origins, and the errors and notices so
+    far.
+    """
 
     label: str  # the file, as messages name it
-    folder: Path  # what relative paths may also refer to
+    folder: Path  # relative paths may also be relative to this folder
     values: dict[str, Any] = attrs.field(factory=dict)
     origins: dict[KeyPath, str] = attrs.field(factory=dict)  # the file or --set
     problems: list[str] = attrs.field(factory=list)
     notices: list[str] = attrs.field(factory=list)
-    # what a file calls them, with MLX-GRPO's keys
+    # names in the file, if it uses MLX-GRPO's keys
     flat_names: dict[KeyPath, str] = attrs.field(factory=dict)
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Sets one value; a table is merged into an existing table."""
+        """Sets one value. A table is merged into an existing table."""
         table = self.values
         for key in path[:-1]:
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
-                return  # the file has a value in place of a table: reported with the section
+                return  # the file has a value in place of a table: reported later
         self.origins[path] = origin
         if (
             isinstance(value, Mapping)
@@ -54,33 +56,35 @@ class Settings:
             table[path[-1]] = value
 
     def is_set(self, key: str) -> bool:
-        """Whether the file or --set contains a value for `section.key`."""
+        """Returns whether the file or --set contains a value for `section.key`."""
         return tuple(key.split(".")) in self.origins
 
     def where(self, path: KeyPath) -> str:
-        """The source and the key as it is written there, such as `train.toml: rollout.top_p`."""
+        """Returns a key's source, and the key as it is written there, such as `train.toml:
+        rollout.top_p`.
+        """
         parts = (path[:length] for length in range(len(path), 0, -1))
         origin = next((self.origins[part] for part in parts if part in self.origins), self.label)
         written = self.flat_names.get(path) if origin == self.label else None
         return f"{origin}: {written or '.'.join(path)}"
 
     def fault(self, path: KeyPath | str, message: str) -> None:
-        """Adds the message about an error at a key, such as "rollout.top_p"."""
+        """Adds a message about an error at a key, such as "rollout.top_p"."""
         path = tuple(path.split(".")) if isinstance(path, str) else path
         self.problems.append(f"{self.where(path)}: {message}")
 
 
 def preset_names() -> list[str]:
-    """The names of the packaged presets."""
+    """Returns the names of the packaged presets."""
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.toml"))
 
 
 def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Settings:
-    """The values of a config file, or of a packaged preset named `config`.
+    """Reads the values in a config file, or in the packaged preset named `config`.
 
-    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It contains
-    either sections or MLX-GRPO's keys. `keys` maps the paths of all keys to their fields. Raises
-    ConfigError if the file does not exist or cannot be read as TOML or JSON.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. The file
+    contains either sections or MLX-GRPO's keys. `keys` maps the paths of all keys to their fields.
+    Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
     path, label = _locate(config)
     settings = Settings(label=label, folder=path.parent)
@@ -120,7 +124,7 @@ def _put_flat(settings: Settings, table: Mapping[str, Any], prefix: str) -> None
 def apply_override(
     settings: Settings, override: str, keys: Mapping[KeyPath, attrs.Attribute]
 ) -> None:
-    """Apply one `--set section.key=value`.
+    """Applies one `--set section.key=value`.
 
     The value is TOML; if the key is a string, quotes may be omitted.
     """
@@ -141,8 +145,8 @@ def apply_override(
 
 
 def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
-    """A hint for an unknown key: the nearest name, in its section if there is one, or the known
-    names.
+    """Returns a hint for an unknown key: the nearest name, in its section if there is one, or the
+    known names.
     """
     sections = dict.fromkeys(known[0] for known in keys)
     inside = [known for known in keys if known[0] == path[0]]
@@ -177,10 +181,10 @@ def _locate(config: str) -> tuple[Path, str]:
 def parse(
     path: Path, label: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
 ) -> dict[str, Any]:
-    """The tables of a file, JSON if its name ends in .json, otherwise TOML; `label` names it in
-    messages.
+    """Parses a file's tables: as JSON if its name ends in .json, otherwise as TOML. `label` names
+    the file in messages.
 
-    Raises ConfigError, in bounded time, if it cannot be read or is too large for a config.
+    Raises ConfigError, in bounded time, if the file cannot be read or is too large for a config.
     """
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:

@@ -1,7 +1,7 @@
 """Defines the config's keys (type, default, range, meaning) and checks their values.
 
-Types are strict: an integer is accepted where a number is expected; nothing else is converted. "3"
-    and 1.0 are not integers, and true is not a number.
+Types are strict. An integer is accepted where a number is expected, but nothing else is converted:
+"3" and 1.0 are not integers, and true is not a number.
 """
 
 import operator
@@ -14,7 +14,7 @@ import attrs
 from runners.errors import did_you_mean, show, spell
 
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
-LONG = "0 <= x <= 1e9"  # seconds or GB: the system's calls take no more
+LONG = "0 <= x <= 1e9"  # seconds or GB; system calls accept no more
 SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -49,14 +49,16 @@ class Mismatch(ValueError):
         super().__init__(f"{name}: {self.reason(value)}" if name else self.reason(value))
 
     def reason(self, value: object) -> str:
-        """The message without the key's name; it shows the value as it was written."""
+        """Returns the message without the key's name. The message shows the value as it was
+        written.
+        """
         return f"expected {self.expected}, found {show(value)}{self.hint}"
 
 
 def key(
     default: Any, meaning: str, within: str = "", choices: tuple[str, ...] = (), **more: Any
 ) -> Any:
-    """A field of a section, with its meaning in Markdown for docs/config.md and --explain.
+    """Returns a section's field, with its meaning in Markdown for docs/config.md and --explain.
 
     `within` is a range such as "0 <= x < 1", ">= 1", "-1 or >= 1", or a name of `_RULES`. `choices`
     are the valid texts, if the field's type does not list them.
@@ -70,7 +72,7 @@ def key(
 
 
 def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
-    """The valid names of a field; () if any is accepted."""
+    """Returns the valid names for a field, or () if any name is accepted."""
     kinds = (field.type, *get_args(field.type))
     listed = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return field.metadata.get("choices") or listed
@@ -95,7 +97,7 @@ def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
 
 
 def is_within(value: Any, within: str) -> bool:
-    """Whether a value is in the range of a key."""
+    """Returns whether a value is in a key's range."""
     if within in _RULES:
         return _RULES[within](value)
     if within.startswith("each: "):
@@ -137,7 +139,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 
 def words(kind: Any) -> str:
-    """A type in words, for messages and tables."""
+    """Returns a type in words, for messages and tables."""
     arguments = get_args(kind)
     if kind in _WORDS or attrs.has(kind):
         return _WORDS.get(kind, "a table")
@@ -152,7 +154,7 @@ def words(kind: Any) -> str:
 
 
 def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
-    """Type, default, range and meaning of a key, in Markdown, for docs/config.md."""
+    """Returns a key's type, default, range and meaning, in Markdown, for docs/config.md."""
     choices = choices_of(field)
     within = field.metadata["range"]
     kind = "choice" if choices else words(field.type).removeprefix("an ").removeprefix("a ")
@@ -168,14 +170,18 @@ def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a field of this type is a string (on the command line, it needs no quotes)."""
+    """Returns whether a field of this type is a string, which needs no quotes on the command
+    line.
+    """
     return any(one is str or get_origin(one) is Literal for one in (kind, *get_args(kind))) and (
         get_origin(kind) not in (tuple, dict)
     )
 
 
 def check(value: object, field: attrs.Attribute) -> Any:
-    """`value` in the type of a field. Raises Mismatch if its type or its range is wrong."""
+    """Returns `value` in the field's type. Raises Mismatch if its type is wrong or it is out of
+    range.
+    """
     found = structure(value, field.type)
     if field.validator is not None:
         field.validator(None, field, found)
@@ -183,7 +189,7 @@ def check(value: object, field: attrs.Attribute) -> Any:
 
 
 def structure(value: Any, kind: Any) -> Any:
-    """`value` (from TOML or JSON) as a `kind`. Raises Mismatch if its type is wrong."""
+    """Returns `value` (from TOML or JSON) as a `kind`. Raises Mismatch if its type is wrong."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if type(None) in arguments:
@@ -211,7 +217,7 @@ def structure(value: Any, kind: Any) -> Any:
     if kind is float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise Mismatch(value, "a number")
-        if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN is not
+        if not -sys.float_info.max <= value <= sys.float_info.max:  # false for NaN too
             raise Mismatch(value, "a finite number")
         return float(value)
     if type(value) is not (str if origin is Literal else kind):  # true is not an integer

@@ -150,8 +150,9 @@ class RolloutConfig:
     max_batch: int = key(0, "maximum number of completions decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:
-        """The group size for a format: `group_size` if the format leaves the choice, otherwise 0
-        for the format's own."""
+        """Returns the group size for a format: `group_size` if the format leaves the choice,
+        otherwise 0 for the format's own.
+        """
         return self.group_size if quantization.startswith("affine") else 0
 
 

@@ -1,4 +1,6 @@
-"""Custom functions, as a config names them: package.module:function or path/to/file.py:function."""
+"""Imports custom functions that a config names: package.module:function or
+path/to/file.py:function.
+"""
 
 import importlib
 import importlib.util
@@ -24,19 +26,20 @@ def resolve_function(
     takes: Sequence[str] | None = None,
     classes: bool = False,
 ) -> Callable[..., Any]:
-    """The function for a name in a config.
+    """Returns the function for a name in a config.
 
     A relative file is looked up in each of `base_dirs` in turn (without them, in the working
     directory). The folders of `base_dirs` and the file's own folder are appended to Python's path,
-    so that their modules can be named and a file can import its neighbours. They are not removed,
-    because later imports may need them.
+    so that their modules can be named and a file can import its neighbours. The folders are not
+    removed, because later imports may need them.
 
     Args:
         name: as in the config.
         base_dirs: usually the working directory and the config's folder.
-        key: its name in messages, such as "model.loader".
-        takes: the names of the positional arguments that it is called with; None: not checked.
-        classes: whether a class is accepted too; it is called to create an instance.
+        key: the config key that messages name, such as "model.loader".
+        takes: the names of the positional arguments that the function is called with; None means
+            not checked.
+        classes: whether a class is accepted too, which is called to create an instance.
 
     Raises UserError, in one line, for a missing file or module, a failing import, a missing
     function (with the nearest spelling), or an object that cannot be called with these arguments.
@@ -67,7 +70,7 @@ def resolve_function(
 def public_functions(
     file: str, base_dirs: Iterable[str | Path] = (), *, key: str
 ) -> dict[str, Callable[..., Any]]:
-    """The public functions that a Python file defines, by name.
+    """Returns the public functions that a Python file defines, by name.
 
     Raises the errors of `resolve_function`, and UserError if the file defines no function.
     """
@@ -86,8 +89,8 @@ def public_functions(
 
 
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
-    """The file of the module that contains a function found by `resolve_function`; None if it has
-    no file.
+    """Returns the file that contains a function found by `resolve_function`, or None if its module
+    has no file.
     """
     place = name.rpartition(":")[0]
     if _is_file(place):
@@ -98,9 +101,10 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
 
 
 def own_answer(name: str, text: str) -> dict[str, Any]:
-    """The answer that the function of `answer.form` finds in a text, or a message about its error.
+    """Returns the answer that the function named in `answer.form` finds in a text, or a message
+    about the function's error.
 
-    Called in a process with limits (`runners.answers.forms`).
+    This function is called in a process with limits (see `runners.answers.forms`).
     """
     try:
         found = resolve_function(name, key="answer.form", takes=["text"])(text)
@@ -165,5 +169,5 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:
-    # At the end, so that a file's neighbour never hides an installed module.
+    # At the end, so that a module next to the file never hides an installed module.
     sys.path.extend(str(folder) for folder in dirs if str(folder) not in sys.path)

@@ -1,4 +1,4 @@
 """Converts models: from other formats to mlx-lm folders, and from runs to folders for the Hub.
 
-No training here.
+Nothing here trains a model.
 """

@@ -48,15 +48,15 @@ def convert(
             checkpoints.
         target: the new folder; an existing one requires `force`.
         quantization: how mlx-lm packs the weights.
-        dequantize: unpack a quantized model, before any packing.
+        dequantize: unpack a quantized model before any packing.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's dtype.
-        calibrate: a file of prompts, in `column`. The model completes them, and linear layers are
-            rounded so that their outputs on these texts change little. If empty, weights are
-            rounded to nearest.
-        step: the step of the nanochat checkpoint; None for the last.
+        calibrate: a file with prompts in `column`. The model completes the prompts, and linear
+            layers are rounded so that their outputs on these texts change little. If empty, weights
+            are rounded to nearest.
+        step: the nanochat checkpoint's step; None means the last one.
         text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that is part of the model.
-        note: receives messages about the progress of `calibrate`.
+        note: called with messages about calibration progress.
 
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
@@ -89,7 +89,7 @@ def convert(
         if is_foreign:
             try:
                 read_model(temporary)
-            except UserError as error:  # what is missing or does not fit
+            except UserError as error:  # a part that is missing or does not fit
                 raise UserError(str(error).replace(str(temporary), str(path))) from error
             if not (quantization.wanted or dtype):
                 return target
@@ -121,8 +121,8 @@ def check_apart(target: Path, *sources: Path) -> None:
 
 
 def write_weights(folder: Path, module: nn.Module, config: dict[str, Any]) -> None:
-    """Writes config.json and the weights into a folder, replacing existing ones; the module is
-    emptied.
+    """Writes config.json and the weights into a folder, replacing existing files. The module's
+    weights are removed from memory.
     """
     from mlx_lm.utils import save_config, save_model
 

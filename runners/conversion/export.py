@@ -44,15 +44,15 @@ _IS_LICENCE = re.compile(r"(https://)?[A-Za-z0-9 ._/+#()-]{1,200}")
 class Opened:
     """A model with merged adapters, ready for export."""
 
-    folder: Path  # its own, or its adapters'
-    model: Path  # its own, or the base's of adapters
-    # what it was trained from, as its run or its adapters name it: a folder or a Hub name, or ""
+    folder: Path  # the model's folder, or its adapters' folder
+    model: Path  # the model's folder, or the folder of the base model
+    # the base model, as its run or its adapters name it: a folder or a Hub name, or ""
     origin: str
     module: nn.Module
     config: dict[str, Any]
     tokenizer: Any
-    prompt: PromptSettings | None  # how it was asked in training
-    facts: RunFacts | None  # of its run
+    prompt: PromptSettings | None  # the prompt format of training
+    facts: RunFacts | None  # about its run
 
     @property
     def base(self) -> str:
@@ -70,12 +70,13 @@ def open_source(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """The model of a run's folder, a model folder, a folder of adapters or a Hub name, to be
-    written to a target; an existing target requires `force`.
+    """Opens the model in a run's folder, a model folder or an adapter folder, or a Hub model, to be
+    exported to a target. An existing target requires `force`.
 
-    For a run, it is `final` or, without one, the newest complete checkpoint. mlx-lm's `fuse` merges
-    adapters into the weights. If the weights are packed, the layers with adapters are unpacked,
-    because rounding them again would undo much of a small update. `note` receives notices.
+    For a run, the model is `final` or, without `final`, the newest complete checkpoint. mlx-lm's
+    `fuse` merges adapters into the weights. If the weights are packed, the layers with adapters are
+    unpacked, because rounding them again would undo much of a small update. `note` receives
+    notices.
 
     Raises UserError if parts are missing or unsuitable, or if the target cannot be written.
     """
@@ -114,7 +115,7 @@ def export_folder(
         quantization: how mlx-lm packs the weights; packed weights are unpacked first.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's title; "" uses the target's name.
-        online: whether the base model's licence may be looked up on the Hub.
+        online: whether to look up the base model's licence on the Hub if necessary.
 
     Raises UserError for an unsuitable quantization, and if writing fails.
     """
@@ -137,7 +138,7 @@ def export_folder(
 
 
 def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -> Path:
-    """Writes one file for llama.cpp and a Modelfile for Ollama next to it; returns the Modelfile's
+    """Writes one file for llama.cpp, and next to it a Modelfile for Ollama. Returns the Modelfile's
     path.
 
     Raises the errors of `write_gguf` and `modelfile`.
@@ -194,8 +195,8 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
 
 
 def _origin(name: str, folder: Path) -> str:
-    """The base model that a model was trained from, as named by the adapters beside the merged
-    weights or by its run's config; for a Hub name, that name.
+    """Returns the base model that a model was trained from, as named by the adapters beside the
+    merged weights or by the run's config. A Hub name is returned unchanged.
     """
     if not Path(name).expanduser().exists():
         return name
@@ -206,25 +207,25 @@ def _origin(name: str, folder: Path) -> str:
 
 
 def _licence(opened: Opened, online: bool) -> dict[str, str]:
-    """license, license_name and license_link from the base model's card, in its folder or on the
-    Hub.
+    """Returns license, license_name and license_link from the base model's card, in its folder or
+    on the Hub.
     """
     from huggingface_hub import ModelCard, hf_hub_download
 
     places = (Path(place).expanduser() for place in (opened.origin, opened.model) if place)
     file = next(filter(Path.is_file, (place / "README.md" for place in places)), None)
-    with suppress(Exception):  # no card, no network, or YAML that is none
+    with suppress(Exception):  # no card, no network, or invalid YAML
         file = file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
         data = ModelCard.load(file).data.to_dict()
-        # A stranger's lists of references grow beyond any memory when spelled, and their texts may
-        # be pages.
+        # In untrusted YAML, nested references may expand beyond any memory, and texts may be
+        # pages long.
         texts = {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
         return {key: text for key, text in texts.items() if _IS_LICENCE.fullmatch(text)}
     return {}
 
 
 def _packing(config: dict[str, Any]) -> str:
-    """A description of how the weights are packed; "" if they are not."""
+    """Returns a description of how the weights are packed, or "" for unpacked weights."""
     packed = config.get("quantization")
     if not packed:
         return ""

@@ -1,6 +1,6 @@
 """Writes the README.md of an exported model: its origin, its training and its results.
 
-It contains a run's config and results, but no folder, host or user name.
+The file contains a run's config and results, but no folder, host or user name.
 """
 
 import re
@@ -23,7 +23,7 @@ from runners.machine.terminal import visible
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-# About the run's machine: it differs from what the model learns.
+# About the run's machine; these keys do not affect what the model learns.
 _SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
 _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
@@ -109,8 +109,8 @@ class RunFacts:
 
 
 def run_facts(model: Path) -> RunFacts | None:
-    """The facts about the run of a folder `final` or `checkpoint-N`; None if it belongs to no run,
-    or if the run's folder does not name model and data.
+    """Returns facts about the run that a folder `final` or `checkpoint-N` belongs to. Returns None
+    if it belongs to no run, or if the run's folder does not name model and data.
 
     For a checkpoint, only events up to its step are used. Raises UserError for files that cannot be
     read.
@@ -134,7 +134,7 @@ def run_facts(model: Path) -> RunFacts | None:
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A resolved config without keys about the machine, and with names instead of paths."""
+    """Returns a resolved config without keys about the machine, and with names instead of paths."""
 
     def shared(key: str, value: Any) -> Any:
         if key not in _PATHS or not value:
@@ -151,8 +151,8 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def _name(text: str) -> str:
-    """The last part of a path, with the function of a file; a Hub name or a module's function is
-    unchanged.
+    """Returns a path's last part, including the function after a file. A Hub name or a module's
+    function is unchanged.
     """
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py"):
@@ -171,16 +171,15 @@ def model_card(
     base: str,
     licence: Mapping[str, Any],
 ) -> str:
-    """The card as Markdown.
+    """Returns the card as Markdown.
 
     Args:
         title: the model's name.
-        facts: facts about its run; None without a run.
-        prompt: the prompt format of training; None if unknown.
-        quantized: a description of how the weights are packed; "" if they are not.
+        facts: facts about the model's run, or None without a run.
+        prompt: the prompt format of training, or None if unknown.
+        quantized: a description of how the weights are packed, or "" for unpacked weights.
         base: the Hub name of the trained model; "" if it has none.
-        licence: license, license_name and license_link of the base model's card, if they are
-            known.
+        licence: license, license_name and license_link from the base model's card, if known.
     """
     import jinja2
     from huggingface_hub import ModelCardData
@@ -216,12 +215,16 @@ def model_card(
 
 
 def _share(facts: RunFacts) -> int:
-    """The number of updates at each end of a run whose means are compared."""
+    """Returns the number of updates at the start and at the end of a run whose means are
+    compared.
+    """
     return max(len(facts.updates) // _SHARE, 1)
 
 
 def _results(facts: RunFacts) -> list[tuple[str, str, str]]:
-    """The rows of the results' table: what was measured, before, after."""
+    """Returns the rows of the results table: what was measured, the value before, the value
+    after.
+    """
     rows = []
     for key, name in _MEASURED.items():
         measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
@@ -245,7 +248,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _figure(line: Mapping[str, Any], key: str) -> str:
-    """A measured mean, with its 95 % interval if the line contains the necessary fields."""
+    """Returns a measured mean, with its 95 % interval if the line contains the necessary fields."""
     mean = float(line[key])
     count = whole_number(line.get("em_subset"))
     spread = finite_number(line.get("eval/reward_std"))
@@ -276,7 +279,9 @@ def _origin(name: str) -> str:
 
 
 def _code(text: str) -> str:
-    """An untrusted text as a code span, in which neither Markdown nor HTML is interpreted."""
+    """Returns an untrusted text as a code span, in which neither Markdown nor HTML is
+    interpreted.
+    """
     ticks = _ticks(text, 1)
     return f"{ticks} {printable(text)} {ticks}"
 
@@ -287,5 +292,5 @@ def _fenced(text: str, language: str = "text") -> str:
 
 
 def _ticks(text: str, least: int) -> str:
-    """A longer sequence of backticks than any in the text."""
+    """Returns a sequence of backticks longer than any in the text."""
     return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])

@@ -15,8 +15,8 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 
 
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
-    """The text of a Modelfile for a GGUF file of that name next to it. `prompt` is the prompt
-    format; None if unknown.
+    """Returns the text of a Modelfile for the GGUF file `file` next to it. `prompt` is the prompt
+    format; None means unknown.
 
     A system message that SYSTEM cannot contain becomes part of the template. Raises UserError for a
     chat template that hides its messages, and for a stop string or a file name that a Modelfile
@@ -53,9 +53,9 @@ def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
 
 
 def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str) -> str:
-    """The chat template in Go's template language: the text before each message, by its role.
+    """Returns the chat template in Go's template language: the text before each message, by role.
 
-    For a conversation without a system message, it uses the message `inside`.
+    A conversation without a system message gets the system message `inside`.
     """
     system, first, reply, second = _WORDS
     talk = [("user", first), ("assistant", reply), ("user", second)]
@@ -99,8 +99,8 @@ def _between(
 
 
 def _literal(text: str) -> str:
-    """A text inside a template; characters with a meaning in Go or in a Modelfile become Go
-    strings.
+    """Returns a text as part of a template. Characters with a meaning in Go or in a Modelfile
+    become Go strings.
     """
     return "".join(
         c if c not in '{"' and _is_kept(c) else f'{{{{ "\\U{ord(c):08x}" }}}}' for c in text
@@ -108,15 +108,15 @@ def _literal(text: str) -> str:
 
 
 def _is_kept(character: str) -> bool:
-    """Whether Ollama keeps a character of a Modelfile; it drops characters that Go considers not
-    printable.
+    """Returns whether Ollama keeps a character of a Modelfile. Ollama drops characters that Go
+    considers not printable.
     """
     return character.isprintable() or character in "\t\r\n"
 
 
 def _fault(text: str) -> str:
-    """The reason why a text cannot be a value in a Modelfile, where nothing can be escaped; "" if
-    it can.
+    """Returns the reason why a text cannot be a value in a Modelfile, where nothing can be escaped.
+    Returns "" for a valid value.
     """
     lost = [character for character in text if not _is_kept(character)]
     if lost:
@@ -125,8 +125,8 @@ def _fault(text: str) -> str:
 
 
 def _value(what: str, text: str) -> str:
-    """A value in Ollama's syntax: a single word, or a text in quotes whose closing quote ends a
-    line.
+    """Returns a value in Ollama's syntax: a single word, or a text in quotes whose closing quote
+    ends a line.
     """
     fault = _fault(text)
     if fault:

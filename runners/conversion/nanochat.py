@@ -1,11 +1,11 @@
 """Reads nanochat's files (PyTorch checkpoints and tokenizer.pkl) without running code from their
 pickles.
 
-model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names,
-because mlx-lm uses nanochat's. PyTorch is required (extra `torch`). The file is memory-mapped and
-unpickled with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts
-only the opcodes for texts, bytes, numbers and tables, and a single name, Encoding, for which it
-creates an empty object.
+model_*.pt and meta_*.json become mlx-lm's weights and config. The tensors keep their names, because
+mlx-lm uses nanochat's. PyTorch is required (extra `torch`). The file is memory-mapped and unpickled
+with `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader accepts only the
+opcodes for texts, bytes, numbers and tables, and a single name, Encoding, for which it creates an
+empty object.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MODEL = re.compile(r"model_(\d+)\.pt")
 _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
 PICKLE_NAME = "tokenizer.pkl"
-# What protocols 4 and 5 write for an Encoding. Nothing here calls what it names, builds tuples that
-# nest, or reserves more memory than the file has bytes.
+# Opcodes that protocols 4 and 5 write for an Encoding. None of them calls a named object, builds
+# nested tuples, or reserves more memory than the file has bytes.
 _ADMITTED = {
     *(
         "PROTO",
@@ -61,12 +61,12 @@ _FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path] | None:
-    """model_*.pt, meta_*.json and tokenizer.pkl of the last or the given step in a folder; None if
-    it has no checkpoints.
+    """Finds model_*.pt, meta_*.json and tokenizer.pkl for the given step in a folder, by default
+    the last step. Returns None if the folder has no checkpoints.
 
     nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and
-    BASE/tokenizer/tokenizer.pkl, but the tokenizer may be in the same folder. Raises UserError if
-    that step or the tokenizer is missing.
+    BASE/tokenizer/tokenizer.pkl, but the tokenizer may also be in the checkpoint's folder. Raises
+    UserError if that step or the tokenizer is missing.
     """
     matches = [(_MODEL.fullmatch(file.name), file) for file in folder.glob("model_*.pt")]
     steps = {int(match[1]): file for match, file in matches if match}
@@ -89,8 +89,8 @@ def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
     Padding rows of the embedding and the head are removed, because nanochat ignores them. Raises
-    UserError without PyTorch, and for files that cannot be read. Whether mlx-lm supports all
-    tensors is only checked when the result is loaded.
+    UserError without PyTorch, and for files that cannot be read. Unsupported tensors are only
+    detected when mlx-lm loads the result.
     """
     sizes = _sizes(meta)
     config = {
@@ -120,7 +120,7 @@ def _sizes(meta: Path) -> dict[str, int]:
     content = read_json(meta)
     check_keys(content, meta, NANOCHAT)
     sizes = dict(content["model_config"])
-    # A pattern of only long windows is full attention, as in mlx-lm's model.
+    # A pattern with only long windows is full attention, as in mlx-lm's model.
     if {*str(sizes.get("window_pattern"))} == {"L"}:
         del sizes["window_pattern"]
     others = sizes.keys() - {*NANOCHAT_SIZES}
@@ -143,13 +143,15 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
+    """Returns the tokenizer.pkl in a folder or in its subfolder `tokenizer` (nanochat's layout), or
+    None.
+    """
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next(filter(Path.is_file, places), None)
 
 
 def read_encoding(file: Path) -> tiktoken.Encoding:
-    """The pickled encoding (protocol 4 or 5).
+    """Reads a pickled encoding (protocol 4 or 5).
 
     Raises UserError if the file cannot be read, if it refers to anything other than tiktoken's
     Encoding (which is neither imported nor called), or if its content is not a vocabulary.
@@ -179,8 +181,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """The state if it is a valid vocabulary; tiktoken itself accepts invalid ones and crashes
-    later.
+    """Returns the state if it is a valid vocabulary. tiktoken itself accepts invalid ones and
+    crashes later.
     """
     if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
         raise UserError("it does not contain a vocabulary")

@@ -1,5 +1,5 @@
-"""Packs weights for `grpo convert` and `grpo export`: rounded to nearest by mlx-lm, or calibrated
-on prompts.
+"""Packs weights for `grpo convert` and `grpo export`, with rounding to nearest by mlx-lm or
+calibrated on prompts.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from runners.data.rendering import render
 from runners.errors import UserError, user_errors
 from runners.models.model_reader import cast_floating
 
-GROUP = 64  # of affine quantization by default, here and in mlx-lm
-PROMPTS = 64  # of the file at most
-TOKENS = 128  # of a completion
-ROWS = 8  # at a time
+GROUP = 64  # default group size of affine quantization, here and in mlx-lm
+PROMPTS = 64  # at most, from the file
+TOKENS = 128  # per completion
+ROWS = 8  # completions at a time
 Collect = Callable[[nn.Module, int], Moments]
 
 
 @attrs.frozen(kw_only=True)
 class QuantizationOptions:
-    """The options for packing weights; without options, weights are not packed."""
+    """The options for packing weights. Without options, weights are not packed."""
 
     mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
     bits: int | None = None  # of "affine"
@@ -57,11 +57,10 @@ NOT_PACKED = QuantizationOptions()
 
 
 def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], None]) -> Collect:
-    """A function (module, group size) -> moments of its linear layers, on a file's prompts and
-    completions.
+    """Returns a function (module, group size) -> moments of the module's linear layers, computed on
+    a file's prompts and their completions.
 
-    The completions are the model's own, sampled with a fixed key. Raises the errors of
-    `read_prompts`.
+    The model itself samples the completions, with a fixed key. Raises the errors of `read_prompts`.
     """
     rows = read_prompts(file, column, option="--calibrate")
     prompts = [render(tokenizer, messages)[1] for messages in rows[:PROMPTS]]
@@ -103,8 +102,8 @@ def repack(
 
     Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect`, linear
     layers are rounded using the moments that it returns. Raises UserError if the recipe does not
-    fit the model, or if nothing could be packed: mlx-lm silently skips layers whose width is not a
-    multiple of the group size.
+    fit the model, or if nothing could be packed, because mlx-lm silently skips layers whose width
+    is not a multiple of the group size.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import dequantize_model, quantize_model
@@ -132,10 +131,10 @@ def repack(
     weights = {
         name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments
     }
-    # stdout is for what a command has to say, and mlx-lm reports its progress there.
+    # stdout is for a command's results, but mlx-lm reports its progress there.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        # bits or a group that the mode does not have
+        # bits or a group size that the mode does not support
         user_errors("the weights cannot be quantized", ValueError),
     ):
         module, config = quantize_model(

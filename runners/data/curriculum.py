@@ -3,11 +3,11 @@
     p̂ = (passes + m) / (weight + 1)   a prompt's rate, pooled with one completion of rate m
     w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its sampling weight; age in batch steps
 
-m is the rate of all completions so far, itself pooled with one completion of the target rate; a new
-prompt has the rate m. The first factor decreases as a group of G with this rate becomes unlikely to
-show the target (−2 log of the likelihood ratio); the second makes a prompt less likely right after
-it was sampled. A prompt's statistics decay with age, passes and weight alike, so that prompts are
-sampled again once the policy may have changed.
+m is the pass rate over all completions so far, itself pooled with one completion of the target
+rate. A new prompt has the rate m. The first factor decreases as a group of G with this rate becomes
+unlikely to show the target (its exponent is −2 times the log-likelihood ratio). The second factor
+makes a prompt less likely right after it was sampled. Both of a prompt's statistics, passes and
+weight, decay with age, so prompts are sampled again once the policy may have changed.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from runners.errors import UserError
 from runners.files.json_files import read_lines
 
 _MOST = 1 << 24  # completions per prompt; float32 counts up to this number exactly
-NEVER = -1  # replaces a missing step or rate
+NEVER = -1  # marks a missing step or rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # upper bounds of first rates
 
 
 @attrs.frozen(eq=False)
 class Estimates:
-    """A run's statistics about its N training prompts."""
+    """Pass statistics for a run's N training prompts."""
 
     passes_n: np.ndarray  # float32: completions that passed, decayed up to step_n
     weight_n: np.ndarray  # float32: completions, decayed likewise
@@ -43,8 +43,8 @@ class Estimates:
 
     @classmethod
     def of(cls, counts: Sequence[tuple[float, float]]) -> Self:
-        """From (passes, completions) measured before the run; (0, 0) for prompts without a
-        measurement.
+        """Creates statistics from (passes, completions) measured before the run; (0, 0) stands for
+        an unmeasured prompt.
         """
         passes_n, weight_n = np.array(counts, np.float32).reshape(-1, 2).T.copy()
         first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(
@@ -53,13 +53,13 @@ class Estimates:
         return cls(passes_n, weight_n, np.full(len(counts), NEVER, np.int32), first_n)
 
 
-# of a group: the number of its prompt, passed completions, all completions
+# for a group: prompt number, number of passed completions, number of completions
 Outcome = tuple[int, int, int]
 
 
 def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
-    """The statistics after the groups of a batch step. A group without rewards still marks its
-    prompt as sampled.
+    """Returns the statistics updated with a batch step's groups. A group without rewards still
+    marks its prompt as sampled.
     """
     new = Estimates(
         known.passes_n.copy(), known.weight_n.copy(), known.step_n.copy(), known.first_n.copy()
@@ -77,7 +77,9 @@ def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: flo
 def draw_weights(
     known: Estimates, step: int, *, target: float, decay: float, size: int
 ) -> np.ndarray:
-    """The weight w of each prompt, float64 [N], at a batch step with groups of `size`."""
+    """Returns the sampling weight w of each prompt, float64 [N], at a batch step with group size
+    `size`.
+    """
     faded_n = decay ** np.maximum(step - np.maximum(known.step_n, 0), 0).astype(np.float64)
     passes_n = known.passes_n * faded_n
     weight_n = known.weight_n * faded_n
@@ -92,12 +94,12 @@ def draw_weights(
 def drawn_by_weight(
     weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int
 ) -> list[int]:
-    """Prompts sampled by weight without replacement, avoiding those in `taken` while there are
+    """Samples prompts by weight without replacement, avoiding those in `taken` while there are
     others.
 
-    A prompt's random bits decide its rank (Efraimidis and Spirakis, 2006): the largest log(u) / w
-    win. They depend only on the seed and on the number of earlier prompts, so that all ranks sample
-    the same.
+    Each prompt gets the key log(u) / w, and the largest keys win (Efraimidis and Spirakis, 2006).
+    The random u depends only on the seed and on the number of earlier prompts, so all ranks sample
+    the same prompts.
     """
     key = fold_in(mx.random.key(seed), CURRICULUM, position)
     bits_n = np.array(random_bits(key[None], 0, len(weights_n), 1)).reshape(-1).astype(np.float64)
@@ -108,7 +110,9 @@ def drawn_by_weight(
 
 
 def explores(position: int, share: float) -> int | None:
-    """The place in the usual order of the sample at `position`; None if it is sampled by weight."""
+    """Returns the place in the usual order for the sample at `position`, or None if that sample is
+    drawn by weight.
+    """
     before = int(position * share)
     after = int((position + 1) * share)
     return before if after > before else None
@@ -117,8 +121,9 @@ def explores(position: int, share: float) -> int | None:
 def passed(
     names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float
 ) -> np.ndarray:
-    """Whether each completion passed, bool [B]: its answer is right according to the built-in
-    correctness reward or, without that reward, its combined reward is at least `at_least`.
+    """Returns whether each completion passed, bool [B]. A completion passes if the built-in
+    correctness reward rates its answer right or, without that reward, if its combined reward is at
+    least `at_least`.
     """
     if REWARD_NAMES[0] in names:
         return values_kb[list(names).index(REWARD_NAMES[0])] > 0
@@ -126,14 +131,16 @@ def passed(
 
 
 def prompt_id(example: Example) -> str:
-    """A hash of a prompt's messages, images and reference answer: the same for every model."""
+    """Returns a hash over a prompt's messages, images and reference answer, which is the same for
+    every model.
+    """
     content = [example.messages, [image.name for image in example.images], example.answer]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]:
-    """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes,
-    completions).
+    """Returns pass rates and group shares per difficulty band, from (first rate, passes,
+    completions) per group. A prompt's first rate determines its band.
 
     A prompt's first group sets its first rate, so it counts only as `new`.
     """
@@ -154,8 +161,9 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
 
 
 def read_difficulty(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; docs/cold-start.md lists their keys. Raises UserError for other
-    files."""
+    """Reads a difficulty file, whose keys are listed in docs/cold-start.md. Raises UserError for
+    other files.
+    """
     bad: list[int] = []
     lines = list(read_lines(path, bad=bad))
     kinds = {
@@ -175,8 +183,9 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
 def with_difficulty(
     examples: Sequence[Example], config: DataConfig
 ) -> tuple[list[Example], Estimates | None, list[str]]:
-    """The training prompts that data.curriculum selects, numbered in order; their statistics before
-    the first step (None without a curriculum); and a message about skipped prompts.
+    """Returns the training prompts that data.curriculum selects, numbered in order; their
+    statistics before the first step (None without a curriculum); and a message about skipped
+    prompts.
 
     Raises UserError if none is left, or if no prompt is in the file.
     """

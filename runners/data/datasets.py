@@ -1,5 +1,5 @@
-"""Loads questions and reference answers from the Hub, a local file or folder, or the package, and
-checks each row.
+"""Loads questions and reference answers from the Hub, from a local file or folder, or from the
+package, and checks each row.
 """
 
 import json
@@ -52,18 +52,19 @@ _FIRST = 1 << 31  # seed of the first held-out problem; problem n with seed s us
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
-    """The rows for training (the first `max_samples`) and the rows for evaluation.
+    """Returns the rows for training (the first `max_samples`) and the rows for evaluation.
 
-    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
-    "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth
-    of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained
-    on. `data.transform` (found in `folders`, see `resolve_function`) is applied to each row first;
-    it returns the row to use, or None.
+    A source is the name of a shipped data set, a local file or folder, or a Hub name. A single file
+    counts as the split "train". If there is only one split (a file, or `eval_split` equal to
+    `split`), the last tenth of its usable rows, at least one and at most 1,000, is held out for
+    evaluation and not trained on. `data.transform` (found in `folders`, see `resolve_function`) is
+    applied to each row first. The transform returns the row to use, or None to skip the row.
 
-    A row without a question or (unless `data.answer` is empty) an answer is invalid: with
-    `on_bad_row` "raise" it raises an error with its location; with "skip" it is skipped and
-    recorded in `Rows.faults`. Raises UserError for a missing source, split or field (and lists the
-    existing ones), an invalid row, and a split without usable rows.
+    A row is invalid if it has no question or (unless `data.answer` is empty) no answer. With
+    `on_bad_row` "raise", an invalid row raises an error with its location. With "skip", an invalid
+    row is skipped and recorded in `Rows.faults`. Raises UserError for a missing source, split or
+    field (the message lists the existing ones), for an invalid row, and for a split without usable
+    rows.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
@@ -89,12 +90,12 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without reference answers if no row has the column `data.answer`;
-    if most reference answers are not numbers, a default system prompt that requests a number
-    requests an answer instead.
+    """Returns the config adapted to these rows. If no row has the column `data.answer`, reference
+    answers are turned off. If most reference answers are not numbers, a default system prompt that
+    requests a number is replaced by one that requests an answer.
 
-    Raises UserError if no sandbox is available for programs, for tests that no program can pass,
-    and for lists if the form is not "code".
+    Raises UserError if programs have no sandbox, for tests that no program can pass, and for
+    reference answers that are lists if `answer.form` is not "code".
     """
     form = config.answer.form
     name = config.data.answer
@@ -125,9 +126,10 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
 def load_split(
     config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
 ) -> Rows:
-    """All usable rows of one split, or of a single file for any split name; nothing is held out.
+    """Returns all usable rows of one split, with nothing held out. A single file is used for any
+    split name.
 
-    `key` is the config key of the split. Raises the errors of `load_rows`.
+    `key` is the config key that names the split. Raises the errors of `load_rows`.
     """
     transform = None
     if config.transform:
@@ -151,12 +153,14 @@ def load_split(
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the n examples in an epoch: an int64 permutation, pure in its arguments."""
+    """Returns the order of the n examples in an epoch: an int64 permutation that depends only on
+    the arguments.
+    """
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def _local(config: DataConfig) -> Path | None:
-    """The file or folder of a source; None if the source is a Hub name or a task."""
+    """Returns a source's file or folder, or None if the source is a Hub name or a task."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
     if source.exists():
         if config.name:
@@ -175,7 +179,9 @@ def _local(config: DataConfig) -> Path | None:
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
-    """The rows with a question and an answer; other rows raise an error or are counted."""
+    """Returns the rows with a question and an answer. Any other row raises an error or is
+    counted.
+    """
     rows = Rows()
     made = [transformed(row, transform) for row in found]
     kept = [row for row in made if row is not None]
@@ -241,8 +247,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
-    """The rows of a split. Raises UserError, with the split's `key`, if the Hub does not provide
-    it.
+    """Returns a split's rows from the Hub. Raises UserError, with the split's `key`, if the Hub
+    does not provide the split.
     """
     other = other_name(config.source)
     if other:
@@ -265,8 +271,8 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 
 
 def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
-    """The tasks of a taskset in their order: question, answer (if any) and number. A separate
-    process reads them. Raises UserError if the taskset cannot be loaded.
+    """Returns the tasks of a taskset in order: question, answer (if any) and number. A separate
+    process reads the taskset. Raises UserError if the taskset cannot be loaded.
     """
     name = config.source.removeprefix(TASKSETS)
     with closing(Worker()) as worker:
@@ -275,11 +281,13 @@ def taskset_rows(config: DataConfig, folders: Sequence[Path]) -> list[Row]:
 
 
 def task_rows(config: DataConfig, split: str) -> list[Row]:
-    """The problems of a split: question, answer, and the `entry` for the task's scoring.
+    """Generates a split's problems: question, answer, and the `entry` that the task's scoring
+    needs.
 
-    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, whose questions
-    are not used for training. The same config always produces the same problems. Raises UserError
-    if reasoning-gym is missing, and for an unknown task or setting in `data.name`.
+    `data.split` has `data.max_samples` problems, by default 1,000. Any other split has 200
+    problems, whose questions are not used for training. The same config always produces the same
+    problems. Raises UserError if reasoning-gym is missing, and for an unknown task or setting in
+    `data.name`.
     """
     if split != config.split:
         return list(_rows(config, split, _FIRST, _HELD_OUT))

@@ -30,7 +30,8 @@ class GoldReader:
     def of_rows(
         self, examples: Sequence[Example], rows: Rows, split: str
     ) -> tuple[list[Example], list[str]]:
-        """Reference completions from a data set's rows, and messages about skipped rows.
+        """Reads reference completions from a data set's rows. Returns the examples and messages
+        about skipped rows.
 
         Raises UserError for a row without a reference completion, unless `data.on_bad_row` is
         "skip".
@@ -48,10 +49,10 @@ class GoldReader:
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:
-        """From `sft.completions`: each finished completion with at least `sft.min_reward`, without
-        duplicates.
+        """Reads reference completions from the file `sft.completions`: each finished completion
+        with a reward of at least `sft.min_reward`, without duplicates.
 
-        Raises UserError if the file contains none.
+        Raises UserError if the file contains no such completion.
         """
         sft = self.config.sft
         found = dict[str, Row]()
@@ -93,7 +94,9 @@ class GoldReader:
     def _with_gold(
         self, examples: Sequence[Example], texts: Iterable[str | None], split: str
     ) -> tuple[list[Example], list[str]]:
-        """The examples whose texts are completions, not longer than a rollout's."""
+        """Returns the examples whose text is a completion of at most rollout.max_new_tokens
+        tokens.
+        """
         limit = self.config.rollout.max_new_tokens
         end = self._end()
         both = zip(examples, texts, strict=True)
@@ -121,8 +124,8 @@ class GoldReader:
         ]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
-        """A completion as the model would sample it: after the nudge, up to a stop string or an end
-        token.
+        """Returns a completion's tokens as the model would sample them: from after the nudge to a
+        stop string or an end token.
         """
         text = text if self.config.data.prompt_form == "raw" else text.strip()
         for given in (example.opening, example.opening.strip(), self.config.data.nudge):
@@ -139,7 +142,7 @@ class GoldReader:
         return tokens[:stopped] if stopped else (*tokens, *end)
 
     def _end(self) -> tuple[int, ...]:
-        """The token that ends a turn; none if no token ends a completion."""
+        """Returns the token that ends a turn, or an empty tuple if no token ends a completion."""
         ends = sorted(self.tokenizer.eos_token_ids)
         turn: tuple[int, ...] = ()
         if self.config.data.prompt_form != "raw" and has_template(self.tokenizer):
@@ -150,7 +153,9 @@ class GoldReader:
 
 
 def gold_text(value: Any) -> str | None:
-    """The reference completion in a column: a text, a number, or the assistant's last message."""
+    """Extracts the reference completion from a column's value: a text, a number, or the assistant's
+    last message.
+    """
     if isinstance(value, list | tuple | None):
         return gold_turn(value)
     return None if isinstance(value, Mapping) else value_text(value)

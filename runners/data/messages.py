@@ -14,8 +14,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def prompt_fault(value: Any) -> str:
-    """A message about a prompt that is neither a text nor a valid list of messages; empty if it is
-    valid.
+    """Returns a message if a prompt is neither a text nor a valid list of messages, or an empty
+    string if it is valid.
     """
     if isinstance(value, str):
         return "" if value.strip() else "is blank"
@@ -36,8 +36,9 @@ def prompt_fault(value: Any) -> str:
 
 
 def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
-    """A row's prompt, unchecked, without the assistant's last turn if that is the reference
-    completion."""
+    """Returns a row's prompt, unchecked. The assistant's last turn is left out if that turn is the
+    reference completion.
+    """
     value: Any = row.get(config.prompt or config.question)
     return (
         value[:-1] if config.completion == config.prompt and gold_turn(value) is not None else value
@@ -45,7 +46,9 @@ def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
 
 
 def gold_turn(value: Any) -> str | None:
-    """The text of the assistant's turn at the end of a list of messages; None if there is none."""
+    """Returns the assistant's text if a list of messages ends with the assistant's turn, otherwise
+    None.
+    """
     last = value[-1] if isinstance(value, list | tuple) and value else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return None
@@ -54,8 +57,8 @@ def gold_turn(value: Any) -> str | None:
 
 
 def conversation(value: Any, system: str = "") -> tuple[Message, ...]:
-    """The messages of a valid prompt; `system`, if not blank, is added to those without a system
-    message.
+    """Returns the messages of a valid prompt. `system`, if not blank, is added if the prompt has no
+    system message.
 
     Each content becomes a single text. Keys without a value, which Arrow adds, are removed, because
     a template may treat a `tool_calls` of None as calls.
@@ -94,13 +97,13 @@ def _is_text_part(part: Any) -> bool:
 def read_prompts(
     name: str, column: str, system: str = "", option: str = "--prompts"
 ) -> list[list[Message]]:
-    """The conversations of a file, none of which ends with the assistant's turn.
+    """Reads a file's conversations, none of which ends with the assistant's turn.
 
     `name` is a .txt file with one prompt per non-blank line, "-" for such lines on standard input,
     or a file of rows, whose `column` contains a text or a list of messages. `system` is the first
     message of every conversation; the messages must not contain another one. `option` is the
-    command-line option, for errors. Raises UserError for a row that is not a prompt (with its
-    line), and for a file without prompts.
+    command-line option that error messages name. Raises UserError for a row that is not a prompt
+    (with its line), and for a file without prompts.
     """
     path = Path(name).expanduser()
     if name != "-" and path.suffix.lower() in SUFFIXES:

@@ -31,7 +31,7 @@ class Example:
 
     messages: tuple[Message, ...]  # the prompt that rewards receive, without the nudge
     text: str  # the rendered prompt, including the nudge
-    tokens: tuple[int, ...]  # of the text; each cell of an image is one token
+    tokens: tuple[int, ...]  # token ids of `text`; each cell of an image is one token
     answer: str  # the reference answer; empty if there is none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the reference answer
     images: tuple[ImageFile, ...] = ()  # in the order of the prompt
@@ -42,8 +42,8 @@ class Example:
 
 
 def image_folder(config: DataConfig) -> Path | None:
-    """The folder that paths in rows are relative to: `data.image_folder`, or the data's; None for
-    data from the Hub.
+    """Returns the folder that paths in rows are relative to: `data.image_folder` or, by default,
+    the data's folder. Returns None for data from the Hub.
     """
     if config.image_folder:
         return Path(config.image_folder).expanduser()
@@ -56,7 +56,8 @@ def image_folder(config: DataConfig) -> Path | None:
 def processor_of(
     config: DataConfig, path: Path, stated: Mapping[str, Any]
 ) -> ImageProcessor | None:
-    """The image processor of a model folder and its config.json; None without `data.image`.
+    """Returns a model folder's image processor, or None without `data.image`. `stated` is the
+    folder's config.json.
 
     Raises the errors of `load_processor`.
     """
@@ -71,13 +72,13 @@ def build_examples(
     processor: ImageProcessor | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], int]:
-    """The examples of usable rows in order, and the number of prompts longer than
-    max_prompt_length.
+    """Returns the examples from usable rows, in order, and the number of prompts that are longer
+    than max_prompt_length.
 
     Every example has all `columns`, by default the `reward_columns` of the rows; missing values are
-    None. A row that the chat template or the tokenizer refuses raises UserError with its place;
-    with `on_bad_row` "skip" it is recorded in `Rows.faults`. Also raises UserError if no row is
-    left.
+    None. A row that the chat template or the tokenizer rejects raises UserError with its location;
+    with `on_bad_row` "skip", the row is recorded in `Rows.faults` instead. Also raises UserError if
+    no row is left.
     """
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command does not use images")
@@ -124,12 +125,12 @@ def build_examples(
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
-    """The columns that rewards can use, each with its field in the rows.
+    """Returns the columns that rewards can use, each mapped to its field in the rows.
 
-    These are the fields of all rows and, if the data has a column of reference answers, `answer`. A
-    field is renamed (to ``column_completions``, for example) if its name is `self`, an argument of
-    every reward (completions, prompts, completion_ids), or `answer` although another column
-    contains the reference answers.
+    The columns are all fields that occur in the rows and, if the data has a column with reference
+    answers, `answer`. A field is renamed (to ``column_completions``, for example) if its name is
+    `self`, an argument of every reward (completions, prompts, completion_ids), or `answer` although
+    another column contains the reference answers.
     """
     fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}
@@ -145,20 +146,22 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") ->
 
 
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:
-    """The examples' columns as lists for the scorer, each entry repeated for its G completions."""
+    """Returns the examples' columns as lists for the scorer. Each entry is repeated once for each
+    of the G completions.
+    """
     rows = repeated(examples, num_generations)
     names = examples[0].columns if examples else ()
     return {name: [row.columns[name] for row in rows] for name in names}
 
 
 def repeated(examples: Sequence[Example], number: int) -> list[Example]:
-    """Each example `number` times in a row: once for each of its completions."""
+    """Repeats each example `number` times in succession: once for each of its completions."""
     return list(chain.from_iterable([example] * number for example in examples))
 
 
 def gold_answer(value: object) -> str | None:
-    """The answer in a row's field: the stripped text after its last ``####``, or the whole text.
-    None if there is no answer.
+    """Extracts the answer from a row's field: the stripped text after the last ``####``, or the
+    whole text. Returns None if there is no answer.
 
     Texts, numbers and booleans can be answers; NaN cannot. Numbers (including texts with an
     exponent) are written as plain decimals, booleans as ``true`` or ``false``, and lists and

@@ -1,5 +1,5 @@
-"""Renders a conversation as text and tokens, with the tokenizer's chat template or in plain
-form.
+"""Renders a conversation as text and tokens, with the tokenizer's chat template or as plain
+text.
 """
 
 import itertools
@@ -35,19 +35,19 @@ def render(
     processor: ImageProcessor | None = None,
     raw: bool = False,
 ) -> tuple[str, tuple[int, ...]]:
-    """A prompt's text, up to the start of the assistant's turn and the nudge, and its tokens.
+    """Returns a prompt's text and tokens, up to the start of the assistant's turn and the nudge.
 
-    `raw`: the text of the last message is the prompt, which the model continues. `tools` are
-        schemas; if the template does not show them, they are added to the system prompt.
-        `template_kwargs` are additional arguments of the template, and `chat_template` replaces it.
-        `images` are placed before the last user message's text; a `processor` has its own template,
-        and determines the number of tokens of each image.
+    With `raw`, the last message's text is the whole prompt, and the model continues it. `tools` are
+    schemas. If the template does not show the tools, they are added to the system prompt.
+    `template_kwargs` are additional arguments for the template, and the argument `chat_template`
+    replaces the template. `images` are placed before the last user message's text. A `processor`
+    has its own template and determines the number of tokens per image.
 
     If a template refuses or drops the system role, the system prompt becomes the start of the first
-    user message.
-    Without a template, the format is ``System: …``, ``User: …``, ``Assistant: `` separated by blank
-        lines, after BOS if the tokenizer adds it (an EOS is never added). Raises UserError if the
-        template fails or renders nothing, and the errors of `runners.tokenization.text.encode`.
+    user message. Without a template, the format is ``System: …``, ``User: …``, ``Assistant: ``
+    separated by blank lines. BOS comes first if the tokenizer adds it; EOS is never added. Raises
+    UserError if the template fails or renders nothing, and the errors of
+    `runners.tokenization.text.encode`.
     """
     if raw:
         text = f"{messages[-1]['content']}{nudge}"
@@ -77,8 +77,8 @@ def render(
 def _with_image_parts(
     messages: Sequence[Mapping[str, Any]], images: int
 ) -> tuple[dict[str, Any], ...]:
-    """The messages in the format for chat templates, with this number of images before the text of
-    the last user message (or of the last message).
+    """Returns the messages in the format for chat templates, with this number of images before the
+    last user message's text (or the last message's text if no user message exists).
     """
     users = (n for n, message in enumerate(messages) if message["role"] == "user")
     last = max(users, default=len(messages) - 1)
@@ -90,8 +90,8 @@ def _with_image_parts(
 
 
 def use_template(tokenizer: Any, file: str) -> str:
-    """Replaces a tokenizer's chat template by a file's, and returns its text; without a file, does
-    nothing.
+    """Replaces a tokenizer's chat template with the template in a file, and returns the template's
+    text. Without a file, the template does not change.
 
     Raises UserError for a file that cannot be read.
     """
@@ -108,10 +108,10 @@ def use_template(tokenizer: Any, file: str) -> str:
 
 
 def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ()) -> list[str]:
-    """Messages about a missing chat template, and about one whose end-of-turn text does not end
-    completions.
+    """Returns messages about a missing chat template, and about a template whose end-of-turn text
+    does not end completions.
 
-    `stop`: additional strings that end a completion.
+    `stop` contains additional strings that end a completion.
     """
     if data.prompt_form == "raw":
         return []
@@ -141,7 +141,9 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
 
 
 def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """The text that the template writes after an assistant's message; empty if unknown."""
+    """Returns the text that the template writes after an assistant's message, or an empty string if
+    the text is unknown.
+    """
     words = "the words"
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]
     try:
@@ -154,12 +156,12 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
 
 
 def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
-    """The text that the template writes after the header of a reply, such as ``<think>``; it starts
-    the reply.
+    """Returns the text that the template writes after a reply's header, such as ``<think>``. This
+    text starts the reply.
 
-    The header is the common part of a new reply's start and an earlier turn of the assistant. A
-    pair of tags that the template closes itself is not part of the reply. Also empty if the header
-    is unknown.
+    The header is the text that a new reply and an earlier assistant turn both start with. A pair of
+    tags that the template closes itself is not part of the reply. The result is also empty if the
+    header is unknown.
     """
     if raw or not has_template(tokenizer):
         return ""
@@ -190,13 +192,13 @@ def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = F
 
 
 def writes_date(template: Any) -> bool:
-    """Whether a chat template contains the date on which it is rendered."""
+    """Returns whether a chat template contains the date on which it is rendered."""
     return "strftime_now" in str(template)
 
 
 def _dated(template: str, start: datetime) -> str:
-    """The template with a fixed date, set by a macro: transformers passes no function to a
-    template.
+    """Returns the template with a fixed date. A macro sets the date, because transformers passes no
+    function to a template.
     """
     codes = [f"%{flag}{letter}" for flag, letter in itertools.product(("", "-"), _DATE_CODES)]
     filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
@@ -262,7 +264,9 @@ def _conversation(
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools described in the system message, and the form of a call."""
+    """Returns the messages with a system message that describes the tools and the format of a
+    call.
+    """
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in tools]
     form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
     told = ["You can call these tools:", *lines, f"To call one, write {form} and end your turn."]
@@ -274,8 +278,9 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
 
 
 def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text that no template produced: after BOS if the tokenizer adds it, without
-    EOS."""
+    """Tokenizes a text that no template produced. BOS comes first if the tokenizer adds it; EOS is
+    never added.
+    """
     tokens = encode(tokenizer, text, add_special_tokens=False)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None or tokens[:1] == (bos,) or encode(tokenizer, text)[:1] != (bos,):

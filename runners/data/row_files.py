@@ -2,7 +2,7 @@
 if any.
 
 The parsers are the standard library's and pyarrow's. Unlike the loaders of `datasets`, they report
-the invalid row and continue, do not guess types, and leave no copy of the file in a cache.
+an invalid row and continue, do not guess types, and leave no copy of the file in a cache.
 """
 
 import csv
@@ -27,15 +27,13 @@ _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")
 LEAST = 1 << 26  # bytes that every file may unpack to
 RATIO = 64  # larger files may unpack to this many times their own size
-_DEPTH = 100  # of nested lists and objects
+_DEPTH = 100  # maximum nesting of lists and objects
 _CELL = 16  # additional bytes per value
 _NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
-    """A row's columns, its location in the data, and the error that occurred while reading it, if
-    any.
-    """
+    """A row's columns, its location in the data, and its read error, if any."""
 
     def __init__(self, values: Mapping[str, Any], place: str, fault: str = "") -> None:
         super().__init__(values)
@@ -44,16 +42,17 @@ class Row(dict[str, Any]):
 
 
 class Rows(list[Row]):
-    """Usable rows with all their columns, and the skipped ones."""
+    """Usable rows with all their columns, and a record of skipped rows."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
         self.dropped = 0  # number of rows skipped by data.transform
-        self.faults: dict[str, str] = {}  # of invalid rows: place -> message
+        self.faults: dict[str, str] = {}  # invalid rows: location -> message
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
-        """Messages about unused data: skipped rows, and `too_long` prompts of more than `limit`
-        tokens."""
+        """Returns messages about unused data: skipped rows, and `too_long` prompts with more than
+        `limit` tokens.
+        """
         first = next(iter(self.faults.values()), "")
         counts = (
             (self.dropped, "rows skipped by data.transform"),
@@ -68,19 +67,21 @@ class Rows(list[Row]):
 
 
 def skip_row(place: str, fault: str, on_bad_row: str) -> str:
-    """A message about an invalid row; raises it as UserError if `on_bad_row` is "raise"."""
+    """Returns a message about an invalid row. Raises it as a UserError if `on_bad_row` is
+    "raise".
+    """
     if on_bad_row == "raise":
         raise UserError(f'{place}: {fault} (data.on_bad_row = "skip" skips such rows)')
     return f"{place}: {fault}"
 
 
 def split_name(split: str) -> str:
-    """The common name of a split with several names: validation, val and dev become valid."""
+    """Returns one name for a split that has several: validation, val and dev become valid."""
     return _ALIASES.get(split, split)
 
 
 def find_split(folder: Path, split: str, key: str) -> list[Path]:
-    """The files of a folder that contain a split: ``train.jsonl``, or shards,
+    """Returns a split's files in a folder: ``train.jsonl``, or shards such as
     ``train-00000-of-00002.parquet``.
 
     If the folder contains no data files, its subfolder ``data`` is used, as in the Hub's
@@ -116,18 +117,18 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
 
 
 def _shard(path: Path) -> tuple[int, int]:
-    """The number of a shard and the number of all shards; (0, 1) for a whole file."""
+    """Returns a shard's number and the number of shards, or (0, 1) for a complete file."""
     shard = _SHARD.search(path.stem)
     return (int(shard[1]), int(shard[2])) if shard else (0, 1)
 
 
 def read_file(path: Path) -> list[Row]:
-    """Every row of a file in order, including unreadable ones with their error; blank lines are
-    skipped.
+    """Returns every row of a file in order. Unreadable rows are included with their error; blank
+    lines are skipped.
 
-    Raises UserError if the file as a whole cannot be read: an unknown suffix, text that is not
-        UTF-8, JSON that is not a list of rows, a damaged CSV or Parquet file, or one that would
-        unpack to many times its size.
+    Raises UserError if the file as a whole cannot be read: its suffix is unknown, its text is not
+    UTF-8, its JSON is not a list of rows, the CSV or Parquet file is damaged, or the file would
+    unpack to many times its size.
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
@@ -174,7 +175,7 @@ def _as_row(place: str, value: Any) -> Row:
 
 
 def _is_deep(value: Any, room: int = _DEPTH) -> bool:
-    """Whether a value is nested more deeply than `room` lists and objects."""
+    """Returns whether a value is nested more deeply than `room` lists and objects."""
     if room == 0:
         return True
     if isinstance(value, dict):
@@ -203,10 +204,11 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
 
 
 def transformed(row: Row, transform: Transform | None) -> Row | None:
-    """The function's result for a row; None if it skips the row. Without a function, the row.
+    """Returns the transform's result for a row, or None if the transform skips the row. Without a
+    transform, the row is returned unchanged.
 
-    The function is not called with a row that could not be read. If it raises, or returns anything
-    but a row or None, the row is invalid.
+    The transform is not called with a row that could not be read. If the transform raises, or
+    returns anything but a row or None, the row is invalid.
     """
     if transform is None or row.fault:
         return row
@@ -225,11 +227,11 @@ def transformed(row: Row, transform: Transform | None) -> Row | None:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Each row's values.
+    """Yields each row's values.
 
     Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size. A
-    repeated string takes almost no space in such a file, so any row may be as large as the whole
-    content of its row group. The number of rows read at once fits the limit even then.
+    repeated string takes almost no space in Parquet, so any single row may be as large as its whole
+    row group. Even then, the number of rows read at once stays within the limit.
     """
     import pyarrow.parquet
 
@@ -264,7 +266,9 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of an Arrow table or batch. The float32 0.1 becomes 0.1, not 0.10000000149011612."""
+    """Returns the rows of an Arrow table or batch. A float32 0.1 becomes 0.1, not
+    0.10000000149011612.
+    """
     rows = table.to_pylist()
     for field in table.schema:
         kind = _NARROW.get(str(field.type))

@@ -1,4 +1,4 @@
-"""The order in which a run uses its training examples."""
+"""Defines the order in which a run uses its training examples."""
 
 import functools
 import math
@@ -15,8 +15,9 @@ from runners.data.prompts import Example
 
 @attrs.frozen(eq=False)
 class PromptOrder:
-    """The usual order of a run's training examples: epoch after epoch, each in its own
-    permutation."""
+    """The default order for a run's training examples: epoch after epoch, each in its own
+    permutation.
+    """
 
     examples: Sequence[Example]
     seed: int
@@ -24,11 +25,11 @@ class PromptOrder:
     rates_n: np.ndarray | None = None
 
     def epoch(self, position: int) -> float:
-        """Completed epochs, with fractions, when `position` examples have been used."""
+        """Returns the number of completed epochs, as a fraction, after `position` examples."""
         return position / len(self.examples)
 
     def number_at(self, position: int) -> int:
-        """The number of the example at this place."""
+        """Returns the number of the example at this position."""
         epoch, place = divmod(position, len(self.examples))
         return _permutation(self, epoch)[place]
 
@@ -43,7 +44,7 @@ def _permutation(order: PromptOrder, epoch: int) -> list[int]:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Weighted:
-    """The prompts of one batch step that are sampled by weight, for an adaptive curriculum."""
+    """Settings for sampling a batch step's prompts by weight, for an adaptive curriculum."""
 
     weights_n: np.ndarray  # for each prompt, from `draw_weights`
     explore: float  # the share of samples that follow the usual order
@@ -65,11 +66,12 @@ def drawn(
     weighted: Weighted | None = None,
     taken: frozenset[int] = frozenset(),
 ) -> Drawn:
-    """The next `number` examples; a batch may extend into the next epoch.
+    """Returns the next `number` examples. A batch may extend into the next epoch.
 
-    With `weighted`, a share of them follows the usual order and the others are sampled by weight. A
-        batch step, whose earlier samples are `taken`, contains no prompt twice while there are
-        others. An example sampled by weight replaces one that the usual order would repeat.
+    With `weighted`, a share of the examples follows the usual order and the others are sampled by
+    weight. `taken` contains the prompts already sampled in this batch step. A batch step repeats no
+    prompt while there are others. An example sampled by weight replaces one that the usual order
+    would repeat.
     """
     places = range(position, position + number)
     if weighted is None:
@@ -97,7 +99,9 @@ class RunLength:
 
     @classmethod
     def of(cls, config: Config, examples: int, gold: int = 0) -> "RunLength":
-        """From the config and the numbers of training examples and reference completions."""
+        """Computes the length from the config, the number of training examples and the number of
+        reference completions.
+        """
         optim = config.optim
         sft = config.sft
         accumulated = gold_batch(config) * optim.gradient_accumulation_steps
@@ -114,5 +118,5 @@ class RunLength:
 
 
 def gold_batch(config: Config) -> int:
-    """Reference completions of a supervised batch step."""
+    """Returns the number of reference completions in a supervised batch step."""
     return config.sft.batch_size or config.optim.batch_size * config.rollout.num_generations

@@ -1,1 +1,1 @@
-"""Measures models: evaluations during training, `grpo eval`, and the checks of `grpo check`."""
+"""Measures models, for evaluations during training, for `grpo eval` and for `grpo check`."""

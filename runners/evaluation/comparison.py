@@ -1,5 +1,5 @@
-"""Compares models on the same problems, as a table and as JSON: estimates, intervals, paired
-differences.
+"""Compares models on the same problems: estimates, intervals and paired differences, as a table and
+as JSON.
 """
 
 import io
@@ -14,7 +14,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-TABLE_WIDTH = 1000  # columns, so that tables are never wrapped
+TABLE_WIDTH = 1000  # in columns; wide enough that tables are never wrapped
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 
@@ -27,7 +27,9 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson's score interval of a share (E. B. Wilson 1927); it stays within 0 and 1."""
+    """Returns Wilson's score interval for a share (E. B. Wilson 1927). The interval stays within 0
+    and 1.
+    """
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = successes / trials
     middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
@@ -41,16 +43,17 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 − C(n−c, k)/C(n, k): the probability that k of n samples, c of which are right, include a
-    right one.
+    """Returns 1 − C(n−c, k)/C(n, k): the probability that k out of n samples, c of which are right,
+    include a right one.
 
-    The unbiased estimator of Codex (arXiv 2107.03374, eq. 1).
+    The formula is the unbiased estimator from the Codex paper (arXiv 2107.03374, eq. 1).
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
-    """Percentile interval of a mean by resampling the problems (Efron 1979), with a fixed seed.
+    """Computes a mean's percentile interval by resampling the problems (Efron 1979), with a fixed
+    seed.
 
     To compare two models, pass the differences per problem, which preserves the pairs.
     """
@@ -63,21 +66,22 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
 
 @attrs.frozen(eq=False)
 class Metric:
-    """One number per problem, with their mean and interval."""
+    """One value per problem, with the values' mean and interval."""
 
     values: np.ndarray  # float64; NaN for a problem without a value
     percent: bool = False  # shown as a percentage
 
     @property
     def mean(self) -> float:
-        """The mean over the problems with a value; NaN without values."""
+        """Mean over the problems that have a value, or NaN if no problem has one."""
         known = self.values[~np.isnan(self.values)]
         return float(known.mean()) if known.size else float("nan")
 
     @property
     def interval(self) -> Interval | None:
-        """95 % interval: Wilson's if each value is 0 or 1, otherwise by resampling the problems;
-        None without values."""
+        """95 % interval: Wilson's if each value is 0 or 1, otherwise a bootstrap over problems.
+        None means that no problem has a value.
+        """
         known = self.values[~np.isnan(self.values)]
         if not known.size:
             return None
@@ -98,13 +102,14 @@ class ModelResult:
 
 
 def difference(first: Metric, second: Metric) -> Metric:
-    """The second model's values minus the first's for each problem; the interval resamples the
-    pairs."""
+    """Returns the second model's values minus the first's, per problem. The interval resamples the
+    pairs.
+    """
     return Metric(second.values - first.values)
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
-    """The models' results on the problems that both have completed."""
+    """Restricts the models' results to the problems that both have completed."""
     common = set.intersection(*(set(each.indices) for each in measured))
 
     def cut(each: ModelResult) -> ModelResult:
@@ -121,8 +126,8 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 
 
 def comparison_table(measured: Sequence[ModelResult]) -> str:
-    """A Markdown table with a row per number, a column per model and, for two models, their
-    difference.
+    """Returns a Markdown table with a row per metric, a column per model and, for two models, a
+    column for the difference.
 
     Brackets contain the 95 % interval.
     """
@@ -144,7 +149,9 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
 
 
 def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
-    """The same numbers as JSON: shares from 0 to 1, null for missing values."""
+    """Returns the numbers in `comparison_table` as JSON. Shares are from 0 to 1, and missing values
+    are null.
+    """
     measured = shared(measured)
     content: dict[str, Any] = {
         "problems": len(measured[0].indices),
@@ -159,7 +166,7 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
 
 
 def _numbers(metrics: dict[str, Metric]) -> dict[str, Any]:
-    """The means and intervals as JSON values."""
+    """Returns the means and intervals as JSON values."""
     return {
         name: {"mean": None if np.isnan(each.mean) else each.mean, "interval": each.interval}
         for name, each in metrics.items()

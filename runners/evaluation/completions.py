@@ -1,4 +1,4 @@
-"""Samples and scores completions of problems for a run's evaluations and for `grpo eval`."""
+"""Samples and scores completions, for a run's evaluations and for `grpo eval`."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -22,7 +22,7 @@ from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
-_MANY = 0.9  # share of completions without an answer, or cut off, that causes a notice
+_MANY = 0.9  # share of truncated or answerless completions that causes a notice
 
 
 @attrs.frozen(kw_only=True)
@@ -31,7 +31,7 @@ class Completion:
     are set."""
 
     text: str  # including the words of the chat template and the nudge before it
-    answer: str | None  # the answer that the form reads
+    answer: str | None  # the answer that the form extracts
     right: bool | None  # None without a reference answer
     rewards: dict[str, float | None]  # each reward's value; None if it returned none
     reward: float | None  # their weighted sum
@@ -54,12 +54,11 @@ class Completion:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Evaluator:
-    """Samples completions of problems, reads their answers and scores them with the run's own
-    rewards."""
+    """Samples completions, extracts their answers and scores them with the run's own rewards."""
 
     engine: Engine  # samples with the weights that it has loaded
     scorer: Scorer | None  # None without rewards
-    form: AnswerForm | None  # None if no answers are read
+    form: AnswerForm | None  # None if no answers are extracted
     decoder: TextDecoder
     nudge: str
     rows: int = 0  # completions at a time; 0 means 256
@@ -75,10 +74,10 @@ class Evaluator:
         key: mx.array,
         numbered: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[Completion], Batch]]:
-        """Completions of all examples, G of each in a row, batch by batch; `numbered` as in
-        `sample_batches`.
+        """Yields completions for all examples, batch by batch. The G completions for an example are
+        consecutive. `numbered` has the same meaning as in `sample_batches`.
 
-        Raises RewardError for a failing reward if `reward.on_error` is "raise".
+        Raises RewardError if a reward fails and `reward.on_error` is "raise".
         """
         for batch in sample_batches(
             self.engine,
@@ -127,7 +126,7 @@ class Evaluator:
         return found
 
     def _scored(self, batch: Batch, asked: Sequence[Example], size: int) -> np.ndarray:
-        """The rewards' values [K, B]; NaN where a reward has none."""
+        """Returns the rewards' values [K, B]. NaN means no reward."""
         if self.scorer is None:
             return np.zeros((0, len(asked)))
         played = batch.played
@@ -148,7 +147,9 @@ class Evaluator:
         return scores.values_kb
 
     def _as_episode(self, one: Completion, played: FinishedEpisode) -> Completion:
-        """A conversation's completion, with its counts and whether it succeeded."""
+        """Returns a conversation's completion, with the counts and whether the conversation
+        succeeded.
+        """
         own = None if self.environments is None else self.environments.reward
         success = None if one.right is None else one.right and not played.fault
         if own is not None and own.name in one.rewards:
@@ -167,14 +168,14 @@ class Evaluator:
     def complete_all(
         self, examples: Sequence[Example], sampling: g.Sampling, key: mx.array
     ) -> list[Completion]:
-        """Completions of all examples, as in `complete`, in one list."""
+        """Returns the completions from `complete` for all examples, in one list."""
         batches = self.complete(examples, sampling, key)
         return list(chain.from_iterable(found for found, _ in batches))
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
-        """A message if nine in ten completions, one per example, are cut off at `limit` tokens or
-        lack the answer's form, with a suggested length or the form that most of them have;
-        otherwise empty.
+        """Returns a message if nine in ten completions, one per example, are truncated at `limit`
+        tokens or lack the required answer format. The message suggests a length, or the format that
+        most completions have. Otherwise, the result is empty.
         """
         form = self.form
         many = _MANY * len(found)

@@ -1,4 +1,4 @@
-"""Evaluates a run: greedy completions of the held-out problems, with the prompts of training."""
+"""Evaluates a run: completes the held-out problems greedily, with the prompt format of training."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 
 @attrs.frozen
 class EvalResult:
-    """One greedy completion of each problem."""
+    """One greedy completion per problem."""
 
     seconds: float
     completions: tuple[Completion, ...]
@@ -29,18 +29,19 @@ class EvalResult:
 
     @property
     def score(self) -> float | None:
-        """Exact match, 0 to 1: the share of problems with a right answer; None without reference
-        answers."""
+        """Exact match, 0 to 1: the share of problems with a right answer. None means that there are
+        no reference answers.
+        """
         return _mean([each.right for each in self.completions])
 
     @property
     def reward(self) -> float | None:
-        """The mean of the run's rewards; None if there are none."""
+        """The mean reward, or None if there are no rewards."""
         return _mean([each.reward for each in self.completions])
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics for the log; unknown ones are omitted."""
+        """The metrics for the log; metrics without a value are omitted."""
         rows = self.completions
         rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
@@ -66,8 +67,8 @@ class EvalResult:
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems for evaluations on a data set: `samples` problems (0: all), the same ones in
-    every run.
+    """Returns the problems for evaluations on a data set: `samples` problems, which are the same
+    ones in every run. If `samples` is 0, all problems are returned.
     """
     if samples == 0 or samples >= len(examples):
         return list(examples)
@@ -75,7 +76,7 @@ def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
 
 
 def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling) -> EvalResult:
-    """Completes all examples greedily; `sampling` determines how completions end."""
+    """Completes all examples greedily. `sampling` determines how completions end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
     completions = evaluator.complete_all(examples, greedy, mx.random.key(0))  # nothing is sampled
@@ -86,7 +87,7 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
 def evaluate_on_ranks(
     ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
 ) -> EvalResult:
-    """Runs `evaluate` on N ranks: each completes every N-th problem, and all of them return the
+    """Runs `evaluate` on N ranks. Each rank completes every N-th problem, and all ranks return the
     complete result.
     """
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
@@ -97,7 +98,7 @@ def evaluate_on_ranks(
 
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
-    """The results of all ranks as plain JSON values, in the order of the problems."""
+    """Joins all ranks' results, given as plain JSON values, in the order of the problems."""
     rows = [
         [Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts
     ]

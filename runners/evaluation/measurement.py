@@ -47,14 +47,14 @@ _TRAINED = {  # keys of other sections that do not affect evaluations
 def config_of_runs(
     models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None], *, has_data: bool
 ) -> Config | None:
-    """The config of the run that trained the models, with `section.key=value` overrides; None if no
-    model is from a run.
+    """Returns the config of the run that trained the models, with `section.key=value` overrides.
+    Returns None if no model comes from a run.
 
-    A config may name code, so only one that this user has trained with on this machine is used. For
-    any other config, the result is None if data is given separately. `note` receives a message that
-    names the file.
+    A config may name code, so a config is only used if this user has trained with it on this
+    machine. For any other config, the result is None if data is given separately. `note` is called
+    with a message that names the file.
 
-    Raises UserError for any other config without data, and if the two models' runs require
+    Raises UserError for such a config if no data is given, and if the two models' runs require
     different measurements.
     """
     files = list(dict.fromkeys(filter(None, map(run_of, models))))
@@ -85,7 +85,7 @@ def config_of_runs(
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """The keys that determine what an evaluation measures, with their values."""
+    """Returns the keys that determine what an evaluation measures, with their values."""
     keys = config.to_dict()
     keys["rollout"] = {name: keys["rollout"].get(name) for name in _SAMPLED}
     measured = {}
@@ -106,7 +106,7 @@ def open_model(
     adapter: str = "",
     dtype: str = "auto",
 ) -> tuple[InferenceModel, Player | None]:
-    """The model, loaded as configured, and the config's environments.
+    """Loads the model as configured, and creates the config's environments.
 
     `adapter` and `dtype` are arguments of `load_inference`.
     """
@@ -133,8 +133,8 @@ def evaluator_of(
     environments: Player | None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
-    """The objects that complete and score a config's problems with a model, and the sampling
-    settings of [rollout].
+    """Returns the evaluator that completes and scores a config's problems with a model, and the
+    sampling settings from [rollout].
     """
     scorer = None
     if rewards:
@@ -158,8 +158,9 @@ def evaluator_of(
 def choose_problems(
     rows: Rows, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
-    """The problems, keyed by row number (the same `eval.samples` as in training), and the number of
-    prompts longer than `data.max_prompt_length`. `tools`: schemas shown in the prompts.
+    """Returns the problems, keyed by row number, and the number of prompts that are longer than
+    `data.max_prompt_length`. The problems are the same `eval.samples` as in training. `tools` are
+    schemas that the prompts show.
     """
     processor = model.vision.processor if model.vision else None
     examples, too_long = build_examples(rows, config.data, model.tokenizer, tools, processor)
@@ -184,11 +185,11 @@ def measure(
     """Completes each problem of `choose_problems` once greedily and `num` times by sampling as in
     [rollout].
 
-    With environments, each completion is a conversation, which succeeds if the environment's own
-    reward is at least 1 or, without one, if the last turn contains the reference answer. pass@k for
-    each of `ks` counts right answers; with answer.form = "none", it counts successes. `rows`
-    completions are sampled at a time (0: the config's). `note` receives a message after all
-    completions of a kind.
+    With environments, each completion is a conversation. The conversation succeeds if the
+    environment's own reward is at least 1 or, without such a reward, if the last turn contains the
+    reference answer. pass@k for each of `ks` counts right answers; with answer.form = "none", it
+    counts successes. `rows` completions are sampled at a time; 0 means the config's number. `note`
+    is called with a message after all completions of one kind.
     """
     evaluator, one_each = evaluator_of(model, config, rewards, environments, rows)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -226,8 +227,8 @@ def measure(
 
 
 def evaluation_key(config: Config) -> mx.array:
-    """The random key of all completions: derived from the run's seed, but not used for anything
-    else.
+    """Returns the random key for all completions, which is derived from the run's seed but not used
+    for anything else.
     """
     return fold_in(mx.random.key(config.run.seed), EVALUATION)
 
@@ -235,7 +236,7 @@ def evaluation_key(config: Config) -> mx.array:
 def _row(
     name: str, kind: str, number: int, example: Example, sample: int, one: Completion
 ) -> dict[str, Any]:
-    """A completion as a JSON row."""
+    """Returns a completion as a JSON row."""
     row = {
         "model": name,
         "kind": kind,
@@ -268,7 +269,7 @@ def _row(
 
 
 def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Metric]:
-    """The mean over the `num` completions of each problem, in order."""
+    """Returns each metric's mean over the `num` completions for a problem, in problem order."""
     judged = {
         "success": [row.success for row in rows],
         "exact match": [row.right for row in rows],

@@ -1,8 +1,9 @@
-"""Checks a run before its start: its first prompt, the prompt lengths, and its rewards.
+"""Checks a run before it starts: its first prompt, its prompt lengths and its rewards.
 
-No weights are loaded. The rewards score the data's reference answers in the required form, and bad
-answers. A reward that cannot distinguish them has no useful gradient. Without reference answers, or
-if no correct completion is known, they score neutral texts, which only shows whether they run.
+No weights are loaded. The rewards score the data's reference answers in the required format, and
+bad answers. A reward that cannot distinguish the two gives no useful gradient. Without reference
+answers, or if no correct completion is known, the rewards score neutral texts, which only shows
+whether the rewards run.
 """
 
 import itertools
@@ -59,7 +60,7 @@ class RewardCheck:
 
 
 def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
-    """Reads the data, renders the prompts and scores answers to the first `problems` of them.
+    """Reads the data, renders the prompts and scores answers to the first `problems` prompts.
 
     Raises UserError for each error that would stop the run before its first step.
     """
@@ -102,7 +103,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         *rows[1].notices("eval", dropped_there, data.max_prompt_length),
         *template_notices(tokenizer, data, config.rollout.stop),
         *faults,
-        # It is unknown which answers the user's pattern or function reads.
+        # It is unknown which answers the user's pattern or function extracts.
         *(_judge(rewards, kinds, values_kan, form, tried) if knows_right else []),
     ]
     return RewardCheck(
@@ -123,7 +124,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
 
 
 def _begun(environments: Environments, columns: Iterable[str], example: Example) -> list[str]:
-    """Messages about errors at the start of an episode."""
+    """Returns messages about errors at the start of an episode."""
     try:
         environments.check_columns(columns)
         session = environments.begin([example])
@@ -139,8 +140,8 @@ def _begun(environments: Environments, columns: Iterable[str], example: Example)
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; neutral texts if no correct completion is known (an
-    empty form).
+    """Returns completions for one problem, by kind. An empty `form` means that no correct
+    completion is known; then the completions are neutral texts.
     """
     if not form:
         return {
@@ -165,7 +166,9 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
 
 
 def _behind(opening: str, text: str) -> str:
-    """The text as a completion that starts with the chat template's opening and closes its tag."""
+    """Returns the text as a completion that starts with the chat template's opening and closes the
+    opening's tag.
+    """
     if not opening or text.startswith(opening.strip()):
         return text
     tag = re.search(r"<(\w+)>\s*$", opening)
@@ -173,8 +176,8 @@ def _behind(opening: str, text: str) -> str:
 
 
 def _wrong(answer: str) -> str:
-    """A different answer of the same kind: the next number or letter, or a text that does not occur
-    in the data.
+    """Returns a wrong answer of the same kind: the next number or letter, or a text that does not
+    occur in the data.
     """
     if len(answer) == 1 and answer.isalpha():
         return "B" if answer in "Aa" else "A"
@@ -189,7 +192,9 @@ def _score(
     form: str,
     decoder: TextDecoder,
 ) -> tuple[list[str], np.ndarray, list[str]]:
-    """The kinds of answers, each reward's values for them [K, A, N], and the errors."""
+    """Returns the kinds of answers, each reward's values for these answers [K, A, N], and the
+    errors.
+    """
     if not rewards:
         return [], np.zeros((0, 0, 0)), []
     data = config.data
@@ -221,10 +226,11 @@ def _judge(
     form: AnswerForm | None,
     examples: Sequence[Example],
 ) -> list[str]:
-    """Messages about rewards that return the same value for everything, and about wrong answers
+    """Returns messages about rewards that give every text the same value, and about wrong answers
     whose total reward is not below the reference answer's.
 
-    Without a form, no text is better than another, so only rewards without any value are reported.
+    Without an answer format, no text is better than another, so only rewards that give no value at
+    all are reported.
     """
     found = []
     for reward, values_an in zip(rewards, values_kan, strict=True):

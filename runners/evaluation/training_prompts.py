@@ -1,4 +1,4 @@
-"""Completes a run's prompts with its model before training: `grpo check --sample`, `grpo
+"""Completes a run's prompts with its model before training, for `grpo check --sample` and `grpo
 difficulty`.
 """
 
@@ -24,15 +24,16 @@ from runners.evaluation.measurement import evaluation_key, evaluator_of, open_mo
 from runners.files.json_files import JsonLines
 from runners.machine.startup import Platform
 
-# receives the number of completed prompts, of all prompts, and the remaining seconds
+# called with the number of completed prompts, the number of prompts, and the remaining seconds
 Progress = Callable[[int, int, float], None]
 
 
 def open_problems(
     config: Config, machine: Platform, most: int | None = None
 ) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
-    """The objects that complete and score a checked config's training prompts, the sampling
-    settings, the first `most` prompts (None: all), and notices.
+    """Returns the evaluator that completes and scores a checked config's training prompts, the
+    sampling settings, the first `most` prompts, and notices. If `most` is None, all prompts are
+    returned.
 
     Sampling uses the run's settings and weights in full precision. Rewards and their errors are
     handled as in a run.
@@ -66,8 +67,8 @@ def open_problems(
 def sample_completions(
     config: Config, machine: Platform, count: int
 ) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
-    """One completion for each of the first `count` training problems of a checked config, and
-    warnings.
+    """Samples one completion for each of a checked config's first `count` training problems. Also
+    returns warnings.
     """
     evaluator, sampling, examples, notices = open_problems(config, machine, count)
     found = evaluator.complete_all(examples, sampling, evaluation_key(config))
@@ -85,8 +86,8 @@ def measure_difficulty(
     overwrite: bool,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Samples completions of each training prompt of a checked config, and appends a line for each
-    to the file. Returns the file's lines, and messages about model, data and failed rewards.
+    """Samples completions for each training prompt in a checked config, and appends a line per
+    prompt to the file. Returns the file's lines, and messages about model, data and failed rewards.
 
     Prompts that are already in the file are skipped, so an interrupted call can be resumed. A
     prompt's completions depend only on seed, prompt and number.
@@ -145,7 +146,7 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 
 
 def _measured(config: Config, samples: int) -> str:
-    """A digest of everything besides the prompt that pass rates depend on."""
+    """Returns a digest of everything that pass rates depend on, except the prompt."""
     values = config.to_dict()
     sections = ("model", "answer", "reward", "rollout", "env")
     facts = [values[name] for name in sections if name in values]

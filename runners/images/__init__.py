@@ -1,4 +1,5 @@
-"""Images in prompts: files, the model's processor and its vision tower, with mlx-vlm (extra `vlm`).
+"""Handles images in prompts with mlx-vlm (extra `vlm`): files, the model's processor and its vision
+tower.
 
-Imports no data, rewards or training. mlx-vlm and Pillow are imported inside functions.
+Nothing here imports data, rewards or training. mlx-vlm and Pillow are imported inside functions.
 """

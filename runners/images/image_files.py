@@ -1,4 +1,4 @@
-"""The image files of a data set's column: paths, or bytes."""
+"""Reads image files from a data set's column, which contains paths or bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # other formats, such as EPS, may start programs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
-_ORIENTATION = 0x0112  # read if EXIF stands before the pixels, as cameras write it
+_ORIENTATION = 0x0112  # read if EXIF is before the pixels, as cameras write it
 
 
 @attrs.frozen
@@ -34,16 +34,16 @@ class ImageFile:
 
     @property
     def place(self) -> Path | str:
-        """Its path or, for bytes, its name."""
+        """The image's path or, for bytes, its name."""
         return self.path or self.name
 
 
 def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
-    """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is
-    opened.
+    """Returns the images in a row's column, without opening them. Paths are relative to `folder`
+    and must stay inside it.
 
-    None, an empty text and an empty list mean no images. Raises UserError, without the row's place,
-    for a value of another type, a path outside the folder, or a missing file.
+    None, an empty text and an empty list mean no images. Raises UserError, without the row's
+    location, for a value of another type, a path outside the folder, or a missing file.
     """
     if value is None or value == "":
         return ()
@@ -80,9 +80,10 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
-    """Rows and columns of pixels, in upright orientation, from the file's header.
+    """Returns an image's height and width in pixels, in upright orientation, from the file's
+    header.
 
-    Raises UserError if it is not an image.
+    Raises UserError if the file is not an image.
     """
     with _opened(file) as image:
         columns, rows = image.size
@@ -91,7 +92,9 @@ def image_size(file: ImageFile) -> tuple[int, int]:
 
 
 def read_image(file: ImageFile) -> Image:
-    """The pixels in RGB, in upright orientation. Raises UserError if the file is not an image."""
+    """Returns the pixels in RGB, in upright orientation. Raises UserError if the file is not an
+    image.
+    """
     from PIL import ImageOps
 
     with _opened(file) as image:
@@ -100,7 +103,7 @@ def read_image(file: ImageFile) -> Image:
 
 @contextmanager
 def _opened(file: ImageFile) -> Iterator[Image]:
-    """Opens the image of a file if its format is known and Pillow considers its size safe. Raises
+    """Opens an image file if its format is known and Pillow considers its size safe. Raises
     UserError for any error in the block.
     """
     from PIL import Image

@@ -1,7 +1,7 @@
-"""Processes images for the models that accept them: an image's tokens in a prompt, and its pixels
-as patches.
+"""Processes images for models that accept them: computes an image's tokens in a prompt, and its
+pixels as patches.
 
-mlx-vlm does this with the settings in the model folder's preprocessor_config.json.
+mlx-vlm processes the images, with the settings in the model folder's preprocessor_config.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ FAMILIES: dict[str, str] = {
 
 
 def has_vision(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json has a vision part."""
+    """Returns whether a config.json has a vision part."""
     return bool(config.get("vision_config") or config.get("img_processor"))
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model accepts images; raises UserError, with a list of
-    supported types, for any other.
+    """Returns a config.json's model_type if the model accepts images. Raises UserError, with a list
+    of supported types, for any other model.
     """
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
@@ -48,8 +48,8 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
 
 
 def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """The number of frequencies for time, row and column, from config.json; raises UserError if
-    they are missing.
+    """Returns the number of frequencies for time, row and column, from config.json. Raises
+    UserError if these numbers are missing.
     """
     for table in (config, config.get("text_config") or {}):
         for key in ("rope_scaling", "rope_parameters"):
@@ -62,10 +62,10 @@ def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """A config.json with the text part's keys also at its root, where mlx-vlm reads them for these
-    families.
+    """Returns a config.json with the text part's keys also at its root, where mlx-vlm reads them
+    for these families.
 
-    It is unchanged if there is no separate text part. Raises UserError if `mrope_section` is
+    The config is unchanged if it has no separate text part. Raises UserError if `mrope_section` is
     missing.
     """
     text = config.get("text_config")
@@ -81,8 +81,9 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def mlx_vlm_module(name: str) -> Any:
-    """A module of mlx-vlm, such as "models.qwen2_vl". Raises UserError if mlx-vlm is not
-    installed."""
+    """Imports a module of mlx-vlm, such as "models.qwen2_vl". Raises UserError if mlx-vlm is not
+    installed.
+    """
     return import_extra(f"mlx_vlm.{name}", "vlm", "prompts with images require mlx-vlm")
 
 
@@ -100,7 +101,7 @@ class ImageProcessor:
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
-        """The number of tokens of an image in a prompt, which depends only on its size.
+        """Returns an image's number of tokens in a prompt, which depends only on the image's size.
 
         Raises UserError if the file is not an image.
         """
@@ -109,9 +110,9 @@ class ImageProcessor:
             return int(self.processor.num_image_tokens(rows, columns, **self.options))
 
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
-        """Patches [N,C] float32, and their grid: time, rows, columns.
+        """Returns patches [N,C] float32, and their grid: time, rows, columns.
 
-        Raises UserError if it is not an image.
+        Raises UserError if the file is not an image.
         """
         with user_errors(_rejects(file), ValueError):
             found = self.processor(images=[read_image(file)], **self.options)
@@ -119,9 +120,10 @@ class ImageProcessor:
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
-        """The prompt, with each image's placeholder expanded to all of its tokens.
+        """Returns the prompt's tokens, with each image's placeholder expanded to all tokens of the
+        image.
 
-        Raises UserError unless it has one placeholder for each image.
+        Raises UserError unless the prompt has one placeholder per image.
         """
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
@@ -142,8 +144,9 @@ def _rejects(file: ImageFile) -> str:
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
-    """The image processor of a model folder with this config.json. Raises UserError if the model
-    does not accept images, mlx-vlm is not installed, or the folder's settings cannot be read.
+    """Loads the image processor from a model folder with this config.json. Raises UserError if the
+    model does not accept images, if mlx-vlm is not installed, or if the folder's settings cannot be
+    read.
     """
     kind = check_family(config, path)
     if not any((path / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):

@@ -1,5 +1,5 @@
-"""A model's vision tower: loads its frozen weights from the folder, and computes features of
-images.
+"""Runs a model's vision tower: loads its frozen weights from the folder, and computes image
+features.
 """
 
 import copy
@@ -28,14 +28,14 @@ from runners.images.processor import (
     mrope_sections,
 )
 
-TOWER_PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
+TOWER_PREFIX = "vision_tower."  # prefix of its weights' names in mlx-vlm
 _PREFIXES = (TOWER_PREFIX, "visual.", "model.visual.", "model.vision_tower.")
-CACHE_BYTES = 1 << 28  # of cached features, for prompts that come again
+CACHE_BYTES = 1 << 28  # for cached features, which repeated prompts reuse
 
 
 @attrs.define(eq=False)
 class VisionPart:
-    """A model's vision part: processor and tower. It is never trained."""
+    """A model's vision part, processor and tower, which is never trained."""
 
     path: Path  # the model's folder
     module: nn.Module  # mlx-vlm's vision tower, in the model's compute dtype
@@ -46,8 +46,8 @@ class VisionPart:
     )
 
     def see(self, prompts: Sequence[Any]) -> list[PromptImages | None] | None:
-        """The features of the images of each prompt (with `tokens` and `images`); None if no prompt
-        has images.
+        """Computes image features for each prompt. A prompt has `tokens` and `images`. Returns None
+        if no prompt has images.
 
         Raises UserError if a file is not an image, or has changed since the prompt was created.
         """
@@ -56,7 +56,7 @@ class VisionPart:
         return [self._of_prompt(prompt) if prompt.images else None for prompt in prompts]
 
     def weights(self) -> dict[str, mx.array]:
-        """The tower's weights from the folder, with mlx-vlm's names and layout."""
+        """Reads the tower's weights from the folder, with mlx-vlm's names and layout."""
         return {
             f"{TOWER_PREFIX}{name}": leaf
             for name, leaf in read_tower(self.path, self.module).items()
@@ -72,7 +72,7 @@ class VisionPart:
             return PromptImages(mx.concatenate(list(features)), places, positions)
 
     def _features(self, file: ImageFile) -> tuple[mx.array, Grid]:
-        """Features [F,D] of an image, and its grid cells."""
+        """Returns an image's features [F,D] and its grid."""
         if file in self._cache:
             self._cache.move_to_end(file)
             return self._cache[file]
@@ -94,9 +94,9 @@ class VisionPart:
 def prepare_vision(
     module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0
 ) -> VisionPart:
-    """The vision part of a model folder, in the model's compute dtype. Afterwards, `module`, the
-    model's language part from mlx-lm, accepts positions of images. Images are scaled down to
-    `max_pixels` unless it is 0.
+    """Loads the vision part from a model folder, in the model's compute dtype. Also changes
+    `module`, the model's language part from mlx-lm, so that it accepts image positions. Images are
+    scaled down to `max_pixels`, unless that is 0.
 
     Raises the errors of `load_processor`, and UserError if positions do not fit the module, or if
     weights are missing or do not fit the tower.
@@ -122,8 +122,8 @@ def prepare_vision(
 
 
 def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
-    """The size in bytes of the vision tower that a config.json describes, in that dtype; nothing is
-    read or computed.
+    """Returns the size in bytes of the vision tower that a config.json describes, in that dtype. No
+    weights are read or computed.
     """
     module = _new_tower(check_family(config, path), config, path)
     return sum(leaf.size for leaf in named_leaves(module.parameters()).values()) * dtype.size
@@ -140,7 +140,7 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
 
 
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
-    """The tower's weights, read lazily, under mlx-vlm's names without a prefix."""
+    """Reads the tower's weights lazily, under mlx-vlm's names without a prefix."""
     found: dict[str, mx.array] = {}
     for file in weight_files(path):
         leaves = cast("dict[str, mx.array]", mx.load(str(file)))

@@ -1,4 +1,4 @@
-"""Adds adapters to a module: new ones, or those in a folder."""
+"""Adds adapters to a module: new adapters, or adapters from a folder."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,16 +24,17 @@ from runners.models.peft_adapters import PEFT_ADAPTERS, Adapters, from_peft
 ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
-WHOLE = 65_536  # numbers: a leaf of at most this size is read whole
-SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
+WHOLE = 65_536  # values: a leaf of at most this size is read completely
+SAMPLED = 16_384  # values read from a larger leaf, spread over all of it
 
 
 def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
-    """Freezes the module and adds [model]'s adapters to it, either from `settings.adapters` or new
-    ones.
+    """Freezes the module and adds the adapters that [model] configures: those in
+    `settings.adapters`, or new ones.
 
-    `digest` is the `base_digest` of the module; "" if unknown. Returns mlx-lm's num_layers and
-    lora_parameters. Raises the errors of `new_adapters` and `read_adapters`.
+    `digest` is the module's `base_digest`, or "" if unknown. Returns num_layers and
+    lora_parameters, as in mlx-lm's adapter config. Raises the errors of `new_adapters` and
+    `read_adapters`.
     """
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
@@ -48,11 +49,11 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
-    """Freezes the module and adds adapters ("lora" or "dora") to it; `seed` determines their
+    """Freezes the module and adds new "lora" or "dora" adapters. `seed` determines the adapters'
     initial values.
 
-    Returns mlx-lm's num_layers and lora_parameters. Raises UserError if `lora` names missing
-    layers.
+    Returns num_layers and lora_parameters, as in mlx-lm's adapter config. Raises UserError if
+    `lora` names layers that the module lacks.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -78,7 +79,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 
 def _adaptable(root: nn.Module) -> list[str]:
-    """The names of the layers that can have adapters."""
+    """Returns the names of the layers that can have adapters."""
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     return [
         name
@@ -88,8 +89,8 @@ def _adaptable(root: nn.Module) -> list[str]:
 
 
 def check_adapters(folder: Path) -> None:
-    """Raises UserError unless a folder contains adapters. Checks only what does not require their
-    model.
+    """Raises UserError unless a folder contains adapters. Only checks that need no model are
+    made.
     """
     config, weights = adapter_files(folder)
     missing = next((file.name for file in (config, weights) if not file.is_file()), None)
@@ -107,8 +108,8 @@ def check_adapters(folder: Path) -> None:
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and tensors of a folder of adapters, from files with mlx-lm's names or, if present,
-    PEFT's.
+    """Returns the paths of an adapter folder's config and tensors: files with PEFT's names if
+    present, otherwise those with mlx-lm's names.
     """
     config = folder / ADAPTER_CONFIG
     theirs = folder / PEFT_ADAPTERS
@@ -117,9 +118,10 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 
 
 def read_folder(folder: Path) -> Adapters:
-    """A folder's adapters (mlx-lm's or PEFT's) in mlx-lm's format.
+    """Returns a folder's adapters (mlx-lm's or PEFT's) in mlx-lm's format.
 
-    Raises UserError if they are missing, not floating or not finite.
+    Raises UserError if adapters are missing, or if their values are not floating-point or not
+    finite.
     """
     check_adapters(folder)
     config, file = adapter_files(folder)
@@ -139,12 +141,12 @@ def read_folder(folder: Path) -> Adapters:
 def read_adapters(
     module: nn.Module, folder: Path, path: Path | str, digest: str | None = None, tune: str = ""
 ) -> dict[str, Any]:
-    """Adds a folder's adapters to the newly read module of `path`.
+    """Adds a folder's adapters to the module that was just read from `path`.
 
-    `digest` is the `base_digest` of the module. If it is None, it is computed if the adapters
-    contain a digest (mlx-lm's do not). Returns mlx-lm's num_layers and lora_parameters. Raises
-    UserError if the adapters are missing, incomplete, not finite, of another kind than `tune` (if
-    given), or made for another model.
+    `digest` is the module's `base_digest`. If `digest` is None, it is computed, but only for
+    adapters that contain a digest (mlx-lm's contain none). Returns num_layers and lora_parameters,
+    as in mlx-lm's adapter config. Raises UserError if the adapters are missing, incomplete, not
+    finite, not of the kind `tune` (if given), or made for another model.
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -196,7 +198,7 @@ def read_adapters(
 
 
 def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
-    """Raises UserError for layers whose weights differ from the ones that PEFT saved with their
+    """Raises UserError if a layer's weights differ from the base weights that PEFT saved with the
     adapters.
     """
     layers: dict[str, Any] = dict(module.named_modules())
@@ -212,13 +214,17 @@ def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers with adapters, each merged and unpacked; the module is not changed."""
+    """Returns the layers that have adapters, each merged and unpacked. The module is not
+    changed.
+    """
     named: Any = module.named_modules()
     return {name: layer.fuse(dequantize=True) for name, layer in named if "lora_a" in layer}
 
 
 def base_of(folder: Path) -> str:
-    """The base model that a folder of adapters names. Raises UserError if it names none."""
+    """Returns the base model that an adapter folder names. Raises UserError if the folder names
+    none.
+    """
     settings = read_json(folder / ADAPTER_CONFIG)
     base = settings.get("base_model_name_or_path" if "peft_type" in settings else "model")
     if not isinstance(base, str) or not base:
@@ -230,12 +236,13 @@ def base_of(folder: Path) -> str:
 
 
 def base_digest(leaves: Mapping[str, mx.array]) -> str:
-    """A SHA-256 digest of the leaves' names, shapes and numbers, in hexadecimal.
+    """Returns a SHA-256 digest over the leaves' names, shapes and values, in hexadecimal.
 
-    From a leaf with more than WHOLE numbers, only SAMPLED numbers are read, always at the same
-    positions, because nearly all numbers differ in another model or after more training.
-    Floating-point numbers are read as float32, so the digest does not change if a model is saved
-    with more bits. The digest is computed on the CPU, because a GPU would compile a kernel first.
+    From a leaf with more than WHOLE values, only SAMPLED values are read, always at the same
+    positions. A sample is enough, because nearly all values differ in another model or after more
+    training. Floating-point values are read as float32, so the digest does not change if a model is
+    saved with more bits. The digest is computed on the CPU, because a GPU would compile a kernel
+    first.
     """
     digest = hashlib.sha256()
     with mx.stream(mx.cpu):

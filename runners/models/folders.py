@@ -36,12 +36,13 @@ _TOKENIZERS = (
 def resolve_model(
     path: str, key: str = "model.path", *, custom_loader: bool = False, tokenizer: bool = True
 ) -> Path:
-    """The checked folder that `model.path` names: a shipped one, a folder, or a Hub name
-    (downloaded, cached).
+    """Returns the checked folder that `model.path` names: a shipped model, a local folder, or a Hub
+    model (downloaded and cached).
 
-    `key` is its name in messages. With `custom_loader`, the weights may have any format, because
-    the loader reads them. Without `tokenizer`, none is required. Raises UserError if neither a
-    folder nor a Hub model has that name, the Hub cannot be reached, or the folder is incomplete.
+    `key` is the config key that messages name. With `custom_loader`, the weights may have any
+    format, because the loader reads them. With `tokenizer` False, no tokenizer files are required.
+    Raises UserError if neither a folder nor a Hub model has that name, the Hub cannot be reached,
+    or the folder is incomplete.
     """
     if path in MODELS:
         folder = MODELS[path]
@@ -68,12 +69,12 @@ def resolve_model(
 
 
 def final_of(folder: Path) -> str:
-    """`; did you mean FOLDER/final?` for a run's folder, or the empty string."""
+    """Returns `; did you mean FOLDER/final?` for a run's folder, otherwise an empty string."""
     return f"; did you mean {folder / 'final'}?" if (folder / "final").is_dir() else ""
 
 
 def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
-    # Without tokenizer files mlx-lm would continue, with a wrong end-of-text token.
+    # Without tokenizer files, mlx-lm would continue with a wrong end-of-text token.
     if not folder.is_dir():
         raise UserError(
             f"{folder}: expected a model folder with config.json and *.safetensors, found a file"
@@ -98,14 +99,14 @@ def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder contains adapters and no model."""
+    """Returns whether a folder contains adapters and no model."""
     if not (folder / "adapter_config.json").is_file():
         return False
     return not any(_is_weights(file.name) for file in folder.iterdir())
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has tokenizer files that transformers can read."""
+    """Returns whether a model folder has tokenizer files that transformers can read."""
     names = {file.name for file in folder.iterdir()}
     return any(name.endswith(".tiktoken") for name in names) or any(
         names.issuperset(files.split("+")) for files in _TOKENIZERS
@@ -113,10 +114,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict:
-    """A model folder's config.json, with the rotary embedding's keys in mlx-lm's form.
+    """Reads a model folder's config.json, and translates the rotary embedding's keys to mlx-lm's.
 
-    Raises UserError if the file or a key cannot be read, or if mlx-lm's computation would differ
-    from the config.
+    Raises UserError if the file or a key cannot be read, or if mlx-lm would compute something else
+    than the config states.
     """
     file = folder / "config.json"
     stated = read_json(file)
@@ -141,10 +142,10 @@ def _companions(source: Path) -> set[Path]:
 
 
 def _check_links(folder: Path) -> None:
-    """Raises UserError if a file that `copy_companions` copies is a link to a target outside the
+    """Raises UserError if a file that `copy_companions` copies is a link to a file outside the
     folder.
 
-    Otherwise an untrusted folder could cause any of your files to be exported and uploaded with the
+    Without this check, an untrusted folder could export and upload any of your files with the
     model. Links in the Hub's cache may point to the blobs beside the snapshots.
     """
     root = folder.resolve()
@@ -159,7 +160,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    # mlx-lm's own pattern; adapters.safetensors and optimizer.safetensors are no model.
+    # mlx-lm's own pattern. adapters.safetensors and optimizer.safetensors are not model weights.
     return name.startswith("model") and name.endswith(".safetensors")
 
 
@@ -195,7 +196,7 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
-    """Converts errors of the Hub inside the block to a one-line UserError that starts with
+    """Converts the Hub's errors inside the block to a one-line UserError that starts with
     `where`.
     """
     from huggingface_hub import errors

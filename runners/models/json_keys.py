@@ -9,15 +9,15 @@ from typing import Any
 from runners.errors import UserError, listed, show
 from runners.files.json_files import read_json
 
-# whether a value is accepted (None: missing, or null); the wish
+# whether a value is accepted (None means missing or null); a description of valid values
 Rule = tuple[Callable[[Any], bool], str]
 
 
 def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) -> None:
-    """Raises UserError for the first value that breaks its rule, with the file, the key and the
-    value.
+    """Raises UserError for the first value that breaks its rule. The message contains the file, the
+    key and the value.
 
-    A key "a.b" is the key b of the table a, if there is such a table.
+    A key "a.b" means the key b in the table a, if there is such a table.
     """
     for key, (accepts, wanted) in rules.items():
         outer, _, inner = key.rpartition(".")
@@ -28,8 +28,8 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
 
 
 def end_ids(folder: Path) -> list[int] | None:
-    """The end-of-text tokens of a model folder, from generation_config.json or config.json; None if
-    neither file names any. Raises UserError for anything but token ids.
+    """Returns a model folder's end-of-text tokens, from generation_config.json or config.json, or
+    None if neither file names any. Raises UserError for anything but token ids.
     """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
@@ -65,14 +65,14 @@ _SIZE = _optional(_whole(0), "an integer from 0")
 _TEXT = _optional(lambda value: isinstance(value, str), "a text")
 _TABLE = _optional(lambda value: isinstance(value, dict), "a JSON object")
 _BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
-# Modules are built layer by layer before weights are checked: a billion layers would never end.
+# Modules are built layer by layer before weights are checked, so a billion layers would never end.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _LAYERS = _optional(_whole(0, 10_000), "an integer of at most 10,000")
 
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # MLX's, for packed weights
 
 _END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
-# Of a config.json: the keys that are read here, and what mlx-lm would not survive.
+# config.json: the keys that are read here, and those whose bad values would crash mlx-lm.
 ANY_MODEL = {
     **_END_IDS,
     "vocab_size": _SIZE,
@@ -89,7 +89,7 @@ MODEL: dict[str, Rule] = {
     **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
     **dict.fromkeys((f"text_config.{key}" for key in _LAYER_COUNTS), _LAYERS),
 }
-ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
+ADAPTERS: dict[str, Rule] = {  # adapter_config.json: keys that mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
     "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank and scale"),
@@ -98,18 +98,18 @@ ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
 NANOCHAT_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-NANOCHAT: dict[str, Rule] = {  # of a nanochat checkpoint's meta_*.json
+NANOCHAT: dict[str, Rule] = {  # a nanochat checkpoint's meta_*.json
     "model_config": (lambda value: isinstance(value, dict), "a JSON object with the model's sizes"),
     **dict.fromkeys(
         (f"model_config.{name}" for name in NANOCHAT_SIZES), (_whole(1), "a positive integer")
     ),
 }
-# Of PEFT's: what changes the numbers and has no form in mlx-lm.
+# PEFT's keys that change the computation and have no equivalent in mlx-lm.
 _ONLY_PEFT = (
     *("fan_in_fan_out", "lora_bias", "use_qalora", "layer_replication", "target_parameters"),
     *("alora_invocation_tokens", "trainable_token_indices", "modules_to_save"),
 )
-PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is LoRA
+PEFT: dict[str, Rule] = {  # PEFT's: keys that are read, and the required kind, LoRA
     "peft_type": (lambda value: value == "LORA", "LORA"),
     "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
     "alpha_pattern": _optional(
@@ -126,8 +126,8 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
 
 
 def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
-    """Runs in a process with limits: for each layer, the first pattern of a PEFT config that
-    matches it.
+    """Returns, for each layer, the first PEFT pattern that matches its name. This function runs in
+    a process with limits.
     """
     return [
         next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)

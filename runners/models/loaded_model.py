@@ -54,7 +54,7 @@ class LoadedModel:
     notices: tuple[str, ...] = ()
     base_digest: str = ""  # of the weights under adapters; "" if tune is "full"
     vision: VisionPart | None = None  # its vision part, if prompts have images
-    chat_template: str = ""  # in place of the folder's own; empty: that one
+    chat_template: str = ""  # replaces the folder's own template; empty: not replaced
 
 
 def load_model(
@@ -66,16 +66,17 @@ def load_model(
     images: bool = False,
     image_max_pixels: int = 0,
 ) -> LoadedModel:
-    """Loads, checks and prepares the model that [model] names; `seed` determines the adapters'
+    """Loads, checks and prepares the model that [model] names. `seed` determines the adapters'
     initial values.
 
-    A `loader` is looked up in `folders` (see `resolve_function`). With `images`, prompts may have
-    images, which are scaled down to `image_max_pixels` (0: the limit of the model's processor).
+    A custom `loader` is looked up in `folders` (see `resolve_function`). With `images`, prompts may
+    have images, which are scaled down to `image_max_pixels`; 0 means the limit of the model's
+    processor.
 
-    Raises UserError: the folder is incomplete, the architecture unknown, weights are missing,
-        unexpected or not finite, the tokenizer's vocabulary exceeds the embedding, the weights are
-        packed with `tune = "full"`, `lora.keys` or `lora.layers` name missing layers, or `adapters`
-        do not fit; with `images`, also the errors of `prepare_vision`.
+    Raises UserError if the folder is incomplete, if the architecture is unknown, if weights are
+    missing, unexpected or not finite, if the tokenizer's vocabulary exceeds the embedding, if the
+    weights are packed with `tune = "full"`, if `lora.keys` or `lora.layers` name missing layers, or
+    if `adapters` do not fit. With `images`, also raises the errors of `prepare_vision`.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -99,7 +100,7 @@ def load_model(
     digest = ""
     if settings.tune != "full":
         digest = base_digest(named_leaves(module.parameters()))
-        # Before the adapters, because DoRA measures the weights in the compute dtype.
+        # Before adapters are added, because DoRA measures the weights in the compute dtype.
         cast_floating(module, compute_dtype)
         adapter = add_adapters(module, settings, seed, digest)
     elif is_quantized(module):

@@ -1,6 +1,6 @@
 """Checks, before a run's first rollout, whether sampler and learner compute the same log-probs.
 
-A model that passed is not checked again.
+A model that has passed is not checked again.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def check_model(
     role: str = "policy",
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckedPolicy:
-    """The policy, restricted to the fastest code path that computes correct numbers.
+    """Returns the policy, restricted to the fastest code path that computes correct values.
 
     A model for which all paths are correct is not checked again.
 
@@ -42,14 +42,14 @@ def check_model(
         prompts: token ids of the run's prompts.
         model_config: the model's config.json.
         share_prompts: whether the learner will compute a group's prompt once.
-        role: "policy" (its gradient is checked too), or "rollout" for a sampler with its own
+        role: "policy", whose gradient is checked too, or "rollout" for a sampler that has its own
             weights.
 
     Raises the ValueErrors of `grpo_fn.check_policy` as UserErrors.
     """
     if not config.system.check_model or not prompts:
         return CheckedPolicy(policy)
-    facts = {  # all that an answer depends on
+    facts = {  # everything that the result depends on
         "check": role,
         "machine": [platform.backend, platform.device, platform.cores, platform.blas],
         "versions": [g.__version__, *map(importlib.metadata.version, ("mlx", "mlx-lm"))],

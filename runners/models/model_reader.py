@@ -1,5 +1,5 @@
-"""Reads and checks a model folder: its module, config and tokenizer; the dtypes of the module's
-leaves.
+"""Reads and checks a model folder (module, config and tokenizer), and converts the dtypes of the
+module's leaves.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 def read_model(
     path: Path, trust_remote_code: bool = False, loader: Loader | None = None
 ) -> tuple[nn.Module, dict, TokenizerWrapper, tuple[str, ...]]:
-    """The module of a checked folder, its config, its tokenizer, and notices.
+    """Reads the module, the config and the tokenizer from a checked folder. Also returns notices.
 
-    Raises UserError for every fault in the files that `load_model` rejects.
+    Raises UserError for each fault in the files for which `load_model` does.
     """
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, trust_remote_code)
@@ -49,7 +49,7 @@ def read_model(
 def custom_loader(
     name: str, folders: Sequence[Path] = (), key: str = "model.loader"
 ) -> Loader | None:
-    """The function that a config's `model.loader` names; None if it is empty.
+    """Returns the function that a config's `model.loader` names, or None if the key is empty.
 
     Raises the errors of `resolve_function`.
     """
@@ -59,14 +59,15 @@ def custom_loader(
 def load_module(
     path: Path, trust_remote_code: bool, loader: Loader | None = None
 ) -> tuple[nn.Module, dict]:
-    """The module of a checked folder, whose weights may still be lazy, and its config.
+    """Reads the module and the config from a checked folder. The module's weights may still be
+    lazy.
 
-    The module is created by mlx-lm or by a custom function: `loader(folder, config)`, with the
-    object in config.json, returns an `mlx.nn.Module` that is called like mlx-lm's models:
-    `module(tokens_bl, cache=None)` returns logits [B,L,V], and its blocks are `module.layers` (with
-    a key-value cache each, unless it has `make_cache`).
+    The module is created by mlx-lm or by a custom function. `loader(folder, config)`, where
+    `config` is the object in config.json, returns an `mlx.nn.Module` that is called like mlx-lm's
+    models: `module(tokens_bl, cache=None)` returns logits [B,L,V], and its blocks are
+    `module.layers`. Each block has a key-value cache, unless the module defines `make_cache`.
 
-    Raises UserError if it cannot be loaded.
+    Raises UserError if the module cannot be loaded.
     """
     if loader is not None:
         return _by_loader(path, loader)
@@ -109,8 +110,8 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a checked folder. Raises UserError if it cannot be loaded, or if its first
-    use takes more time or memory than any real tokenizer needs.
+    """Loads the tokenizer from a checked folder. Raises UserError if the tokenizer cannot be
+    loaded, or if its first use takes more time or memory than any real tokenizer needs.
     """
     check_tokenizer(path)
     from mlx_lm import utils
@@ -127,7 +128,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
 
 
 def vocabulary_rows(module: nn.Module, config: dict) -> int:
-    """The number of token ids of the model, which is the number of rows of its token embedding."""
+    """Returns the model's number of token ids, which equals the number of rows in its token
+    embedding.
+    """
     rows = [
         layer.weight.shape[0]
         for _, layer in module.named_modules()
@@ -140,12 +143,12 @@ def vocabulary_rows(module: nn.Module, config: dict) -> int:
 
 
 def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) -> tuple[str, ...]:
-    """Rejects a tokenizer with ids beyond the embedding, because MLX silently reads past the
+    """Rejects a tokenizer with ids beyond the embedding, for which MLX would silently read past the
     table's end.
 
-    Added tokens beyond it are only reported, because some models ship with them and plain text
-    never contains them. Raises UserError for ids of the vocabulary itself and of end-of-text
-    tokens.
+    Added tokens beyond the embedding are only reported, because some models ship with such tokens
+    and plain text never contains them. Raises UserError if an id in the vocabulary itself, or an
+    end-of-text token, is beyond the embedding.
     """
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
@@ -166,7 +169,7 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
 
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
-    """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
+    """Raises UserError, with the weight's name, if a floating leaf contains NaN or infinity."""
     floating = {name: leaf for name, leaf in leaves.items() if leaf.size and is_floating(leaf)}
     materialize_in_parts(floating)
     finite = {name: _finite(leaf) for name, leaf in floating.items()}
@@ -177,16 +180,16 @@ def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
 
 
 def is_floating(leaf: mx.array) -> bool:
-    """Whether an array contains floating-point numbers."""
+    """Returns whether an array contains floating-point numbers."""
     return bool(mx.issubdtype(leaf.dtype, mx.floating))
 
 
 def _finite(leaf: mx.array) -> mx.array:
-    """Whether all entries are finite, determined from their bits; on a CPU, this is ten times as
-    fast as `mx.isfinite`.
+    """Returns whether all entries are finite. The bits are compared as integers, which on a CPU is
+    ten times as fast as `mx.isfinite`.
 
-    Only entries with all bits of the exponent set are at the top of the range: positive ones as
-    signed integers, negative ones as unsigned integers.
+    An entry that is not finite has all exponent bits set, so it is at the top of the integer range:
+    signed for positive entries, unsigned for negative entries.
     """
     signed, unsigned = (mx.int32, mx.uint32) if leaf.dtype == mx.float32 else (mx.int16, mx.uint16)
     infinity = mx.array(float("inf"), leaf.dtype)
@@ -195,8 +198,8 @@ def _finite(leaf: mx.array) -> mx.array:
 
 
 def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
-    """The compute dtype: the given one or, with "auto", float32 on a CPU and the model's own on a
-    GPU.
+    """Returns the compute dtype: the one in `wish` or, with "auto", float32 on a CPU and the
+    model's own dtype on a GPU.
 
     On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
     """
@@ -208,8 +211,8 @@ def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
 def cast_floating(
     module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None
 ) -> None:
-    """Converts all floating leaves (or only those in `leaves`) to one dtype; packed integers are
-    unchanged.
+    """Converts all floating leaves, or only those in `leaves`, to one dtype. Packed integers do not
+    change.
     """
     leaves = named_leaves(module.parameters()) if leaves is None else leaves
     cast = [(name, leaf.astype(dtype)) for name, leaf in leaves.items() if is_floating(leaf)]
@@ -217,9 +220,9 @@ def cast_floating(
 
 
 def main_dtype(module: nn.Module) -> mx.Dtype:
-    """The dtype of most floating weights, counted by entries.
+    """Returns the most common dtype among floating weights, counted by entries.
 
-    Raises UserError if all are integers.
+    Raises UserError if all weights are integers.
     """
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in filter(is_floating, named_leaves(module.parameters()).values()):

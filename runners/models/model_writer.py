@@ -35,7 +35,7 @@ def save_model(
     *,
     evaluation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a model folder with these trained parameters, with floating weights in the source
+    """Writes a model folder from trained parameters. Floating weights are stored in the source
     model's dtypes.
 
     A vision-language model keeps its vision tower, so that mlx-vlm loads the folder; mlx-lm ignores
@@ -80,7 +80,7 @@ def save_model(
 
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
-    """The flat weights with the adapters merged into them, and the names of the changed layers."""
+    """Returns the flat weights, with merged adapters, and the names of the changed layers."""
     module = loaded.module
     saved = module.parameters()
     try:
@@ -101,7 +101,9 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
+    """Returns the arrays that a weights file stores for the trained parameters: only adapters, or
+    the whole model.
+    """
     return (
         named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
     )
@@ -125,7 +127,9 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 
 
 def _stated(loaded: LoadedModel) -> dict:
-    """The source's config.json with mlx-lm's keys; unchanged for a custom loader."""
+    """Returns the source's config.json with mlx-lm's keys. With a custom loader, the config is
+    unchanged.
+    """
     config = (
         read_json(loaded.path / "config.json")
         if loaded.settings.loader

@@ -1,11 +1,11 @@
-"""Converts adapters between PEFT's format and mlx-lm's. The update of a weight W [out, in] is
-scale · (A B)ᵀ.
+"""Converts adapters between PEFT's format and mlx-lm's. The update to a weight W [out, in] is scale
+· (A B)ᵀ.
 
-PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), with exceptions by
-layer name; mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both store DoRA's
-magnitudes per row of W; only for embeddings, PEFT stores them per column. A head tied to the embedding
-has its own adapters in PEFT and uses the embedding's in mlx-lm.
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+PEFT stores A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), and can override
+rank and alpha by layer name. mlx-lm stores A [in, r], B [r, out] and a single rank and scale. Both
+store DoRA's magnitudes per row of W, except that PEFT stores them per column for embeddings. A tied
+output head has its own adapters in PEFT, but shares the embedding's adapters in mlx-lm. Format:
+https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import re
@@ -22,7 +22,7 @@ from runners.models import json_keys
 
 PEFT_ADAPTERS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
-# mlx-lm's name behind a layer's -> PEFT's
+# mlx-lm's suffix after a layer's name -> PEFT's
 _OF_LAYER = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _LEAVES = {  # and back
@@ -42,19 +42,19 @@ class Adapters:
 
     settings: dict[str, Any]  # adapter_config.json
     tensors: dict[str, mx.array]
-    # of layers: the weight under the adapters
+    # layer -> the base weight under its adapters
     bases: Mapping[str, mx.array] = attrs.field(factory=dict)
-    separate: bool = False  # embedding or head is changed, and the other not with it
+    separate: bool = False  # embedding or head is changed, but not both together
 
 
 def from_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
 ) -> Adapters:
-    """Adapters from PEFT's adapter_config.json, checked by json_keys, and its tensors.
+    """Converts adapters from PEFT's adapter_config.json (checked by json_keys) and PEFT's tensors.
 
-    Lower ranks are padded with zeros, which training does not change, and B includes the ratio of a
-    layer's scale to the first one's. Raises UserError for kinds of adapters that mlx-lm does not
-    support.
+    Lower ranks are padded with zeros, which training does not change. Each layer's B is multiplied
+    by the ratio between its scale and the first layer's scale. Raises UserError for kinds of
+    adapters that mlx-lm does not support.
     """
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
@@ -120,7 +120,7 @@ def from_peft(
 def to_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """PEFT's adapter_config.json and tensors.
+    """Returns the adapters as PEFT's adapter_config.json and tensors.
 
     Raises UserError for adapters that PEFT cannot represent.
     """
@@ -147,7 +147,7 @@ def to_peft(
         "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
         "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
-        # Blocks count from the last one: who has the first block has them all.
+        # Blocks count from the last one, so adapters in the first block imply adapters in all.
         "target_modules": sorted({x.rpartition(".")[2] if usual else _in_peft(x) for x in layers}),
     }  # fmt: skip
     return config, made
@@ -156,12 +156,12 @@ def to_peft(
 def _scales(
     settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path
 ) -> dict[str, float]:
-    """alpha / r or alpha / √r of each layer; the first pattern that matches a layer's name sets
-    alpha.
+    """Returns each layer's scale, alpha / r or alpha / √r. The first pattern that matches a layer's
+    name sets alpha.
     """
     patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
     alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
-    if patterns:  # regular expressions, which may take forever if they are a stranger's
+    if patterns:  # regular expressions, which may take forever if untrusted
         found = _match([*patterns], [*ranks])
         if found is None:
             raise UserError(
@@ -179,7 +179,7 @@ _match = BoundedFunction(f"{json_keys.__name__}:first_patterns", seconds=2.0, me
 
 
 def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
-    """Whether a tied head uses the adapters of its embedding (ensure_weight_tying)."""
+    """Returns whether a tied head uses its embedding's adapters (ensure_weight_tying)."""
     return (
         head is not None
         and bool(mx.array_equal(head["lora_a"], embedding["lora_b"].T))
@@ -188,7 +188,7 @@ def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array]
 
 
 def _in_mlx(name: str, sees: bool) -> str:
-    """A layer's name in mlx-lm; `sees` marks a vision-language model."""
+    """Returns a layer's name in mlx-lm. `sees` marks a vision-language model."""
     return (
         f"language_model.{name}" if sees and name == _HEAD else name.replace(_INNER[1], _INNER[0])
     )

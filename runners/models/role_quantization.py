@@ -1,4 +1,4 @@
-"""Quantizes a model for its roles, as configured in [rollout] and [loss]."""
+"""Quantizes a model for its roles, as [rollout] and [loss] configure."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,20 +22,21 @@ from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
 from runners.errors import user_errors
 
-CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
-SLICE_TOKENS = 4096  # tokens of a pass for the moments
-CALIBRATION_TOKENS = 16_384  # tokens of all passes
-BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of rounding
+CALIBRATED_BITS = 6  # with more bits, rounding to nearest is accurate enough
+SLICE_TOKENS = 4096  # tokens per pass that computes moments
+CALIBRATION_TOKENS = 16_384  # tokens in all passes
+BUDGET_TOKENS = 1024  # tokens whose logits are computed at once, to measure the effect of rounding
 
 
 def make_quantized_role(
     config: Config, policy: g.Policy, key: str, storage: str, notices: list[str]
 ) -> QuantizedRole | None:
-    """The quantized role that `rollout.quantization` or `loss.ref_quantization` configures, if any.
+    """Returns the quantized role that `rollout.quantization` or `loss.ref_quantization` configures,
+    or None.
 
     A notice states how many weights keep their precision because the group size does not divide
-    their row length. Raises UserError, with the key, if the model, whose parameters are in the
-    policy, cannot be quantized in this way.
+    their row length. Raises UserError, with the key, if the policy's model cannot be quantized in
+    this way.
     """
     section, _, option = key.partition(".")
     name = getattr(getattr(config, section), option)
@@ -60,9 +61,9 @@ def make_quantized_role(
 
 
 def is_calibrated(config: Config, name: str) -> bool:
-    """Whether weights in that format are rounded with the moments of their inputs. This applies to
-    affine formats of few bits, and not with images, because the moments would not include image
-    features.
+    """Returns whether weights in that format are rounded using their inputs' moments. Only affine
+    formats of few bits use moments, and runs with images never use them, because the moments would
+    not include image features.
     """
     few = name.startswith("affine") and MODES[name].bits <= CALIBRATED_BITS
     return few and config.rollout.calibration == "activations" and not config.data.image
@@ -71,7 +72,9 @@ def is_calibrated(config: Config, name: str) -> bool:
 def measured_moments(
     policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch
 ) -> Moments:
-    """The moments of a role's layers, computed over as many rows of a batch as are needed."""
+    """Computes the input moments for a role's layers, over as many rows of a batch as are
+    needed.
+    """
     group = next(iter(role.modes.values())).group_size
     lengths_b = _lengths(batch)
     rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
@@ -112,7 +115,9 @@ def budgeted_formats(
 
 
 def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:
-    """The number of weights in each format of rollout.bits_budget, and their average bits."""
+    """Returns a line with the number of weights in each rollout.bits_budget format, and their
+    average bits.
+    """
     leaves = named_leaves(params) | named_leaves(policy.frozen)
     bits = {
         name: quant_mode(form, config.rollout.group_size).bits_stored
@@ -129,7 +134,7 @@ def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, p
 
 
 def _lengths(batch: g.Batch) -> mx.array:
-    """The number of tokens of each row up to the last unmasked one."""
+    """Returns each row's number of tokens up to the last unmasked one."""
     return batch.prompt_lengths_b + (mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt).max(
         axis=1
     )

@@ -1,9 +1,9 @@
-"""Translates keys of config.json, mainly of the rotary embedding, to the names that mlx-lm's
+"""Translates keys in config.json, mainly the rotary embedding's keys, to the names that mlx-lm's
 modules read.
 
 transformers 5 writes one table, `rope_parameters`, which contains θ, the rotated share of a head,
-and the scaling, for the whole model or for each type of layer. Most of mlx-lm's modules read
-`rope_theta`, `rope_scaling`, `partial_rotary_factor` and the like instead, and use defaults if
+and the scaling, for the whole model or for each layer type. Most of mlx-lm's modules read
+`rope_theta`, `rope_scaling`, `partial_rotary_factor` and similar keys instead, and use defaults if
 these are missing. Some other keys have two names in transformers (`attribute_map`), which writes
 only one of them.
 """
@@ -35,7 +35,7 @@ _READ_IT = {
     *("gemma4_text", "glm_moe_dsa", "laguna", "mellum", "minimax_m3_vl", "ministral3", "mistral4"),
     *("muse_spark", "qwen3_5", "spark2_5"),
 }
-# The reader of the keys for models with a text_config: "module" or "module:class".
+# The reader of the keys for models that have a text_config: "module" or "module:class".
 _TEXT = {
     "deepseek_v41": "deepseek_v41",
     "gemma3": "gemma3_text",
@@ -67,22 +67,22 @@ class _Reader:
     types: Collection[str]  # that it computes
 
     def first(self, names: Collection[str]) -> str | None:
-        """The one of these keys that the module reads, or None."""
+        """Returns the first of these keys that the module reads, or None."""
         return next((name for name in names if name in self.keys), None)
 
     def refuse(self, what: str, value: Any = "") -> UserError:
-        """The error for a setting that the module does not support."""
+        """Returns the error for a setting that the module does not support."""
         stated = f" = {show(value)}" if value != "" else ""
         return UserError(f"rope_parameters: mlx-lm's {self.name} does not support {what}{stated}")
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the keys that mlx-lm's module reads, in addition to those of transformers
-    5.
+    """Returns a config.json with mlx-lm's keys added to those that transformers 5 writes.
 
     Both transformers and mlx-lm read the result correctly. The config does not change if it has
-    neither `rope_parameters` nor a key with another name, or if mlx-lm's module reads these itself
-    or does not exist. An existing `rope_scaling` is kept, because both of them prefer it.
+    neither `rope_parameters` nor a renamed key, if mlx-lm's module reads transformers' keys itself,
+    or if mlx-lm has no such module. An existing `rope_scaling` is kept, because both libraries
+    prefer it.
 
     Raises UserError, with the key, if mlx-lm's module would compute something different.
     """
@@ -109,7 +109,7 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reader(config: Mapping[str, Any]) -> _Reader | None:
-    """The reader of the keys; None if they stay unchanged."""
+    """Returns the module that reads the keys, or None if the keys stay unchanged."""
     if "model_file" in config or not isinstance(config.get("model_type"), str):
         return None
     from mlx_lm.utils import _get_classes
@@ -136,8 +136,8 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
 
 
 def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """Required keys that transformers writes under another name: `num_local_experts` of
-    qwen3_moe.
+    """Returns required keys that transformers writes under another name, such as
+    `num_local_experts` in qwen3_moe.
     """
     missing = [name for name in reader.required if name not in config]
     if not missing:
@@ -150,7 +150,7 @@ def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 
 def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The keys to add to a config that has rope_parameters."""
+    """Returns the keys to add to a config that has rope_parameters."""
     whole = config["rope_parameters"]
     keys = {}
     if any(isinstance(value, Mapping) for value in whole.values()):
@@ -177,14 +177,14 @@ def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 
 
 def _type(table: Mapping[str, Any]) -> Any:
-    """The type of a table, under its new or its old name."""
+    """Returns a table's rotary type, from its new or its old key."""
     return table.get("rope_type", table.get("type")) or "default"
 
 
 def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The keys of sliding layers, and the remaining table for all other layers."""
+    """Returns the keys for sliding layers, and the remaining table for all other layers."""
     others = sorted(stated.keys() - {_FULL, _SLIDING})
     if others:
         raise reader.refuse(f"layers of type {others[0]}")
@@ -204,8 +204,8 @@ def _by_layer(
 
 
 def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The period n if every n-th layer uses full attention; transformers 5 lists the layers' types
-    instead.
+    """Returns the period n if every n-th layer uses full attention. transformers 5 lists the layer
+    types instead.
     """
     name = "sliding_window_pattern"
     layers = config.get("layer_types")
@@ -220,7 +220,7 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
 def _scaling(
     kind: str, whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> dict[str, Any]:
-    """rope_scaling with mlx-lm's keys: some modules read rope_type, others type."""
+    """Returns rope_scaling with mlx-lm's keys. Some modules read rope_type, others type."""
     left_out = ("rope_theta", "partial_rotary_factor")
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
     scaling: dict[str, Any] = {**kept, "rope_type": kind, "type": kind}
@@ -231,8 +231,8 @@ def _scaling(
     if kind != "longrope":
         # whole numbers fail assertions in some modules
         scaling["factor"] = float(scaling["factor"])
-    # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does
-    # neither.
+    # transformers reads attention_factor, and reads yarn's two mscales only together. mlx-lm
+    # reads no attention_factor, and reads each mscale without the other.
     mscales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
     odd = ["attention_factor"] if kind in ("yarn", "longrope") else []
     for name in odd + (mscales if kind == "yarn" and len(mscales) == 1 else []):

@@ -17,7 +17,7 @@ from runners.files.durable import save_text
 from runners.metrics import METRICS
 from runners.report.run_data import packed, run_data
 
-MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, without --all
+MOST_PAGE_BYTES = 96_000_000  # limit for completions.jsonl in a page, without --all
 REPORT = "report.html"
 _SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "texts.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
@@ -35,7 +35,7 @@ class Written:
 
 
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
-    """Writes the page for these runs' folders to `out`.
+    """Writes the page for these run folders to `out`.
 
     If a run's completions.jsonl is larger than `most_bytes`, only evenly spaced updates are
     included. Raises UserError for a folder without a run, and if the file cannot be written.
@@ -69,7 +69,7 @@ def final_report(folder: Path, note: Callable[[str], None]) -> None:
 
 
 def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
-    """The page's text. `pieces` are deflated JSON; `start` tells the script where to begin.
+    """Returns the page's text. `pieces` are deflated JSON. `start` tells the script where to begin.
 
     The browser runs only scripts whose digests are in the page's head, and loads nothing from other
     origins; a page opened as a file makes no connections.
@@ -97,5 +97,5 @@ def _asset(name: str) -> str:
 
 
 def base64_text(content: bytes) -> str:
-    """Bytes in the base64 form that the page contains."""
+    """Encodes bytes in base64, as the page contains them."""
     return base64.b64encode(content).decode("ascii")

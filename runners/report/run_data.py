@@ -1,8 +1,7 @@
-"""Prepares a run's data for the page: its facts and metrics, and pieces that a browser opens one by
-one.
+"""Prepares a run's data for the page: facts, metrics, and pieces that a browser opens one by one.
 
-The pieces are deflated JSON: completions in parts, with numbers and texts separate, and
-    evaluations.
+The pieces are deflated JSON: evaluations, and chunks of completions, with numbers and texts
+separate.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from runners.files.json_files import read_lines, whole_number
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
 
-ROWS = 2048  # completions in a part
+ROWS = 2048  # completions in a chunk
 _MORE = ("metrics", "extra", "messages")
 _LEVEL = 4  # zlib's level: 6 takes nearly three times as long and saves only an eighth
 
@@ -26,7 +25,7 @@ _LEVEL = 4  # zlib's level: 6 takes nearly three times as long and saves only an
 def run_data(
     folder: Path, most_bytes: int, prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The run's data for a page, and its pieces by the names that the data uses for them.
+    """Returns a run's data for a page, and the pieces by the names that the data uses for them.
 
     If completions.jsonl is larger than `most_bytes`, only evenly spaced updates are included.
     Raises UserError if the folder contains no run, or if a file cannot be read.
@@ -36,10 +35,12 @@ def run_data(
     left_out: set[int] = set()
     path = record.folder / COMPLETIONS
     size = path.stat().st_size if path.is_file() else 0
-    stride = max(-(-size // most_bytes), 1)  # of the updates that are used
+    stride = max(-(-size // most_bytes), 1)  # every stride-th update is used
 
     def used(line: Mapping[str, Any]) -> bool:
-        """Whether a record belongs to an evenly spaced update, to the last one, or to no update."""
+        """Returns whether a record belongs to an evenly spaced update, to the last one, or to no
+        update.
+        """
         update = whole_number(line.get("update")) or 1
         if (update - 1) % stride == 0 or update == record.last("update"):
             return True
@@ -91,8 +92,8 @@ def run_data(
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl in order, in chunks of about ROWS records. Each record gets
-    the numbers of its group and its prompt.
+    """Yields the records in completions.jsonl in order, in chunks of about ROWS records. Each
+    record gets its group number and its prompt number.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """
@@ -100,7 +101,7 @@ def completion_parts(
     rows: list[dict[str, Any]] = []
     last: tuple[Any, Any] = (None, None)
     group = -1
-    count = 0  # of the group's completions
+    count = 0  # number of completions in the group
     for record in records:
         step = record.get("batch_step")
         prompt = _text(record.get("prompt"))
@@ -118,8 +119,8 @@ def completion_parts(
 
 
 def packed(value: Any) -> bytes:
-    """A value as deflated JSON. Raises UserError for numbers that are not finite, which no run
-    writes.
+    """Returns a value as deflated JSON. Raises UserError for numbers that are not finite, which no
+    run writes.
     """
     with user_errors(
         "a value in the run's files cannot be shown in a page", ValueError, RecursionError
@@ -130,7 +131,7 @@ def packed(value: Any) -> bytes:
 
 
 def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The columns for filtering and sorting."""
+    """Returns the columns for filtering and sorting."""
     rewards = [_table(record.get("rewards")) for record in records]
     names = dict.fromkeys(itertools.chain.from_iterable(rewards))
     columns = {name: _column(records, name) for name in ("update", "reward", "advantage", "tokens")}
@@ -161,7 +162,7 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """The records of evaluations.jsonl by update."""
+    """Groups the records in evaluations.jsonl by update."""
     known: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
         update = line.get("update")
@@ -171,9 +172,9 @@ def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[s
 
 
 def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
-    """An evaluation's columns. Only the first one contains the problems.
+    """Returns an evaluation's columns. Only the first evaluation contains the problems.
 
-    `correct` is null without a reference answer; `extracted` is the answer that was read.
+    `correct` is null without a reference answer. `extracted` is the extracted answer.
     """
     piece: dict[str, Any] = {
         "correct": [
@@ -187,7 +188,9 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prompt, reference answer, and the prompt's other messages, each with a role and a text."""
+    """Returns the prompt, the reference answer, and the prompt's other messages, each with a role
+    and a text.
+    """
     context = record.get("context")
     asked = [_text(record.get("prompt")), _text(record.get("answer"))]
     for message in map(_table, context if isinstance(context, list) else []):
@@ -207,7 +210,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A text unchanged, None as an empty text, and anything else as JSON."""
+    """Returns a text unchanged, None as an empty text, and any other value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

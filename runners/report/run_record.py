@@ -19,7 +19,7 @@ _DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
 class RunRecord:
-    """The current state of a run's folder. Other processes may be writing there."""
+    """The current state of a run's folder. Other processes may be writing to the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Reads config, metrics and events. Raises UserError if the folder contains no run."""
@@ -39,13 +39,14 @@ class RunRecord:
         self.events = list(read_lines(self.folder / EVENTS))
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None if it was never logged."""
+        """Returns a metric's last value, or None if it was never logged."""
         known = (value for value in reversed(self.columns.get(name, [])) if value is not None)
         return next(known, None)
 
     def state(self) -> str:
-        """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event),
-        "empty"."""
+        """Returns the state: "running", "finished", "stopped", "failed", "interrupted" (the run
+        ended without an event) or "empty".
+        """
         marks = [each for each in self.events if each.get("event") in ("start", "end")]
         last = marks[-1] if marks else {}
         if last.get("event") == "end":
@@ -58,7 +59,7 @@ class RunRecord:
         return "interrupted" if self.lines or self.events else "empty"
 
     def facts(self) -> dict[str, Any]:
-        """All data except the metrics, for the page's head."""
+        """Returns all data except the metrics, for the page's head."""
         starts = [event for event in self.events if event.get("event") == "start"]
         last = starts[-1] if starts else {}
         flat = flattened(self.config)
@@ -76,10 +77,10 @@ class RunRecord:
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number rounded to seven significant digits (integers are exact); None for anything but a
-    finite number.
+    """Returns a number rounded to seven significant digits (integers are exact), or None for
+    anything but a finite number.
 
-    True becomes 1, as for a metric such as update_skipped.
+    True becomes 1, which metrics such as update_skipped need.
     """
     if isinstance(value, int) and abs(value) < _DIGITS:
         return int(value)
@@ -88,8 +89,8 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder itself, if it contains a run. Otherwise raises UserError, with the names of runs
-    in its subfolders.
+    """Returns the folder if it contains a run. Otherwise raises UserError, with the names of the
+    runs in its subfolders.
     """
     folder = folder.expanduser()
     if is_run_folder(folder):
@@ -106,13 +107,14 @@ def find_run(folder: Path) -> Path:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written its config or its log here; False for folders that cannot be
-    read."""
+    """Returns whether a run has written its config or its log into a folder. Returns False for
+    folders that cannot be read.
+    """
     return any(os.path.isfile(folder / name) for name in (METRICS, RESOLVED))
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the run's lock."""
+    """Returns whether a process holds the run's lock."""
     try:
         with open_file(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -122,7 +124,7 @@ def is_running(folder: Path) -> bool:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's values by dotted key."""
+    """Returns a config's values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -133,8 +135,9 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
-    """The keys whose values differ from the defaults; of the keys that a preset sets, only the
-    `given` ones."""
+    """Returns the keys whose values differ from the defaults. Keys that a preset sets are only
+    included if they are in `given`.
+    """
     defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
     asked = given if isinstance(given, list) else []
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
@@ -152,7 +155,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event in the form for the page, even if the file's content is invalid."""
+    """Returns an event in the format for the page, even if the file's content is invalid."""
     kept: dict[str, Any] = {
         "event": str(event.get("event", "note"))[:40],
         "time": finite_number(event.get("time")),

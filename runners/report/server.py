@@ -1,4 +1,5 @@
-"""Serves the live page of a run to this machine only; it reads the run's files and writes nothing.
+"""Serves a run's live page to this machine only. The server reads the run's files and writes
+nothing.
 
 Only requests whose Host is the server's own are answered, so that other web pages cannot read the
 data.
@@ -24,7 +25,7 @@ from runners.report.run_record import find_run, is_running
 
 HOST = "127.0.0.1"
 REST = 40  # the pause after reading the files, as a multiple of the time that reading took
-MOST_BYTES = 16_000_000  # of completions.jsonl; the page receives all data after each update
+MOST_BYTES = 16_000_000  # limit for completions.jsonl; the page receives all data after each update
 _NAMES = (HOST, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -50,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Does nothing: requests are not logged."""
+        """Logs nothing."""
 
 
 class Server(ThreadingTCPServer):
@@ -60,7 +61,9 @@ class Server(ThreadingTCPServer):
     request_queue_size = 1024  # waiting connections; further clients retry after some seconds
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Listens on the port, or on a free one if it is taken. Raises UserError without a run."""
+        """Listens on the port, or on a free port if that port is taken. Raises UserError if the
+        folder contains no run.
+        """
         self.page = LivePage(folder)
         try:
             super().__init__((HOST, port), _Handler)
@@ -76,9 +79,10 @@ class Server(ThreadingTCPServer):
 
 
 class LivePage:
-    """A run's page, and its data after its files have changed. Several threads may use it.
+    """A run's page and data. The data is read again after the run's files have changed. Several
+    threads may use one instance.
 
-    After each read, it pauses, so watching costs at most 2.5 % of one core.
+    Each read is followed by a pause, so watching costs at most 2.5 % of one core.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
@@ -94,8 +98,9 @@ class LivePage:
         self._next = 0.0  # time.monotonic() from which the files may be read again
 
     def answer(self, target: str, host: str) -> Answer:
-        """The answer to a request for `target` with this Host: the page, or its data unless the
-        page already has them."""
+        """Returns the answer to a request for `target` with this Host: the page, or its data unless
+        the page already has the data.
+        """
         if host.rpartition(":")[0] not in _NAMES:
             return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
         path, _, seen = target.partition("?")
@@ -111,7 +116,7 @@ class LivePage:
             return _text(503, one_line(str(error), {}))
 
     def signature(self) -> str:
-        """A text that changes when a file changes or the run ends."""
+        """Returns a text that changes when a file changes or the run ends."""
         found = []
         for name in (METRICS, EVENTS, COMPLETIONS, EVALUATIONS):
             with suppress(OSError):
@@ -120,8 +125,8 @@ class LivePage:
         return f"{found}{is_running(self.folder)}"
 
     def data(self) -> bytes:
-        """The run's compressed data, with its pieces in `blobs`; it is only read again after a
-        change.
+        """Returns the run's compressed data, and stores its pieces in `blobs`. The data is only
+        read again after a change.
         """
         with self._guard:
             seen = self.signature()

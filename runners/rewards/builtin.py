@@ -1,4 +1,4 @@
-"""The built-in rewards: a right answer, and the format
+"""Provides the built-in rewards: for a right answer, and for the format
 ``<reasoning>…</reasoning><answer>…</answer>``.
 
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions``
@@ -7,8 +7,8 @@ column contains one entry per completion. ``None`` in the result means that the 
 apply to that completion. Names, values and the call convention are the same as in the MLX-GRPO
 project (and in TRL's reward functions).
 
-Everything takes linear time, because a policy writes these texts and would find inputs on which a
-backtracking pattern takes exponential time.
+All rewards take linear time, because a policy writes these texts and could produce inputs on which
+a backtracking pattern takes exponential time.
 """
 
 import re
@@ -37,21 +37,22 @@ _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def answer_text(completion: Sequence[dict[str, Any]]) -> str:
-    """The model's last text in a completion: in a conversation with tools, the last turn of the
-    assistant."""
+    """Returns the model's last text in a completion. In a conversation with tools, this is the last
+    assistant turn.
+    """
     replies = [message for message in completion if message["role"] == "assistant"]
     return (replies[-1].get("content") or "") if replies else ""
 
 
 def spoken(completions: Completions, tags: Sequence[str] = TAGS) -> list[str]:
-    """The texts of completions after their thoughts; empty if a completion was cut off inside a
-    thought.
+    """Returns each completion's text after its thoughts, or an empty text if the completion was
+    truncated inside a thought.
     """
     return [split_thoughts(answer_text(each), tags)[1] or "" for each in completions]
 
 
 def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
-    """The built-in rewards by name, for answers of this form; None: ``xml``."""
+    """Returns the built-in rewards by name, for this answer format. None means ``xml``."""
     form = form or answer_form("xml")
     assert form is not None
 
@@ -61,11 +62,11 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **_: Any,
     ) -> list[float | None]:
-        """2.0 if the completion's answer equals the reference ``answer``, else 0.0; None without a
-        reference answer.
+        """Returns 2.0 if the completion's answer equals the reference ``answer``, else 0.0. Returns
+        None without a reference answer.
 
-        For a program (`answer.form = "code"`), the reward is 2.0 times the share of its tests that
-        it passes. The metric ``programs/ended`` counts programs that reached a time limit.
+        For a program (`answer.form = "code"`), the reward is 2.0 times the share of tests that the
+        program passes. The metric ``programs/ended`` counts programs that reached a time limit.
         """
         both = zip(map(answer_text, completions), answer, strict=True)
         asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
@@ -79,9 +80,11 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-        """0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
+        """Returns 0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``),
+        else 0.0.
 
-        ``$12``, ``12.0`` and ``12.`` have an integer value but are not written as integers: 0.0.
+        ``$12``, ``12.0`` and ``12.`` score 0.0, because their value is an integer but they are not
+        written as integers.
         """
         answers = [
             (form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)
@@ -101,8 +104,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 def strict_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if the text after the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else
-    0.0.
+    """Returns 0.5 if the text after the thoughts is ``<reasoning>…</reasoning>
+    <answer>…</answer>``, else 0.0.
 
     Each of the four tags must occur once, with only white space between and around the two pairs.
     """
@@ -112,10 +115,11 @@ def strict_format_reward_func(
 def soft_format_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` occurs anywhere after the thoughts,
-    else 0.0.
+    """Returns 0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` occurs anywhere after the
+    thoughts, else 0.0.
 
-    Only white space may be between the two pairs; any text may be around and inside them.
+    Only white space may stand between the two pairs. Any text may stand around the pairs and inside
+    them.
     """
     return [0.5 * _holds_shell(text) for text in spoken(completions, thought_tags)]
 
@@ -123,8 +127,8 @@ def soft_format_reward_func(
 def xmlcount_reward_func(
     completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> list[float | None]:
-    """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a
-    penalty.
+    """Returns 0.25 for a complete ``<reasoning>`` pair plus 0.25 for a complete ``<answer>`` pair,
+    minus a penalty.
 
     Repeated pairs count once. The penalty is 0.001 for each character after the last ``</answer>``,
     except trailing white space. The result is between 0.0 and 0.5.
@@ -149,7 +153,7 @@ def _is_shell(text: str) -> bool:
 
 
 def _holds_shell(text: str) -> bool:
-    # The first match of each part leaves the most room for the next parts, so backtracking is never
+    # The first match of each part leaves the most text for the next parts, so backtracking is never
     # needed.
     start = text.find(REASONING)
     junction = _JUNCTION.search(text, start + len(REASONING)) if start >= 0 else None

@@ -1,8 +1,8 @@
-"""Calls a reward in the process of its function: passes its arguments, and reads its result and its
-errors.
+"""Calls a reward in the process that loaded its function: passes the arguments, and reads the
+result and the errors.
 
-`load` and `score` are operations of the process of user code (`runners.user_code`). Results are
-plain values. `trainer_state`, `log_extra` and `log_metric` are the same as in TRL's GRPOTrainer, so
+`load` and `score` are operations of the user-code process (`runners.user_code`). Results are plain
+values. `trainer_state`, `log_extra` and `log_metric` are the same as in TRL's GRPOTrainer, so
 functions written for it run unchanged.
 """
 
@@ -24,8 +24,8 @@ from runners.metrics import ENDED_PROGRAMS, METRICS
 from runners.user_code.process import finished, is_async
 
 GET_REWARD = "get_reward"  # name of the environments' reward
-GET_TURN_REWARDS = "get_turn_rewards"  # name of the environments' rewards of turns
-TURN_REWARDS = "turn_rewards"  # the column that the rewards of turns log
+GET_TURN_REWARDS = "get_turn_rewards"  # name of the environments' turn rewards
+TURN_REWARDS = "turn_rewards"  # the column in which turn rewards are logged
 _LARGEST = 1e15  # limit of a reward, because advantages square it and weights multiply it
 
 # keys: values, faults, failures, ended; extras and metrics of the log
@@ -35,7 +35,7 @@ Store = dict[Any, Any]
 
 @attrs.frozen
 class TrainerState:
-    """The progress of a run: the applicable part of transformers' TrainerState."""
+    """The progress of a run, in those fields of transformers' TrainerState that apply here."""
 
     global_step: int = 0  # optimizer updates taken
     max_steps: int = 0  # optimizer updates of the whole run
@@ -49,7 +49,7 @@ NO_RUN = TrainerState()
 
 @attrs.frozen(eq=False)
 class RewardLog:
-    """The texts and numbers that rewards have logged in one call of the scorer."""
+    """The texts and numbers that rewards logged during one call of the scorer."""
 
     size: int  # completions
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> one entry per completion
@@ -57,8 +57,8 @@ class RewardLog:
     metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Logs a column for completions.jsonl. Raises ValueError unless it has an entry for each
-        completion.
+        """Logs a column for completions.jsonl. Raises ValueError unless the column has one entry
+        per completion.
         """
         if len(values) != self.size:
             raise ValueError(
@@ -68,7 +68,7 @@ class RewardLog:
         self.extras[column] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Logs a number for training_log.jsonl, which contains the mean of an update's values.
+        """Logs a number for training_log.jsonl, which contains the mean over an update's values.
         Raises ValueError for a reserved name.
         """
         if name in METRICS and name != ENDED_PROGRAMS:
@@ -76,14 +76,14 @@ class RewardLog:
         self.metrics.setdefault(name, []).append(float(value))
 
     def add(self, found: Mapping[str, Any]) -> None:
-        """The values logged in one call of a reward."""
+        """Adds the values that one reward call logged."""
         self.extras.update(found["extras"])
         for name, values in found["metrics"].items():
             self.metrics.setdefault(name, []).extend(values)
 
 
 def _plain(value: Any) -> Any:
-    """The value as a JSON type; entries of a list or an array (such as rewards of turns) are
+    """Converts a value to a JSON type. Entries of a list or an array (such as turn rewards) are
     converted one by one.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -104,7 +104,7 @@ class Parameters:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Self:
-        """The arguments that a function in this process accepts."""
+        """Returns the arguments that a function in this process accepts."""
         every = inspect.signature(function).parameters.values()
         named = [
             each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
@@ -116,7 +116,7 @@ class Parameters:
         )
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The available arguments that the function accepts."""
+        """Returns the available arguments that the function accepts."""
         return {
             name: each for name, each in available.items() if self.takes_all or name in self.names
         }
@@ -136,8 +136,9 @@ def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def ready_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
-    """The function of a reward that is not built in. Raises the errors of `resolve_function`, and
-    of the function's `check_ready`, if it has one."""
+    """Returns the function of a reward that is not built in. Raises the errors of
+    `resolve_function` and, if the function has a `check_ready`, those of `check_ready`.
+    """
     function = resolve_function(name, folders, key="reward")
     getattr(function, "check_ready", lambda: None)()
     return function
@@ -150,8 +151,9 @@ def score(
     size: int,
     environments: Sequence[int | None] | None,
 ) -> Any:
-    """`run` for a loaded reward, awaitable if its function is async; `environments` by their
-    numbers."""
+    """Calls `run` for a loaded reward; the result is awaitable if the reward's function is async.
+    `environments` are given by number.
+    """
     function = store["reward", name]
     if environments is not None:
         known = store.get("environments", {})
@@ -166,7 +168,9 @@ def score(
 
 
 def run(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
-    """Calls a reward on `size` completions; passes the log functions that it accepts."""
+    """Calls a reward on `size` completions, and passes the log functions that the reward
+    accepts.
+    """
     log = RewardLog(size)
     try:
         return _read(finished(function(**arguments, **_ways(function, log))), log)
@@ -175,7 +179,9 @@ def run(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> R
 
 
 async def run_async(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
-    """The same for an async reward."""
+    """Awaits an async reward on `size` completions, and passes the log functions that the reward
+    accepts.
+    """
     log = RewardLog(size)
     try:
         return _read(await function(**arguments, **_ways(function, log)), log)
@@ -184,7 +190,7 @@ async def run_async(function: Callable[..., Any], arguments: dict[str, Any], siz
 
 
 def nothing(size: int, fault: str, *, ended: bool = False) -> Result:
-    """The result of a call in which no completion has a reward."""
+    """Returns the result for a call in which no completion has a reward."""
     return {
         "values": [],
         "faults": [fault],
@@ -200,8 +206,8 @@ def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..
 
 
 def _read(result: Any, log: RewardLog) -> Result:
-    """The usable values of a reward's result (NaN: no reward), messages about the others, and the
-    number of completions without a reward.
+    """Returns the usable values from a reward's result (NaN means no reward), messages about the
+    other values, and the number of completions without a reward.
     """
     # Arrays are read here because only this thread can evaluate MLX's lazy arrays.
     values = result.tolist() if hasattr(result, "tolist") else result
@@ -233,8 +239,8 @@ def _read(result: Any, log: RewardLog) -> Result:
 
 
 def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Result:
-    """The result of a failed call, with the error and the last line of the reward's own file in its
-    traceback.
+    """Returns the result for a failed call: the error, and the last line in its traceback that is
+    in the reward's own file.
     """
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
     line = error_line(error, file)
@@ -243,8 +249,8 @@ def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Re
 
 
 def _as_float(value: Any) -> tuple[float, str]:
-    """One entry of a reward's result as a float (NaN: no reward), and a message about its fault, if
-    any.
+    """Returns one entry of a reward's result as a float (NaN means no reward), and a message if the
+    entry is invalid.
     """
     if value is None:
         return math.nan, ""

@@ -1,4 +1,4 @@
-"""Scored rollouts: the completions of one batch step with their conversations, rewards and
+"""Defines scored rollouts: one batch step's completions with their conversations, rewards and
 advantages.
 """
 
@@ -29,7 +29,7 @@ COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 
 @attrs.frozen
 class FinishedEpisode:
-    """The conversation of one row of a rollout."""
+    """The conversation in one row of a rollout."""
 
     messages: Sequence[Message]  # after the prompt, in TRL's form for rewards
     environment: int | None  # its number
@@ -44,7 +44,7 @@ class FinishedEpisode:
 
 
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
-    """A message for each kind of error."""
+    """Returns one message per kind of error."""
     counts = Counter(each.fault for each in played if each.fault).items()
     return [f"{FAULT}{fault}" + (f" ({n} times)" if n > 1 else "") for fault, n in counts]
 
@@ -86,23 +86,24 @@ class Experience:
 
     @property
     def sampled_lengths(self) -> np.ndarray:
-        """Number of tokens of each completion that the model sampled."""
+        """Number of sampled tokens in each completion."""
         if self.played is None:
             return np.array(self.rollout.lengths_b)
         return np.array([len(each.sampled) for each in self.played])
 
     @property
     def drawn_b(self) -> np.ndarray:
-        """Whether each completion was sampled: a group without variance may have ended after its
-        first stage."""
+        """Whether each completion was sampled. A group without variance may have ended after its
+        first stage.
+        """
         lengths = np.array(self.rollout.lengths_b)
         return lengths > 0 if self.played is None else np.ones(len(lengths), bool)
 
 
 def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
-    """Every row of all episodes, each with a separate prompt (the rollout's rows, then earlier
-    ones); the advantages of each row, [B,1], or of its turns, [B,1,S]; and the number of its
-    prompt, int32 [B].
+    """Returns every row of all episodes as a rollout in which each row has its own prompt (first
+    the rollout's rows, then the earlier ones). Also returns each row's advantage, [B,1], or its
+    turns' advantages, [B,1,S], and each row's prompt number, int32 [B].
     """
     rollout = experience.rollout
     size = rollout.num_generations
@@ -128,7 +129,9 @@ def all_rows(experience: Experience) -> tuple[g.Rollout, mx.array, mx.array]:
 
 
 def turn_states(experience: Experience) -> mx.array:
-    """`Rollout.turn_states` of whole episodes: the turns of their earlier rows come first."""
+    """Returns `Rollout.turn_states` for whole episodes. The turns in an episode's earlier rows come
+    first.
+    """
     rollout = experience.rollout
     played = experience.played or ()
     if not any(each.earlier for each in played):
@@ -151,7 +154,7 @@ def turn_states(experience: Experience) -> mx.array:
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
-    """The experience with only these groups, in this order."""
+    """Returns the experience with only these groups, in this order."""
     if groups == list(range(len(part.examples))):
         return part
     size = part.rollout.num_generations
@@ -171,7 +174,7 @@ def select_groups(part: Experience, groups: list[int]) -> Experience:
 
 
 def join_experiences(parts: list[Experience]) -> Experience:
-    """The groups of all parts as one experience."""
+    """Joins the groups of all parts into one experience."""
     if len(parts) == 1:
         return parts[0]
     penalties = [part.penalty_b for part in parts if part.penalty_b is not None]
@@ -211,9 +214,10 @@ def join_experiences(parts: list[Experience]) -> Experience:
 def join_stages(
     first: Experience, rest: Experience | None, groups: Sequence[int], size: int
 ) -> Experience:
-    """Groups of `size` from their first completions and, for `groups`, the rest.
+    """Builds groups of `size` from their first completions and, for `groups`, the remaining
+    completions.
 
-    In other groups, the rest are empty completions without a reward.
+    In other groups, the remaining completions are empty and have no reward.
     """
     begun = first.rollout.num_generations
     prompts = len(first.examples)
@@ -236,8 +240,9 @@ def join_stages(
 
 
 def _regrouped(part: Experience, size: int) -> Experience:
-    """The same rows in groups of another size, each with the prompt of its first row, without
-    advantages."""
+    """Returns the same rows in groups of another size, without advantages. Each group has its first
+    row's prompt.
+    """
     rollout = part.rollout
     groups = [row // rollout.num_generations for row in range(0, len(part.texts), size)]
     images = None if rollout.images is None else tuple(rollout.images[p] for p in groups)
@@ -252,13 +257,16 @@ def _regrouped(part: Experience, size: int) -> Experience:
 
 
 def is_varied(rewards_pg: np.ndarray) -> np.ndarray:
-    """Whether at least two rewards of a group differ, bool [P]: only such groups have
-    advantages."""
+    """Returns whether at least two rewards in a group differ, bool [P]. Only such groups have
+    advantages.
+    """
     return np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))
 
 
 def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
-    """The penalty of `loss.overlong` for completions of these lengths; None if it is off."""
+    """Returns the `loss.overlong` penalty for completions with these lengths, or None if the
+    penalty is off.
+    """
     overlong = config.loss.overlong
     assert overlong is not None  # Config.check
     if overlong.buffer == 0:
@@ -269,8 +277,8 @@ def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:
 
 
 def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> list[str]:
-    """A message if there are more rewards than turns. A row without the last reward in `scores` has
-    no rewards of turns either.
+    """Returns a message if there are more turn rewards than turns. Also drops the turn rewards from
+    rows that lack the last reward in `scores`.
     """
     column = scores.extras.setdefault(TURN_REWARDS, [None] * scores.values_kb.shape[1])
     turns_b = [each.counts["turns"] for each in played]
@@ -290,8 +298,9 @@ def check_turn_rewards(scores: Scores, played: Sequence[FinishedEpisode]) -> lis
 
 
 def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards: bool) -> mx.array:
-    """The advantages of completions [P,G], or of their turns [P,G,S] if rewards, discount or
-    baseline distinguish turns."""
+    """Returns advantages per completion [P,G], or per turn [P,G,S] if rewards, discount or baseline
+    distinguish turns.
+    """
     assert loss.baseline is not None and loss.scale is not None  # Config.check
     rewards_pg = experience.rewards_pg
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state

@@ -1,4 +1,6 @@
-"""A reward from a model: a server with an OpenAI-compatible API scores each completion."""
+"""Provides a judge reward: a model on a server with an OpenAI-compatible API scores each
+completion.
+"""
 
 import asyncio
 import hashlib
@@ -50,7 +52,7 @@ _SCORE = re.compile(
     rf"\bscore\b{_MARKS}[:=](?:{_MARK}(?:$|[(\[—]|[.;,!](?:\s|$)))?", re.IGNORECASE | re.MULTILINE
 )
 _ALONE = re.compile(rf"{_MARK}\.?\s*")
-_PASSING = {408, 409, 425, 429}  # another try may succeed, as with those from 500 on
+_PASSING = {408, 409, 425, 429}  # retried, as are codes from 500 on
 Verdict = float | Failure
 
 
@@ -67,21 +69,22 @@ def judge_reward(
     retries: int = 3,
     **request: Any,
 ) -> Callable[..., Awaitable[list[Verdict]]]:
-    """An async reward, 0 to 1: a model's score for a completion, relative to `scale`.
+    """Returns an async reward, 0 to 1: a judge model's score for a completion, relative to `scale`.
 
     Args:
         url: the API's address, without `/chat/completions`.
-        model: its name on the server; not sent if empty.
-        criteria: for the default prompt.
+        model: the model's name on the server; not sent if empty.
+        criteria: the scoring criteria, which the default prompt contains.
         prompt: your own prompt, which must ask for `SCORE: number`. Names in braces are filled in:
-            completion, prompt, question, criteria, low, high, columns of the data, fence (no
-            completion can contain it).
+            completion, prompt, question, criteria, low, high, the data's columns, and fence (a
+            delimiter that no completion can contain).
         scale: lowest and highest score.
         api_key_env: the environment variable that contains the key; no key is sent if empty.
-        concurrency: concurrent requests.
-        timeout: seconds for one request; reward.timeout limits all requests of a batch step.
-        retries: further attempts after a temporary failure.
-        request: additional keys of the request, such as temperature or max_tokens.
+        concurrency: maximum number of concurrent requests.
+        timeout: time limit for one request, in seconds; reward.timeout limits all requests in a
+            batch step.
+        retries: number of further attempts after a temporary failure.
+        request: additional keys for the request, such as temperature or max_tokens.
 
     A completion without a score has no reward. Identical requests are sent only once.
     """
@@ -159,8 +162,8 @@ def judge_reward(
         return [found.get(question, 0.0) for question in questions]
 
     def check_ready() -> None:
-        """Called before a run loads its model. Raises UserError if the server does not answer or
-        rejects the key.
+        """Raises UserError if the server does not answer or rejects the key. A run calls this
+        function before it loads its model.
         """
         if api_key_env and not key():
             raise UserError(
@@ -189,8 +192,8 @@ def judge_reward(
 def _question(
     prompt: str, completion: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, str]
 ) -> str:
-    """The prompt with all names filled in, in one pass, so names in an inserted text are not
-    replaced.
+    """Fills in all names in the prompt. The names are replaced in one pass, so names inside an
+    inserted text are not replaced.
     """
     task = "\n\n".join(f"{each['role']}: {_text(each['content'])}" for each in messages)
     if len(messages) == 1:
@@ -211,8 +214,8 @@ def _question(
 
 
 def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
-    """The score in a server's answer: the last `SCORE: number` after its thoughts, or an answer
-    that is only a number.
+    """Extracts the score from a server's answer: the last `SCORE: number` after the thoughts, or an
+    answer that is only a number.
     """
     text = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):

@@ -1,4 +1,6 @@
-"""Rewards to use or to extend: mathematics, and functions of plain texts."""
+"""Provides rewards to use or extend: a comparison of mathematical answers, and a wrapper for
+functions on plain texts.
+"""
 
 import functools
 import importlib.util
@@ -19,14 +21,14 @@ Rewards = list[float | None]
 def math_verify_reward(
     completions: Sequence[Any], answer: Sequence[Any], thought_tags: Sequence[str] = TAGS, **_: Any
 ) -> Rewards:
-    """1.0 if the answer equals the reference answer as mathematics, else 0.0; None without a
-    reference answer.
+    """Returns 1.0 if the answer is mathematically equal to the reference answer, else 0.0. Returns
+    None without a reference answer.
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The
-    answer is the text in the last <answer>…</answer>, or the one that math-verify finds after the
-    thoughts. The comparison runs in a persistent process with limits of 2 s and 512 MB per
-    completion; beyond them the reward is None, because a policy writes texts such as 9^(9^9).
-    Raises UserError without math-verify.
+    answer is the text in the last <answer>…</answer>, or the answer that math-verify finds after
+    the thoughts. The comparison runs in a persistent process, limited to 2 s and 512 MB per
+    completion, because a policy may write texts such as 9^(9^9). Beyond these limits the reward is
+    None. Raises UserError without math-verify.
     """
     _start_math()
     texts = spoken(completions, thought_tags)
@@ -39,9 +41,9 @@ def math_verify_reward(
 def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a reward that was written for plain texts, like TRL's for data without conversations.
 
-    Its `completions` are the texts, its `prompts` the last messages' texts; all other arguments are
-    passed unchanged. The result has the name and the parameters of the wrapped function, which may
-    be async.
+    The wrapped reward receives texts as `completions` and the last messages' texts as `prompts`;
+    all other arguments are passed unchanged. The result has the wrapped function's name and
+    parameters. The wrapped function may be async.
     """
 
     @functools.wraps(reward)

@@ -8,8 +8,8 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def compare(gold: str, answer: str | None, text: str) -> float | None:
-    """1.0 if the answer equals the reference answer, else 0.0; None if the reference answer
-    contains no mathematics.
+    """Returns 1.0 if the answer equals the reference answer, else 0.0. Returns None if the
+    reference answer contains no mathematics.
 
     If `answer` is None, math-verify looks for it in the whole text.
     """
@@ -23,8 +23,8 @@ def compare(gold: str, answer: str | None, text: str) -> float | None:
 
 
 def _expression(text: str) -> list:
-    """The expressions in a bare answer; empty if there are none."""
-    # It reads expressions such as (x+1)^2 completely only if they are marked as mathematics.
+    """Returns the expressions in a bare answer; the list is empty if there are none."""
+    # math-verify reads expressions such as (x+1)^2 completely only if marked as mathematics.
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     return _parsed(marked) or _parsed(text)
 
@@ -35,4 +35,4 @@ def _parsed(text: str) -> list:
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
-compare("1/2", "0.5", "")  # fills caches that the processes forked from this one inherit
+compare("1/2", "0.5", "")  # fills caches that forked processes inherit

@@ -1,7 +1,7 @@
 """Finds rewards by name, checks them before anything is loaded, calls them on a batch, and reads
 their results.
 
-A failure results in no reward (NaN) and a message; no failure is silent.
+A failed reward gives NaN (no reward) and a message; no failure is silent.
 """
 
 import threading
@@ -35,19 +35,20 @@ from runners.user_code.worker import Calls, Worker
 
 @attrs.frozen(eq=False)
 class UserFunction:
-    """A reward's function in the process of user code, where the scorer calls it."""
+    """A reward function in the user-code process, where the scorer calls it."""
 
     worker: Worker
-    name: str  # under which it is loaded there
+    name: str  # the name under which it is loaded there
     parameters: Parameters
     is_async: bool = False
-    file: str | None = None  # that it was loaded from
+    file: str | None = None  # the file it was loaded from
 
 
 @attrs.frozen(eq=False)
 class Reward:
-    """One reward: its name in logs, its function (plain or async, called with keywords only), its
-    weight."""
+    """One reward: its name in logs, its function (plain or async, called with keywords only) and
+    its weight.
+    """
 
     name: str
     function: Callable[..., Any] | UserFunction
@@ -69,12 +70,12 @@ def resolve_rewards(
     worker: Worker | None = None,
     form: AnswerForm | None = None,
 ) -> tuple[Reward, ...]:
-    """The rewards of a config, in order; without weights each has 1.0.
+    """Returns a config's rewards, in order. Without `weights`, each reward has the weight 1.0.
 
     A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. Rewards that
     are not built in are loaded by the `worker` or, without one, in this process. In logs, a reward
-    has its function's name, or the full text if two functions share a name. Raises UserError for an
-    unknown name, and the errors of `ready_function`.
+    has its function's name, or its full config name if two functions share a name. Raises UserError
+    for an unknown name, and the errors of `ready_function`.
     """
     dirs = tuple(base_dirs)
     rewards = list[Reward]()
@@ -101,15 +102,15 @@ def resolve_rewards(
 
 
 def load_reward(load: Callable[..., Any], name: str, base_dirs: Iterable[str | Path]) -> Any:
-    """Loads a reward in the process of user code; `load` is `Worker.load` or `preload`."""
+    """Loads a reward in the user-code process. `load` is `Worker.load` or `preload`."""
     return load("runners.rewards.calls:load", name, tuple(map(str, base_dirs)))
 
 
 def check_columns(
     rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True
 ) -> None:
-    """Raises UserError if a reward needs a column that the data lacks (with the nearest name), or
-    if it needs `environments` and there are none.
+    """Raises UserError if a reward needs a column that the data lacks (the message suggests the
+    nearest name), or if a reward needs `environments` and there are none.
     """
     found = sorted(set(columns))
     for reward in rewards:
@@ -130,7 +131,7 @@ class Failed:
     """The reason why a reward failed for every completion."""
 
     line: str
-    ended: bool = False  # its call was too slow, or ended its process; another may be fine
+    ended: bool = False  # the call was too slow, or ended its process; another call may succeed
 
 
 @attrs.frozen(eq=False)
@@ -147,19 +148,19 @@ class Scores:
 
 @attrs.define(eq=False)
 class Scorer:
-    """The rewards of a run. Calls in the process of user code have a time limit in seconds (0:
-    none).
+    """A run's rewards. Calls in the user-code process have a time limit in seconds; 0 means no
+    limit.
 
-    Other functions run in the caller's thread, without a limit. `on_error` determines the
-    effect of an error: "skip" adds it to `Scores.problems` and continues without that reward,
-    "raise" raises a RewardError. `thoughts` are the tags around thoughts in the completions.
+    Other functions run in the caller's thread, without a limit. `on_error` determines the effect of
+    an error: "skip" adds it to `Scores.problems` and continues without that reward, "raise" raises
+    a RewardError. `thoughts` are the tags around thoughts in the completions.
     """
 
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
     thoughts: tuple[str, ...] = TAGS
-    # Held by the batch whose plain rewards are called; several may wait for async ones.
+    # Held by the batch whose plain rewards are running; several batches may wait for async ones.
     _turn: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @property
@@ -180,12 +181,13 @@ class Scorer:
         environments: Sequence[Any] | None = None,
         printed: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> Scores:
-        """Calls every reward on B completions; those of one prompt are adjacent.
+        """Calls every reward on B completions. Completions for one prompt are adjacent.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` contain an entry for each
-        completion. A reward receives, by name, the arguments of docs/rewards.md that it accepts, as
-        separate lists. With `conversations`, a completion is its messages; `environments` and the
-        values that programs `printed` are passed unchanged.
+        completion. A reward receives, by name, those arguments listed in docs/rewards.md that it
+        accepts, each as a separate list. With `conversations`, a completion is passed as its list
+        of messages. `environments` and `printed` (the values that programs printed) are passed
+        unchanged.
 
         Raises UserError if a reward requires a missing column, and RewardError for a failure if
         `on_error` is "raise".
@@ -226,7 +228,7 @@ class Scorer:
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
-        """The outcome of each reward's call. In the process of user code, async rewards run
+        """Calls each reward and returns the outcomes. In the user-code process, async rewards run
         concurrently while the others run one after another.
         """
         outcomes: dict[int, Outcome] = {}
@@ -265,8 +267,8 @@ class Scorer:
 def _called_here(
     function: Callable[..., Any], arguments: dict[str, Any], size: int
 ) -> dict[str, Any]:
-    """Runs `calls.run` in this process. Changes that the function makes to a list do not affect
-    other rewards.
+    """Runs `calls.run` in this process. If the function changes a list, other rewards are not
+    affected.
     """
     arguments = {
         name: [*each] if isinstance(each, list) else each for name, each in arguments.items()

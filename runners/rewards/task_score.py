@@ -17,8 +17,8 @@ def task_score(
     thought_tags: Sequence[str] = TAGS,
     **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, for the text in a completion's last answer tags or, without tags,
-    after its thoughts.
+    """Returns the task's score, 0 to 1, for each completion. The scored text is in the last answer
+    tags or, without tags, after the thoughts.
     """
     texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [
@@ -31,7 +31,7 @@ def task_score(
 
 @functools.cache
 def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    # an extra
+    # an optional dependency
     from reasoning_gym import get_score_answer_fn  # pyright: ignore[reportMissingImports]
 
     return get_score_answer_fn(task)

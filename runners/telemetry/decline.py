@@ -1,8 +1,8 @@
-"""Detects that a run has become worse: compares its last reading with its best one, given their
-errors.
+"""Detects that a run has become worse: compares its last reading with its best reading, taking
+their standard errors into account.
 
-A reading is a held-out score, or the mean reward of the last updates, with the means of metrics
-that explain it.
+A reading is a held-out score or the mean reward over the last updates, together with the means of
+metrics that may explain a decline.
 """
 
 import itertools
@@ -35,7 +35,7 @@ _LOWER = 5  # the suggested learning rate is the current one divided by this
 
 @attrs.frozen
 class Reading:
-    """A mean with its variance, and the means of other metrics over the last updates."""
+    """A mean and its variance, and other metrics' means over the last updates."""
 
     update: int
     value: float
@@ -45,25 +45,29 @@ class Reading:
 
 @attrs.frozen
 class Progress:
-    """The best readings of a run, and the readings that are now worse; part of the run's state."""
+    """A run's best readings, and the readings that are now worse. This object is part of the run's
+    state.
+    """
 
     recent: dict[str, tuple[float, ...]] = attrs.field(factory=dict)  # values of the last updates
     best: dict[str, Reading] = attrs.field(factory=dict)
-    worse: dict[str, str] = attrs.field(factory=dict)  # lines, by what they are about
+    worse: dict[str, str] = attrs.field(factory=dict)  # warnings, by reading
 
     @property
     def held_out(self) -> Reading | None:
-        """The best evaluation; None if there is none yet."""
+        """The best evaluation, or None if there is none yet."""
         return self.best.get(EXACT_MATCH) or self.best.get(HELD_OUT_REWARD)
 
     @property
     def line(self) -> str:
-        """The readings that are worse now; empty if there are none."""
+        """The readings that are worse now, or an empty text."""
         return "; ".join(self.worse.values())
 
     def updated(self, metrics: Mapping[str, float], config: Config) -> Self:
-        """The state after an update. The reward is not compared if the prompts become harder."""
-        if REWARD not in metrics:  # a supervised one
+        """Returns the state after an update. The reward is not compared if the prompts become
+        harder.
+        """
+        if REWARD not in metrics:  # a supervised update
             return self
         recent = {
             name: (*self.recent.get(name, ()), metrics[name])[-_HISTORY:]
@@ -82,7 +86,7 @@ class Progress:
         return progress._compared(REWARD, last, config)
 
     def evaluated(self, metrics: Mapping[str, float], update: int, config: Config) -> Self:
-        """The state after an evaluation."""
+        """Returns the state after an evaluation."""
         scored = "em" in metrics
         value = metrics.get("em" if scored else "eval/reward")
         if value is None:
@@ -97,10 +101,10 @@ class Progress:
         return {name: statistics.fmean(values[-WINDOW:]) for name, values in self.recent.items()}
 
     def _compared(self, name: str, last: Reading, config: Config) -> Self:
-        """The state after this reading, which may be the best one or, if it is far below the best,
-        a worse one.
+        """Returns the state after this reading. The reading may become the best one or, if it is
+        far below the best, a worse one.
 
-        It counts as worse until less than half of that distance remains.
+        The reading counts as worse until less than half of that distance remains.
         """
         best = self.best.get(name)
         worse = dict(self.worse)
@@ -120,8 +124,8 @@ class Progress:
 
 
 def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
-    """The warning: the reading that fell, the metrics that changed with it, and the key that is the
-    likeliest cause.
+    """Returns the warning: the reading that fell, the metrics that changed with it, and the config
+    key that is the likeliest cause.
     """
     form = ".1%" if name == EXACT_MATCH else ".3g"
     was, now = (f"{each.value:{form}} (update {each.update})" for each in (best, last))
@@ -133,7 +137,7 @@ def _line(name: str, last: Reading, best: Reading, config: Config) -> str:
 
 
 def _changes(last: Reading, best: Reading) -> list[str]:
-    """The means that confirm a decline."""
+    """Returns the means that confirm a decline."""
     found = []
     for name, most in _CHANGES.items():
         factor = last.means.get(name, 0.0) / (best.means.get(name) or math.inf)
@@ -143,7 +147,7 @@ def _changes(last: Reading, best: Reading) -> list[str]:
 
 
 def _cause(name: str, last: Reading, best: Reading, config: Config) -> str:
-    """The key that is the likeliest cause, with a value to try."""
+    """Returns the config key that is the likeliest cause, with a value to try."""
     optim = config.optim
     if last.means and name != REWARD and last.means[REWARD] > best.means.get(REWARD, math.inf):
         key = "reward.functions" if name == EXACT_MATCH else "optim.num_epochs"

@@ -1,4 +1,4 @@
-"""Sends a run's events to its log and its display, and writes the file events.jsonl."""
+"""Sends a run's events to its log and its display, and writes events.jsonl."""
 
 import os
 import platform
@@ -24,20 +24,22 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 class Diary(Report):
     """Sends a run's events to its listeners (log and display), and records the important ones.
 
-    Events that occur before the log exists are written once it does. Times are seconds since 1970.
+    Events that occur before the log exists are written once the log exists. Times are seconds since
+    1970.
     """
 
     def __init__(self, report: Report) -> None:
-        """`report` is the display."""
+        """Starts with one listener, the display `report`."""
         self._report = report
         self._log: MetricsLog | None = None
-        self._early: list[dict[str, Any]] = []  # before the log is there
+        self._early: list[dict[str, Any]] = []  # events from before the log exists
         self._facts: Mapping[str, Any] = {}
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
-        """Adds `log` as a listener; it receives events before the display.
-        The event "start" contains `facts`."""
+        """Adds the listener `log`, which receives events before the display. The event "start"
+        contains `facts`.
+        """
         self._log = log
         self._facts = facts
         log.write(EVENTS, self._early)
@@ -110,8 +112,8 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """Facts for the report: machine, versions, and the keys set by the config or the command
-    line.
+    """Returns facts for the report: machine, versions, and the keys set by the config or the
+    command line.
     """
     facts = {
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,4 +1,4 @@
-"""The events of a run, and their listeners: the log with its dashboards, and the display."""
+"""Defines a run's events and their listeners: the log with its dashboards, and the display."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -12,7 +12,7 @@ from runners.machine.signals import to_stderr
 class Started:
     """The run starts or resumes."""
 
-    updates: int  # of the whole run
+    updates: int  # number of updates in the whole run
     header: Mapping[str, Any]  # shown once; "run" is the title
     done: int = 0  # the current update of a resumed run
     score: float | None = None  # exact match in its last evaluation
@@ -40,7 +40,7 @@ class Updated:
     """An update is finished. `metrics` uses the log's names; all of them are optional."""
 
     metrics: Mapping[str, Any]
-    logged: bool = False  # whether the log gets it: every log.every-th, and the last
+    logged: bool = False  # whether it is logged: every log.every-th update, and the last
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ class Evaluated:
 
 @attrs.frozen
 class Completions:
-    """The completions of a batch step: the records for completions.jsonl."""
+    """One batch step's completions, as records for completions.jsonl."""
 
     records: Iterable[Mapping[str, Any]]
 
@@ -73,7 +73,9 @@ class Note:
 
 @attrs.frozen
 class Alert:
-    """A message that must be shown immediately; another thread may send it. It is not recorded."""
+    """A message that must be shown immediately. Another thread may send the message, and it is not
+    recorded.
+    """
 
     text: str
 
@@ -89,14 +91,15 @@ Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note |
 
 
 class Report:
-    """A listener that shows nothing, for example on a rank whose run is shown by another rank. A
-    context manager that restores the terminal.
+    """A listener that shows nothing, for example on a rank whose run is shown by another rank. As a
+    context manager, it restores the terminal.
     """
 
     @property
     def fault(self) -> Exception | None:
-        """The first failed write to standard output.
-        Afterwards, notes are printed to standard error."""
+        """The first failed write to standard output, if any. After a failed write, notes are
+        printed to standard error.
+        """
         return None
 
     def handle(self, event: Event) -> None:
@@ -109,7 +112,9 @@ class Report:
 
 
 class Quiet(Report):
-    """Shows only the response to a signal; for tests and for use in other programs."""
+    """A listener that shows only the response to a signal, for tests and for use in other
+    programs.
+    """
 
     def handle(self, event: Event) -> None:
         """See `Report.handle`."""

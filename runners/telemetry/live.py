@@ -1,4 +1,4 @@
-"""The display on a terminal: the run's lines, followed by a status line that is updated in
+"""Displays a run on a terminal: the run's lines, followed by a status line that is updated in
 place.
 """
 
@@ -60,7 +60,7 @@ class LiveReport(PlainReport):
         self._live.stop()
 
     def render(self) -> Text:
-        """The current line; rich calls this at every refresh."""
+        """Returns the current line. rich calls this method at every refresh."""
         parts = [self.activity()]
         if self.total:
             left = self.seconds_left()

@@ -1,5 +1,5 @@
-"""The logs of a run: files of JSON lines, described in docs/report.md, and the dashboards of
-[log].
+"""Writes a run's logs: JSON-lines files, described in docs/report.md, and the dashboards that [log]
+configures.
 """
 
 import json
@@ -69,7 +69,7 @@ def check_dashboards_installed(config: Config) -> None:
 
 
 class MetricsLog:
-    """The log files and dashboards of a run, according to [log]; a context manager."""
+    """A run's log files and dashboards, as configured in [log]; a context manager."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class MetricsLog:
         """Opens the files in the run's `folder`. Raises UserError if a file or a dashboard cannot
         be opened.
 
-        `keep` is a result of `positions`: the files continue from there, and dashboards from the
-        run's `update`. Events are always appended, including interruptions. If it is None,
-        everything starts over.
+        `keep` is a result from `positions`: the files continue from these positions, and dashboards
+        continue from the run's `update`. If `keep` is None, all logs start over. Events are always
+        appended, including interruptions.
         """
         resumed_at = None if keep is None else update
         self._dashboards: list[Dashboard] = []
         for key, (package, opened) in _DASHBOARDS.items():
             if getattr(config.log, key):
                 what = f"log.{key} = true, but {package} cannot be started"
-                with user_errors(what, Exception, why=first_line):  # its own: no login, no network
+                with user_errors(what, Exception, why=first_line):  # such as no login or no network
                     self._dashboards.append(opened(folder, config, resumed_at))
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
@@ -127,23 +127,25 @@ class MetricsLog:
                 log(numbers, int(plain.get("update") or 0))
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Appends records to one of the files if the config enables it; otherwise they are not
-        computed.
+        """Appends records to one of the files if the config enables that file. Otherwise, the
+        records are not computed.
         """
         if name in self._files:
             for record in records:
                 self._files[name].write(record)
 
     def fault(self) -> str | None:
-        """The reason why a line could not be written yet; None if all lines are written."""
+        """Returns the reason why a line could not be written yet, or None if all lines are
+        written.
+        """
         for lines in self._files.values():
             if lines.fault:
                 return f"{lines.path}: cannot be written: {lines.fault.strerror or lines.fault}"
         return None
 
     def positions(self) -> dict[str, int]:
-        """The sizes in bytes to which a resumed run truncates the files. Raises UserError if a line
-        is not written yet.
+        """Returns the sizes in bytes to which a resumed run truncates the files. Raises UserError
+        if a line is not written yet.
         """
         for lines in self._files.values():
             lines.push()

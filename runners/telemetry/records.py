@@ -14,7 +14,7 @@ from runners.telemetry.run_statistics import mean_of
 def completion_records(
     experience: Experience, batch_step: int, update: int
 ) -> Iterator[dict[str, Any]]:
-    """A record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
+    """Yields a record per completion for completions.jsonl. docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     lengths = experience.sampled_lengths.tolist()
@@ -52,7 +52,9 @@ def completion_records(
 
 
 def _of_turns(experience: Experience) -> list[list[float]]:
-    """The advantages of each row's turns; empty if advantages belong to whole completions."""
+    """Returns the turn advantages for each row, or an empty list if advantages belong to whole
+    completions.
+    """
     played = experience.played
     if experience.advantages_pg.ndim == 2 or played is None:
         return []
@@ -65,7 +67,7 @@ def _of_turns(experience: Experience) -> list[list[float]]:
 def evaluation_records(
     examples: Sequence[Example], completions: Sequence[Any], update: int
 ) -> Iterator[dict[str, Any]]:
-    """A record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys."""
+    """Yields a record per held-out problem for evaluations.jsonl. docs/report.md lists the keys."""
     for index, (example, one) in enumerate(zip(examples, completions, strict=True)):
         yield {
             "update": update,
@@ -80,8 +82,8 @@ def evaluation_records(
 
 
 def _prompt(example: Example) -> dict[str, Any]:
-    """The last user message (or, without one, the last message), the other messages, and the names
-    of images.
+    """Returns the last user message (or, without one, the last message), the other messages, and
+    the image names.
     """
     messages = list(example.messages)
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]

@@ -1,4 +1,4 @@
-"""The display of a run: plain lines, with a live line below them on a terminal, or nothing."""
+"""Displays a run: as plain lines, with a live line below them on a terminal, or not at all."""
 
 import math
 import textwrap
@@ -24,14 +24,14 @@ _SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
 
 
 class PlainReport(Report):
-    """Prints plain lines of at most 100 columns, without colour or cursor movement, one every
-    `every` updates.
+    """Prints plain lines of at most 100 columns, without colour or cursor movement. Every
+    `every`-th update gets a line.
     """
 
     def __init__(
         self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic
     ):
-        """Writes to `stream`, flushing each line. `clock` returns seconds."""
+        """Writes to `stream`, which is flushed after each line. `clock` returns seconds."""
         self._stream = Output(stream)
         self._every = every
         self._clock = clock
@@ -100,8 +100,8 @@ class PlainReport(Report):
         return self._clock() - self._started
 
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the last update, from the recent pace; None before the first
-        update.
+        """Estimates the seconds until the last update from the recent pace. The estimate is None
+        before the first update.
         """
         if not self._step_times:
             return None
@@ -110,7 +110,9 @@ class PlainReport(Report):
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
 
     def activity(self) -> str:
-        """The current activity with its progress and elapsed time; empty if there is none."""
+        """Returns the current activity with its progress and elapsed time, or an empty text if
+        there is none.
+        """
         if not self._status:
             return ""
         spent = duration_text(self._clock() - self._status_began)
@@ -132,7 +134,9 @@ class PlainReport(Report):
         return LINE_WIDTH
 
     def _update_line(self, metrics: Mapping[str, Any]) -> str:
-        """The line for an update; the least important parts are omitted if the line is too long."""
+        """Returns the line for an update. The least important parts are omitted if the line is too
+        long.
+        """
         score = self._evaluated.score
         headline = f"em {percent_text(score)}"
         if score is None and self._evaluated.reward is not None:  # there are no reference answers
@@ -176,8 +180,8 @@ class PlainReport(Report):
 
 
 def number_text(value: float | None) -> str:
-    """A number with up to three significant digits, such as 0.0123, -1.23, 123 or 3.1e-04; NaN is
-    "nan", None is "-".
+    """Formats a number with up to three significant digits, such as 0.0123, -1.23, 123 or 3.1e-04.
+    NaN becomes "nan", and None becomes "-".
     """
     if value is None:
         return "-"
@@ -189,12 +193,12 @@ def number_text(value: float | None) -> str:
 
 
 def percent_text(score: float | None) -> str:
-    """A share from 0 to 1 as a percentage such as 52.0%; "-" for None."""
+    """Formats a share from 0 to 1 as a percentage such as 52.0%. None becomes "-"."""
     return "-" if score is None else f"{100 * score:.1f}%"
 
 
 def duration_text(seconds: float | None) -> str:
-    """A duration such as 0:41, 12:05 or 1:02:03; "-" for None."""
+    """Formats a duration, such as 0:41, 12:05 or 1:02:03. None becomes "-"."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -203,7 +207,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def _measured(metrics: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """The metrics of `names` (shown name -> key) that were measured, with their values."""
+    """Returns the metrics in `names` (shown name -> key) that were measured, with their values."""
     return [f"{name} {number_text(metrics[key])}" for name, key in names.items() if key in metrics]
 
 

@@ -19,7 +19,7 @@ from runners.rewards.experience import COUNTS, Experience, is_varied, length_pen
 
 @attrs.frozen(eq=False)
 class Tally:
-    """Per-step statistics kept for logging after the completions are freed."""
+    """Statistics for one batch step, kept for logging after the completions are freed."""
 
     rewards_pg: np.ndarray  # float64, combined; NaN = no reward
     values_kb: np.ndarray  # float64, of each reward function
@@ -39,7 +39,7 @@ class Tally:
 
     @classmethod
     def of(cls, experience: Experience, update: int = 0) -> Self:
-        """The statistics of one batch step that the learner uses after this update."""
+        """Returns the statistics for one batch step that the learner uses after this update."""
         played = experience.played or ()
         version_b = experience.rollout.version_b
         versions_b = np.zeros(0) if version_b is None else np.array(version_b, np.float64)
@@ -65,13 +65,13 @@ class Tally:
 def rollout_metrics(
     tallies: Sequence[Tally], rewards: Sequence[str], config: Config
 ) -> dict[str, float]:
-    """Statistics of the rewards and completions of an update's batch steps; NaN where there are no
-    values.
+    """Computes reward and completion statistics over an update's batch steps. A statistic without
+    values is NaN.
 
-    `reward_std` is the mean over groups of the standard deviation within a group.
+    `reward_std` is the standard deviation within a group, averaged over groups.
     `frac_reward_zero_std` is the share of groups without an advantage from `loss.baseline`: groups
     without variance, or, with `batch_mean`, all groups of a batch step without variance. A metric
-    logged by a reward keeps its name unless one of these metrics has the same name.
+    that a reward logs keeps its name unless one of these metrics has the same name.
     """
     steps = [tally.rewards_pg for tally in tallies]
     rewards_pg = np.concatenate(steps)
@@ -131,7 +131,9 @@ def rollout_metrics(
 
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
-    """Turns and tool calls of an update's conversations; frequencies are defined as in TRL."""
+    """Computes turn and tool-call metrics over an update's conversations. Frequencies are defined
+    as in TRL.
+    """
     counts = {
         name: np.concatenate([tally.counts[name] for tally in tallies])
         for name in tallies[0].counts
@@ -180,8 +182,9 @@ def loss_metrics(
     has_reference: bool,
     has_teacher: bool = False,
 ) -> dict[str, Any]:
-    """The learner's metrics of an update: token metrics only if there were tokens, clip metrics
-    only if the surrogate of `spec` clips."""
+    """Returns the learner's metrics for an update. Token metrics are included only if there were
+    tokens, and clip metrics only if the surrogate in `spec` clips.
+    """
     metrics: dict[str, Any] = {
         "loss": stats.loss.item(),
         "grad_norm": update.grad_norm.item(),
@@ -199,7 +202,7 @@ def loss_metrics(
 
 
 def mean_of(values: np.ndarray) -> float:
-    """The mean of the values that are not NaN; NaN if there are none."""
+    """Returns the mean over the values that are not NaN, or NaN if there are none."""
     given = values[~np.isnan(values)]
     return float(given.mean()) if given.size else float("nan")
 
@@ -227,7 +230,9 @@ class PartTimes:
 
     @contextmanager
     def timing(self, part: str | None) -> Iterator[None]:
-        """Adds the time of the `with` block to one of PARTS; None if it is not part of a step."""
+        """Adds the duration of the `with` block to one of PARTS. None means that the block is not
+        part of a step.
+        """
         started = self._clock()
         try:
             yield
@@ -239,8 +244,8 @@ class PartTimes:
                 self.add(part, seconds)
 
     def take(self) -> dict[str, float]:
-        """`step_time`, `time/PART` for each part, and `time/rest`, in seconds; the clock restarts
-        at 0.
+        """Returns `step_time`, `time/PART` for each part, and `time/rest`, in seconds, and restarts
+        the clock at 0.
         """
         now = self._clock()
         whole = now - self._started

@@ -1,7 +1,8 @@
 """Checks the metrics of updates and evaluations, warns when training goes wrong, and decides when a
 run ends early.
 
-It depends only on logged values and on `Seen`, so a resumed run warns and ends at the same updates.
+Warnings and ends depend only on logged values and on `Seen`, so a resumed run warns and ends at the
+same updates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,16 @@ from runners.telemetry.decline import Progress
 
 @attrs.frozen
 class Seen:
-    """The run's readings so far, as part of its state."""
+    """A summary of the run's readings so far, which is part of the run's state."""
 
-    counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
+    counts: dict[str, int] = attrs.field(factory=dict)  # consecutive readings
     reached: str | None = None  # the condition that ends the run
     progress: Progress = attrs.field(factory=Progress)
 
 
 @attrs.frozen
 class Watch:
-    """Counts the consecutive readings for which each sign of trouble has lasted."""
+    """Counts, for each sign of trouble, the consecutive readings that show it."""
 
     config: Config
     conditions: Sequence[Condition]  # of stop.when
@@ -35,10 +36,10 @@ class Watch:
     def see(
         self, metrics: Mapping[str, Any], seen: Seen, evaluated_at: int | None = None
     ) -> tuple[Seen, list[str]]:
-        """Processes the logged metrics of an update or of the evaluation after it. Returns the
+        """Processes the metrics logged for an update or for the evaluation after it. Returns the
         readings so far, and the warnings that are due, one line each.
 
-        A metric that is missing or not finite is ignored; it does not change a count.
+        A metric that is missing or not finite is ignored and does not change a count.
         """
         counts = dict(seen.counts)
         reached = seen.reached
@@ -76,7 +77,7 @@ class Watch:
 
 
 def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tuple[str, bool, str]]:
-    """For each kind of trouble, its name, whether the metrics show it, and the warning."""
+    """Yields, for each kind of trouble, its name, whether the metrics show it, and the warning."""
     row = f"for {settings.patience} updates"
     flat = metrics.get("frac_reward_zero_std")
     if flat is not None:
@@ -115,8 +116,8 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
 
 
 def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[str, bool, str]]:
-    """A sign of trouble for each reward: all completions of an update have the same value, or none
-    has a value.
+    """Yields a sign of trouble for each reward. A reward is in trouble if all completions in an
+    update have the same value, or if none has a value.
     """
     for metric, std in metrics.items():
         name = metric.removeprefix("rewards/").removesuffix("/std")

@@ -1,5 +1,5 @@
-"""Tokenizers and prompt settings: checks a tokenizer before its first use, and converts between
-text and tokens.
+"""Handles tokenizers and prompt settings: checks a tokenizer before its first use, and converts
+between text and tokens.
 
 Nothing here loads weights.
 """

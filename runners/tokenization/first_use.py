@@ -1,4 +1,4 @@
-"""Uses a model's tokenizer and chat template for the first time, in a process that can be ended.
+"""Uses a model's tokenizer and chat template for the first time, in a process that can be killed.
 
 Importing this module imports transformers.
 """
@@ -23,8 +23,8 @@ _TALK = [_SYSTEM, _USER, {"role": "assistant", "content": _WORDS}, _USER]
 
 
 def first_use(folder: str) -> bool:
-    """Runs in the child process: renders a few conversations and tokenizes a text. Returns True
-    unless a limit ends the process.
+    """Renders a few conversations and tokenizes a text, in the child process. Returns True unless a
+    limit ends the process.
     """
     for file in files_of(Path(folder)):
         _attempt(_tokenize if file.name == "tokenizer.json" else _render, file)

@@ -1,8 +1,8 @@
-"""The prompt format of a trained model: `grpo_prompt.json` in its folder, next to the files that
-mlx-lm reads.
+"""Reads and writes a trained model's prompt format: `grpo_prompt.json` in the model's folder, next
+to the files that mlx-lm reads.
 
 A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the
-model card read it. It contains nothing about the machine.
+model card read it. The file contains nothing about the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMAT = {"format": "grpo_fn.prompt", "version": 3}
 
 @attrs.frozen(kw_only=True)
 class PromptSettings:
-    """A run's prompt format, ends of completions, and sampling settings: keys of [data] and
+    """A run's prompt format, stop conditions and sampling settings: keys from [data] and
     [rollout].
     """
 
@@ -43,14 +43,14 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From a resolved config's sections, as returned by `Config.to_dict`. Raises KeyError if a
-        key is missing.
+        """Creates the settings from a resolved config's sections, as returned by `Config.to_dict`.
+        Raises KeyError if a key is missing.
         """
         values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The settings by section and key, in JSON's types, for `load_config`."""
+        """Returns the settings by section and key, in JSON's types, for `load_config`."""
         values = attrs.asdict(self) | {"stop": list(self.stop)}
         return {
             section: {name: value for name, value in values.items() if _KEYS[name][0] == section}
@@ -75,7 +75,8 @@ def write_prompt(folder: Path, settings: PromptSettings | None) -> None:
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:
-    """The settings in a model's folder, or in a folder of adapters; None if there are none.
+    """Reads the settings from a model folder or an adapter folder. Returns None if the folder has
+    no settings.
 
     Raises UserError for a different format or version, a missing or unknown key, and an invalid
     value.

@@ -23,9 +23,9 @@ MAX_TEXT = 1 << 21  # characters of a prompt: tokenizers take some 400 bytes for
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
-    """The tokens of a text; `options` are the tokenizer's own.
+    """Tokenizes a text. `options` are passed to the tokenizer.
 
-    Raises UserError for a text of more than MAX_TEXT characters, and if the tokenizer fails on it.
+    Raises UserError if the text has more than MAX_TEXT characters, or if the tokenizer fails on it.
     """
     if len(text) > MAX_TEXT:
         raise UserError(
@@ -37,7 +37,7 @@ def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _foreign(what: str) -> Iterator[None]:
-    """Turns errors of foreign tokenizers into UserErrors."""
+    """Converts errors from third-party tokenizers to UserErrors."""
     try:
         yield
     except (UserError, MemoryError):
@@ -49,7 +49,7 @@ def _foreign(what: str) -> Iterator[None]:
 
 
 class TextDecoder:
-    """Decodes completions to the text that rewards, evaluation, logs and commands read.
+    """Decodes completions to the text that rewards, evaluation, logs and commands receive.
 
     Tokens that end a completion, and padding, are omitted at its end. All other special tokens,
     such as `</think>`, are kept, because rewards may look for them.
@@ -61,14 +61,14 @@ class TextDecoder:
         self.ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a completion; incomplete characters become U+FFFD."""
+        """Decodes a completion. Incomplete characters become U+FFFD."""
         count = len(tokens)
         while count and tokens[count - 1] in self.ends:
             count -= 1
         return self.part(tokens[:count])
 
     def part(self, tokens: Sequence[int]) -> str:
-        """The text of tokens inside a completion, including tokens that would end it."""
+        """Decodes tokens inside a completion, including tokens that would end it."""
         if not tokens:
             return ""
         with _foreign("a completion"):
@@ -78,19 +78,20 @@ class TextDecoder:
             )
 
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
-        """A function from a completion's tokens to the number to keep, or None if it continues.
+        """Returns a function that maps a completion's tokens to the number of tokens to keep, or to
+        None if the completion continues.
 
-        Its second argument is the number of tokens that earlier calls have checked and that are not
-        checked again (0: none).
+        The function's second argument is the number of tokens that earlier calls have checked,
+        which are not checked again; 0 means none.
 
-        The last kept token is the one that completes the earliest stop string; text of that token
-        after the stop string is kept, because tokens cannot be split. If a stop string is a special
-        token's name, that token ends completions, and `decode` omits it at the end. Without stop
-        strings, the result is None.
+        The last kept token is the one that completes the earliest stop string. If that token has
+        text after the stop string, this text is kept too, because tokens cannot be split. If a stop
+        string is a special token's name, that token ends completions, and `decode` omits it at the
+        end. Without stop strings, `find_stop` returns None.
 
         Text is decoded only if a token contains a stop string's last character, and only as far
-        back as the string reaches. A call without such a token costs about a microsecond. Raises
-        ValueError for an empty stop string.
+        back as the stop string can reach. A call without such a token costs about a microsecond.
+        Raises ValueError for an empty stop string.
         """
         if any(not stop for stop in stop_strings):
             raise ValueError("a stop string is empty: it would end every completion immediately")
@@ -101,7 +102,7 @@ class TextDecoder:
         self.ends |= {i for i, token in special if token.special and str(token) in texts}
         last_characters = {stop[-1] for stop in texts}
         if not all(character.isascii() for character in last_characters):
-            last_characters.add("\ufffd")  # a token may hold only a part of such a character
+            last_characters.add("\ufffd")  # a token may contain only a part of such a character
         # A token has at least a byte; an extra one avoids a decoder's trimming.
         reach = max(len(stop.encode()) for stop in texts) + 1
 
@@ -121,7 +122,7 @@ class TextDecoder:
         return find
 
     def _tail(self, tokens: Sequence[int], number: int) -> str:
-        """The text of the last `number` tokens, and of up to three more if it would otherwise start
+        """Decodes the last `number` tokens, and up to three more if the text would otherwise start
         inside a character.
 
         Some decoders drop all bytes after such a start.
@@ -137,10 +138,10 @@ class TextDecoder:
 class TextStream:
     """A completion's text as its tokens arrive: the pieces together equal `decode` of all tokens.
 
-    (Damaged characters are an exception, because some decoders then change earlier text.) A
-    piece is held back while it ends inside a character. Only the last few tokens are decoded again:
-    the tokens of the previous piece and all later ones, because decoders treat the first token of a
-    text differently.
+    (Damaged characters are an exception, because some decoders then change earlier text.) A piece
+    is held back while it ends inside a character. Only a few tokens are decoded again: those in the
+    previous piece and all later ones. The previous piece is included because decoders treat a
+    text's first token differently.
     """
 
     def __init__(self, decoder: TextDecoder):
@@ -150,15 +151,15 @@ class TextStream:
         self._waiting: list[int] = []  # tokens after it
 
     def add(self, token: int) -> str:
-        """The text that this token completes, often empty."""
+        """Returns the text that this token completes, which is often empty."""
         self._waiting.append(token)
-        if token in self._decoder.ends:  # it gives no text if no other token follows
+        if token in self._decoder.ends:  # such a token has no text if no other token follows
             return ""
         text = self._decoder.part([*self._last, *self._waiting])
         return "" if text.endswith("\ufffd") else self._advance(text)
 
     def finish(self) -> str:
-        """The rest of the text if the last character was incomplete."""
+        """Returns the remaining text if the last character was incomplete."""
         return self._advance(self._decoder.decode([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:

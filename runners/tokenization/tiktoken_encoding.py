@@ -16,7 +16,7 @@ _BOS = "<|bos|>"
 _ENDS = ("<|assistant_end|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", _BOS)
 _PADS = ("<|pad|>", "<|padding|>")
 _TURNS = {"<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"}
-# nanochat has no system role: such a message is the beginning of the first user message.
+# nanochat has no system role, so a system message becomes the start of the first user message.
 _NANOCHAT_TEMPLATE = """\
 {{- bos_token }}{% set first = namespace(text="") -%}
 {%- for message in messages %}
@@ -42,8 +42,9 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     for the name of an encoding in tiktoken.
 
     A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or
-    the like, if the encoding contains them. Existing values in the folder's generation_config.json
-    are kept. If the encoding contains nanochat's turn marks, a chat template is written too.
+    a similar token, if the encoding contains them. Existing values in the folder's
+    generation_config.json are kept. If the encoding contains nanochat's turn marks, a chat template
+    is written too.
     """
     import tiktoken
     from tokenizers import (
@@ -60,7 +61,7 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
         encoding = tiktoken.get_encoding(encoding)
     special = encoding._special_tokens
     vocabulary, merges = _vocabulary(encoding._mergeable_ranks)
-    # A token that tiktoken has for a whole word is taken without merges, there and here.
+    # If a whole word is a token, both tiktoken and this tokenizer use it without merges.
     tokenizer: Any = Tokenizer(models.BPE(vocabulary | special, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -99,8 +100,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The tokens by name, and all pairs that form a token, by rank, which is the order in which
-    tiktoken joins neighbours.
+    """Returns the tokens by name, and all pairs that form a token. The pairs are ordered by rank,
+    as tiktoken joins neighbours.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -115,6 +116,6 @@ def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str
 
 
 def pairs_forming(token: AnyStr, known: Set[AnyStr]) -> list[tuple[AnyStr, AnyStr]]:
-    """The pairs of known tokens that form this one, the shortest left part first."""
+    """Returns the pairs of known tokens that form this token, the shortest left part first."""
     cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
     return [(left, right) for left, right in cuts if left in known and right in known]

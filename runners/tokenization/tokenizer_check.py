@@ -1,8 +1,8 @@
 """Limits the time and memory of a model's tokenizer and chat template at their first use.
 
 The libraries have no such limits, but a one-line template or a tokenizer.json of a few kilobytes
-can require gigabytes. Therefore, the first use happens in a process that can be ended. This
-takes a second, once per file content: contents that have passed are recorded in the user's cache
+can require gigabytes. Therefore, the first use happens in a process that can be killed. The process
+takes a second, once per file content. Contents that have passed are recorded in the user's cache
 folder.
 """
 
@@ -27,7 +27,7 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises UserError, in one line, if the first use takes too much time or memory.
+    """Raises a one-line UserError if the first use takes too much time or memory.
 
     The shipped model and contents that have passed before are not checked.
     """
@@ -54,6 +54,6 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files in a model's folder that its tokenizer and template are read from."""
+    """Returns the files in a model's folder from which its tokenizer and its template are read."""
     files = [*(folder / name for name in _FILES), *sorted(folder.glob(_MORE_TEMPLATES))]
     return [*filter(Path.is_file, files)]

@@ -1,3 +1,3 @@
-"""GGUF, the format of llama.cpp: reads its header, and converts models and tokenizers in both
+"""Handles GGUF, llama.cpp's format: reads its header, and converts models and tokenizers in both
 directions.
 """

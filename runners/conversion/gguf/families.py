@@ -1,4 +1,4 @@
-"""GGUF's names for the parts and sizes of mlx-lm's models: one table per fact, used in both
+"""Lists GGUF's names for the parts and sizes of mlx-lm's models: one table per fact, used in both
 directions.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from runners.errors import UserError, listed, show
 
-_PARTS = {  # of a block: mlx-lm's name -> GGUF's
+_PARTS = {  # parts of a block: mlx-lm's name -> GGUF's
     "input_layernorm": "attn_norm",
     **{f"self_attn.{name}_proj": f"attn_{name}" for name in ("q", "k", "v", "qkv")},
     "self_attn.o_proj": "attn_output",
@@ -30,19 +30,19 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @attrs.frozen
 class Family:
-    """GGUF's representation of a family of models."""
+    """GGUF's representation of a model family."""
 
     arch: str  # GGUF's name
-    model_type: str  # config.json's, of a folder made from GGUF
+    model_type: str  # written to config.json when a folder is made from GGUF
     parts: Mapping[str, str] = attrs.field(factory=lambda: _PARTS)
-    pairs: bool = False  # rotated pairs are neighbours in q and k, and not half a head apart
+    pairs: bool = False  # rotated pairs are adjacent in q and k, not half a head apart
     norm_offset: float = 0.0  # added to the norms' weights
     # with this many blocks, llama.cpp scales queries by hidden_size / heads, not by the head
     wide: int = 0
     windows: Sequence[str] = ()  # which of _WINDOWS llama.cpp reads
 
     def names(self, blocks: int) -> dict[str, str]:
-        """GGUF's name for each of mlx-lm's layers, in a model with this many blocks."""
+        """Returns GGUF's name for each of mlx-lm's layers, in a model with this many blocks."""
         names = dict(_OUTSIDE)
         for block in range(blocks):
             for ours, theirs in self.parts.items():
@@ -50,7 +50,7 @@ class Family:
         return names
 
     def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
-        """For a GGUF tensor, the number of heads whose rotated pairs are reordered; 0 for none."""
+        """Returns the number of heads in a GGUF tensor whose rotated pairs are reordered, or 0."""
         part = name.split(".")[-2]
         if not self.pairs or part not in ("attn_q", "attn_k"):
             return 0
@@ -75,7 +75,7 @@ FAMILIES = {  # by model_type
     "phi3": Family("phi3", "phi3", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
 }
 
-_KEYS = {  # config.json's -> GGUF's behind the architecture's name; whether every file has it
+_KEYS = {  # config.json's -> GGUF's after the architecture's name; whether every file has it
     "max_position_embeddings": ("context_length", int, True),
     "hidden_size": ("embedding_length", int, True),
     "intermediate_size": ("feed_forward_length", int, True),
@@ -93,14 +93,14 @@ _KEYS = {  # config.json's -> GGUF's behind the architecture's name; whether eve
     "final_logit_softcapping": ("final_logit_softcapping", float, False),
     "vocab_size": ("vocab_size", int, False),
 }
-_DEFAULTS = {  # by architecture, where both have one and files leave it out
+_DEFAULTS = {  # by architecture: shared defaults for keys that files omit
     "gemma2": {"rope_theta": 10000.0},
     "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
 }
 
 
 def _query_size(family: Family, config: Mapping[str, Any]) -> int:
-    """The square of llama.cpp's divisor for the products of queries and keys."""
+    """Returns the square of the number by which llama.cpp divides query-key products."""
     wide = config["num_hidden_layers"] == family.wide
     return config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
 
@@ -108,10 +108,10 @@ def _query_size(family: Family, config: Mapping[str, Any]) -> int:
 def metadata_of(
     family: Family, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its
-    rotation.
+    """Returns GGUF's metadata for a config.json whose defaults are filled in, and the rotation's
+    tensors.
 
-    Raises UserError for models whose computation in llama.cpp differs.
+    Raises UserError for models that llama.cpp computes differently.
     """
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config = {**config, "head_dim": head}
@@ -159,8 +159,8 @@ def metadata_of(
 def config_of(
     arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """config.json from a GGUF header: `metadata` is the header's `get`, and `factors` are the
-    rotation's tensors.
+    """Returns the config.json for a GGUF header. `metadata` is the header's method `get`, and
+    `factors` are the rotation's tensors.
 
     Raises UserError for an unknown architecture and for missing sizes.
     """
@@ -204,7 +204,7 @@ def _scaling(
     arch: str, metadata: Any, config: Mapping[str, Any], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
     kind = metadata(f"{arch}.rope.scaling.type", str, "none")
-    # Llama 3's factors are made from numbers that the file does not have.
+    # Llama 3's factors are computed from values that the file does not contain.
     found = factors.get(ROPE_FACTORS[0])
     if found is not None:
         scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
@@ -237,8 +237,8 @@ def _scaling(
 
 
 def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np.ndarray:
-    """The factors by which Llama 3 reduces each frequency [head_dim / 2] (transformers' `llama3`
-    rotation).
+    """Returns the factors by which Llama 3 reduces each frequency, [head_dim / 2] (transformers'
+    `llama3` rotation).
 
     Wavelengths below old context / high_freq_factor are unchanged, and those above old context /
     low_freq_factor are multiplied by `factor`. In between, the frequency is interpolated linearly
@@ -253,7 +253,7 @@ def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np
 
 
 def swap_pairs(rows: Any, heads: int, *, apart: bool) -> Any:
-    """Rows [heads · D, …] of q or k, reordered so that a head's rotated pairs are half a head
+    """Reorders q's or k's rows [heads · D, …] so that each head's rotated pairs are half a head
     `apart` or, otherwise, adjacent.
     """
     inner = (-1, 2) if apart else (2, -1)

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file, which is untrusted and fully checked.
+"""Reads the header of a GGUF file. The file is untrusted, so the header is fully checked.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-The `gguf` package defines the types of tensors; its own reader is slow, and does not check bounds.
+The `gguf` package defines the tensor types. Its own reader is slow and does not check bounds.
 """
 
 import os
@@ -20,7 +20,7 @@ from runners.machine.versions import import_extra
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TEXT = 8
 _ARRAY = 9
-# Of a header; real ones have less than half.
+# Size limit of a header; real headers have less than half.
 _MOST_BYTES = 1 << 26
 _MOST_READS = 1 << 21
 _MOST = 2**31 - 1  # MLX's shapes are int32
@@ -31,7 +31,7 @@ class Tensor:
     """The location of a tensor in the file."""
 
     kind: str
-    shape: tuple[int, ...]  # outermost first, as in MLX; the file has it the other way round
+    shape: tuple[int, ...]  # outermost first, as in MLX; reversed in the file
     start: int
     size: int  # bytes
 
@@ -45,7 +45,7 @@ class GGUF:
     tensors: Mapping[str, Tensor]
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
-        """A value of the metadata.
+        """Returns a metadata value.
 
         Raises UserError if the type differs, or if the value is missing and there is no default.
         """
@@ -57,7 +57,7 @@ class GGUF:
         return found
 
     def numbers(self, key: str, count: int) -> list[float] | None:
-        """A list of finite numbers of this length in the metadata; None if it is missing.
+        """Returns a metadata list of `count` finite numbers, or None if the key is missing.
 
         Raises UserError for any other value.
         """
@@ -69,12 +69,12 @@ class GGUF:
         return found.tolist()
 
     def bytes_of(self, tensor: Tensor) -> np.ndarray:
-        """A tensor's bytes [size]."""
+        """Returns a tensor's bytes [size]."""
         return np.fromfile(self.file, np.uint8, tensor.size, offset=tensor.start)
 
 
 def gguf_package() -> Any:
-    """The package `gguf`. Raises UserError if it is not installed."""
+    """Returns the `gguf` package. Raises UserError if the package is not installed."""
     return import_extra("gguf", "gguf", "GGUF requires the package gguf")
 
 
@@ -82,7 +82,7 @@ def read_header(file: Path) -> GGUF:
     """Reads the header of a GGUF file, and checks that all tensors are inside the file and do not
     overlap.
 
-    Raises UserError for any other file.
+    Raises UserError for a file that is not valid GGUF.
     """
     gguf = gguf_package()
     try:
@@ -124,7 +124,7 @@ class _Reader:
     reads: int = 0
 
     def take(self, size: int) -> int:
-        """Skips this many bytes and returns their start."""
+        """Skips `size` bytes and returns the offset of the first one."""
         if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
@@ -159,7 +159,7 @@ class _Reader:
         return np.frombuffer(self.content, dtype, count, self.take(count * dtype.itemsize))
 
     def placed(self, gguf: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """A tensor's kind, shape, offset and size."""
+        """Reads a tensor's kind, shape, offset and size."""
         (rank,) = self.numbers("I")
         if not 1 <= rank <= 4:
             raise ValueError(f"expected 1 to 4 dimensions, found {rank}")

@@ -1,5 +1,5 @@
-"""`grpo convert FILE.gguf`: reads weights under mlx-lm's names, and keeps them packed if MLX
-supports their format.
+"""Implements `grpo convert FILE.gguf`: reads weights under mlx-lm's names, and keeps weights packed
+if MLX supports their format.
 """
 
 from math import prod
@@ -22,11 +22,11 @@ _GROUP = 32
 def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
-    If most numbers are packed in one of `_PACKED`, these weights stay packed with the same numbers,
-    unless `dequantize` is set. The `gguf` package unpacks all other weights. Raises UserError for a
-    damaged or unsupported file.
+    If most weights are packed in one of the formats `_PACKED`, these weights stay packed with the
+    same values, unless `dequantize` is set. The `gguf` package unpacks all other weights. Raises
+    UserError for a damaged or unsupported file.
     """
-    # a shape, or a type that gguf only names
+    # an unsupported shape, or a type that gguf only names
     with user_errors(str(file), UserError, ValueError, NotImplementedError, why=first_line):
         _convert(read_header(file), folder, dequantize)
 
@@ -55,7 +55,7 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
         key=lambda kind: sum(prod(tensor.shape) for tensor in matrices if tensor.kind == kind),
     )
     stays_packed = usual in _PACKED and not dequantize
-    dtype = _DTYPES.get(usual, mx.float16)  # of the unpacked ones: blocks scale by half precision
+    dtype = _DTYPES.get(usual, mx.float16)  # of unpacked weights: blocks scale in half precision
     config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
     weights: dict[str, mx.array] = {}
     packed: dict[str, int] = {}  # bits by name
@@ -88,20 +88,21 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
 
 
 def _array(header: GGUF, tensor: Tensor) -> np.ndarray:
-    """A tensor as float32."""
+    """Returns a tensor as float32."""
     gguf = gguf_package()
     rows = header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
     found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind])
-    # no zero is negative, as in MLX
+    # removes negative zeros, as in MLX
     return found + np.float32(0) if tensor.kind in _PACKED else found
 
 
 def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]:
-    """Blocks of 32 in MLX's packing: w = scale · q + bias with q ≥ 0, the first weight in the low
-    bits.
+    """Repacks blocks of 32 weights for MLX: w = scale · q + bias with q ≥ 0, and the first weight
+    in the low bits.
 
-    In Q8_0 and Q4_0, q is centred on 0 and there is no bias; Q4_1 has scale and bias. The low
-    halves of a block's bytes contain its four-bit weights 0…15, the high halves 16…31.
+    In GGUF's Q8_0 and Q4_0, q is centred on 0 and there is no bias; Q4_1 has scale and bias. In a
+    block's bytes, the low halves contain the four-bit weights 0…15, and the high halves contain
+    weights 16…31.
     """
     rows = tensor.shape[0]
     blocks = header.bytes_of(tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)
@@ -117,7 +118,7 @@ def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]
     if tensor.kind == "Q4_1":
         biases = halves[..., 1]
     else:
-        with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
+        with np.errstate(over="ignore"):  # infinite ones are rejected with the weight's name
             biases = scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
     words = np.ascontiguousarray(quants).reshape(rows, -1).view(np.uint32)
     return mx.array(words), mx.array(scales), mx.array(biases)

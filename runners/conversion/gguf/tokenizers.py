@@ -29,7 +29,7 @@ _LETTERS = (
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_CUTS = {  # llama.cpp's names of cuttings into words -> their expressions, one after the other
+_CUTS = {  # llama.cpp's pre-tokenizer names -> their regular expressions, applied in order
     "gpt-2": (_GPT2,),
     "smollm": (_DIGIT, _GPT2),
     "qwen2": (_LIKE_GPT4 % "",),
@@ -52,7 +52,7 @@ _ENDS = {  # tokens that end a generation in llama.cpp by their names
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-_FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no such token
+_FILE_ENDS = {  # and those for files and gaps in code, if the metadata has no such token
     "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
     "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
     "fim_sep": {"<|file_sep|>"},
@@ -61,13 +61,13 @@ _SPECIAL = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
 }  # fmt: skip
 _SPACE = "▁"  # SentencePiece's
-_MAX_TOKEN = 256  # characters of a token that merges are sought for
+_MAX_TOKEN = 256  # longest token, in characters, for which merges are searched
 
 
 def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dict[str, Any]:
-    """GGUF's metadata of a tokenizer for a model with this many token ids.
+    """Returns a tokenizer's GGUF metadata, for a model with this many token ids.
 
-    Raises UserError for kinds that llama.cpp does not support.
+    Raises UserError for tokenizers that llama.cpp does not support.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -125,7 +125,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 def write_tokenizer(header: GGUF, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
 
-    Raises UserError for unsupported kinds.
+    Raises UserError for unsupported tokenizers.
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
@@ -174,8 +174,8 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
 
 
 def _beginning_with(token: str, number: int) -> dict[str, Any]:
-    """The post-processor that puts a token before each text. The library's own templates would
-    misread a name with ":" or "$".
+    """Returns the post-processor that puts a token before each text. The library's own templates
+    would misread a token name that contains ":" or "$".
     """
     single = [
         {"SpecialToken": {"id": token, "type_id": 0}},
@@ -189,8 +189,8 @@ def _beginning_with(token: str, number: int) -> dict[str, Any]:
 
 
 def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
-    """The tokens that end a generation in llama.cpp, found by their keys in the metadata, then by
-    their names.
+    """Returns the tokens that end a generation in llama.cpp, found first by metadata key and then
+    by name.
     """
     names = _ENDS.union(*(texts for key, texts in _FILE_ENDS.items() if ids[key] < 0))
     stated = [ids[key] for key in ("eos", "eot", "eom", *_FILE_ENDS) if ids[key] >= 0]
@@ -198,8 +198,8 @@ def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
 
 
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder; a list with one step if it is not a
-    sequence.
+    """Returns the steps of a normalizer, pre-tokenizer or decoder. A component that is not a
+    sequence becomes a list with one step.
     """
     found = stated.get(key)
     if not found:
@@ -208,7 +208,7 @@ def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str,
 
 
 def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
-    """llama.cpp's name for the pre-tokenizer of a tokenizer.json."""
+    """Returns llama.cpp's name for a tokenizer.json's pre-tokenizer."""
     found = []
     for step in _steps(stated, "pre_tokenizer", "pretokenizers"):
         match step:
@@ -232,7 +232,7 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
 
 
 def _prefixed(stated: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer puts a space before each text."""
+    """Returns whether a tokenizer puts a space before each text."""
     steps = [
         *_steps(stated, "normalizer", "normalizers"),
         *_steps(stated, "pre_tokenizer", "pretokenizers"),
@@ -279,7 +279,7 @@ def _bytewise(
 def _sentences(
     header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> dict:
-    """Converts scores to merges: SentencePiece's BPE always joins the two neighbours whose union
+    """Converts scores to merges. SentencePiece's BPE always joins the two neighbours whose union
     has the best score.
     """
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))

@@ -1,5 +1,5 @@
-"""`grpo export --gguf`: writes a model for llama.cpp and programs based on it, with the `gguf`
-package.
+"""Implements `grpo export --gguf`: writes a model for llama.cpp and programs based on llama.cpp,
+using the `gguf` package.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,19 @@ class _Leaf:
     name: str
     kind: str
     array: Any
-    heads: int = 0  # whose rotated pairs change places
+    heads: int = 0  # number of heads whose rotated pairs are reordered
     offset: float = 0.0
 
     def data(self) -> np.ndarray:
-        """The numbers in float32."""
+        """Returns the values in float32."""
         found = np.array(mx.array(self.array).astype(mx.float32)) + np.float32(self.offset)
         return swap_pairs(found, self.heads, apart=False) if self.heads else found
 
 
 def check_gguf(kind: str) -> Any:
-    """The package `gguf`. Raises UserError if it is not installed, or for an unknown type."""
+    """Returns the `gguf` package. Raises UserError if the package is not installed, or for an
+    unknown type.
+    """
     if kind not in TYPES:
         raise UserError(f"--type {kind}: expected {listed([*TYPES])}")
     return gguf_package()
@@ -56,12 +58,12 @@ def write_gguf(
     name: str,
     force: bool = False,
 ) -> None:
-    """Writes a model without adapters and packed layers as one file, atomically.
+    """Writes a model as one file, atomically. The model has neither adapters nor packed layers.
 
-    Matrices have the type `kind`; everything else is float32. If `kind` has four bits, the token
-    embedding and the head have eight. Rows whose length is not a multiple of 32 are float16. Raises
-    UserError for a model that llama.cpp does not support or computes differently, and if writing
-    fails.
+    Matrices have the type `kind`, and all other tensors are float32. If `kind` has four bits, the
+    token embedding and the output head have eight. Matrices whose row length is not a multiple of
+    32 are float16. Raises UserError for a model that llama.cpp does not support or computes
+    differently, and if writing fails.
     """
     gguf = check_gguf(kind)
     family = FAMILIES.get(str(config["model_type"]))
