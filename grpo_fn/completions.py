@@ -1,4 +1,4 @@
-"""Rollout: sampled completions with their log-probs, before they are scored."""
+"""Rollout, which contains sampled completions and their log-probs, before they are scored."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,9 @@ from grpo_fn.trees import flat, on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A finished row, which is one completion of a prompt; or the current state of a row that is
-    still decoding."""
+    """A finished row, which is one completion of a prompt, or the current state of a row that is
+    still decoding.
+    """
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
@@ -26,7 +27,7 @@ class Ended:
 
 @attrs.frozen(eq=False)
 class Rollout:
-    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
+    """G sampled completions for each of P prompts; row p·G + g is completion g of prompt p.
 
     A completion may be a conversation: turns that the model sampled, separated by tokens from an
     environment. A conversation is a single row of tokens, so each turn's context is an exact prefix
@@ -48,11 +49,11 @@ class Rollout:
     version_b: mx.array | None = None
 
     def completions(self) -> list[list[int]]:
-        """Each row's token ids on the host, including the end token."""
+        """Returns each row's token ids on the host, including the end token."""
         return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
-        """Whether the model sampled each of these tokens, on the host."""
+        """Returns whether the model sampled each of these tokens, on the host."""
         return self._cut(_sampled(self))
 
     def _cut(self, values_bt: mx.array) -> list[list[Any]]:
@@ -60,17 +61,17 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The turn number of each token, int32 [B,T], counted from 0. Given tokens have the number
-        of the preceding turn, or -1 if there is none.
+        """Returns the turn number of each token, int32 [B,T], counted from 0. Given tokens have the
+        number of the preceding turn, or -1 if there is no preceding turn.
         """
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
         return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
 
     def turn_states(self) -> mx.array:
-        """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
-        given tokens have the same number (for first turns, only the prompt counts). The number is
-        -1 where a completion has no such turn.
+        """Returns the number of the state in which each turn starts, int32 [P,G,S]. Within a group,
+        turns that follow the same given tokens have the same number (for first turns, only the
+        prompt counts). The number is -1 where a completion has no such turn.
         """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(
@@ -110,7 +111,7 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
 def given_rollout(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> Rollout:
-    """A rollout of given completions, one per prompt, for `make_sft_step`.
+    """Creates a rollout from given completions, one per prompt, for `make_sft_step`.
 
     Args:
         prompts: token ids of each prompt, at least one.
@@ -142,7 +143,7 @@ def rollout_of(
     sampled: Sequence[Sequence[bool]] | None = None,
     version_b: mx.array | None = None,
 ) -> Rollout:
-    """The rollout of these rows; its width is the longest row's length, at least 1.
+    """Creates a rollout from these rows; its width is the longest row's length, at least 1.
 
     Args:
         prompts: token ids of each prompt.
@@ -177,7 +178,7 @@ _ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampl
 
 
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
-    """The rollout of some of the prompts, in the order given."""
+    """Returns a rollout with only these prompts' groups, in the given order."""
     size = rollout.num_generations
     index = mx.array(flat(range(p * size, (p + 1) * size) for p in groups), mx.int32)
     rows = {name: getattr(rollout, name) for name in _ROWS}
@@ -190,7 +191,7 @@ def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenates rollouts of the same G, padded to the longest.
+    """Concatenates rollouts that have the same G, padded to the longest.
 
     Raises:
         ValueError: the list is empty, or the rollouts differ in G or in whether they contain
@@ -232,7 +233,9 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _sampled(rollout: Rollout) -> mx.array:
-    """`sampled_bt`, filled in if all tokens are sampled."""
+    """Returns `sampled_bt`, or an array of True if the rollout has none because all tokens are
+    sampled.
+    """
     if rollout.sampled_bt is not None:
         return rollout.sampled_bt
     return mx.arange(rollout.tokens_bt.shape[1])[None] < rollout.lengths_b[:, None]

@@ -1,4 +1,4 @@
-"""Baselines and scales of the advantages: A = (R − baseline) / scale.
+"""Baselines and scales for advantages: A = (R − baseline) / scale.
 
 Each function accepts rewards [P,G] (0 if missing) and `given` [P,G] (True if present), and returns
 an array that broadcasts to [P,G]. With S steps per completion, both arguments are [P,G,S]. To add a
@@ -22,8 +22,8 @@ def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the batch (GDPO's second normalisation); exactly 0 if it is within the rounding
-    error of the sum.
+    """Returns the mean of the batch (GDPO's second normalisation), or exactly 0 if the mean is
+    within the rounding error of the sum.
 
     GDPO's normalised rewards have a mean of 0, so a group without variance must have A = 0, not
     ±1e-8.
@@ -51,7 +51,7 @@ def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
-    """The batch as a single group: both arrays as [1,P·G], or [1,P·G,S]."""
+    """Reshapes both arrays to [1,P·G], or [1,P·G,S], so that the batch is a single group."""
     groups, size, *steps = rewards_pg.shape
     shape = (1, groups * size, *steps)
     return rewards_pg.reshape(shape), given_pg.reshape(shape)
@@ -66,13 +66,14 @@ def total(values_pg: mx.array) -> mx.array:
 
 
 def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Mean of each group's given values, [P,1] or [P,1,1]; 0 without any."""
+    """Returns the mean of each group's given values, [P,1] or [P,1,1], or 0 if a group has none."""
     return total(values_pg) / mx.maximum(total(given_pg), 1)
 
 
 def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Bessel-corrected standard deviation of each group's given values, [P,1] or [P,1,1]; 0 for
-    fewer than two."""
+    """Returns the Bessel-corrected standard deviation of each group's given values, [P,1] or
+    [P,1,1], or 0 if a group has fewer than two.
+    """
     centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
     return mx.sqrt(total(mx.square(centred_pg)) / mx.maximum(total(given_pg) - 1, 1))
 
@@ -81,7 +82,7 @@ class Baseline(NamedTuple):
     """A baseline and its properties."""
 
     function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
-    # whether it compares a completion with the batch, not with its group alone
+    # whether a completion is compared with the batch, not with its group alone
     of_batch: bool = False
     # whether `turn_advantages` also compares the steps that start in one state
     by_state: bool = False

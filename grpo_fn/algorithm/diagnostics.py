@@ -1,5 +1,5 @@
-"""LossStats: the diagnostics of a loss, and a function that combines the diagnostics of a batch's
-parts.
+"""LossStats, the diagnostics of a loss, and a function that merges those of several parts of a
+batch.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
-    """Diagnostics of one loss: 0-d float32 each; 0 if all tokens are masked."""
+    """Diagnostics of one loss, 0-d float32 each. They are 0 if all tokens are masked."""
 
     loss: mx.array  # the loss: Σ / denominator
     # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
@@ -54,7 +54,7 @@ class LossStats(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """The arrays of a loss with defaults filled in: float32, 0 at masked positions.
+    """The input arrays of a loss, after defaults are filled in: float32, 0 at masked positions.
 
     Only log π_θ, the entropy and the teacher's KL carry a gradient.
     """
@@ -83,9 +83,9 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of the loss `total / denominator`, without a gradient. The inputs are the
-    ratios r, the KL before any bias correction, the correction's weights, and the mask of tokens
-    inside the surrogate's trust region, if it has one.
+    """Computes the diagnostics of the loss `total / denominator`, without a gradient. The inputs
+    are the ratios r, the KL before any bias correction, the correction's weights, and the mask of
+    tokens inside the surrogate's trust region, if it has one.
     """
     mask_bt = x.mask_bt
     by_sequence = spec.level == "sequence"  # which has one ratio a row
@@ -148,15 +148,15 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch without rows for the learner: the batch's denominator, and 0 for
-    everything else.
+    """Returns the stats for a batch without rows for the learner: the batch's denominator, and 0
+    for everything else.
     """
     zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
     return zeros._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """Combines the stats of a batch's parts into the stats of the whole batch."""
+    """Combines the stats of several parts of a batch into the stats of the whole batch."""
     if len(parts) == 1:
         return parts[0]
     columns = {

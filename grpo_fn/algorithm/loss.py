@@ -1,4 +1,4 @@
-"""policy_loss: the loss that a LossSpec names, with its diagnostics.
+"""policy_loss evaluates the loss that a LossSpec describes, and returns its diagnostics.
 
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
@@ -23,9 +23,7 @@ LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two counts that also include the rows omitted from the
-    batch.
-    """
+    """The arrays for `policy_loss`, and two counts that include the rows omitted from the batch."""
 
     logp_bt: mx.array
     adv_b: mx.array  # [B] or [B,T]
@@ -55,7 +53,7 @@ def policy_loss(
     teacher_kl_bt: mx.array | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """The loss of a batch of completions, to be minimised.
+    """Computes the loss of a batch, which is to be minimised, and its diagnostics.
 
     Args:
         logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats;
@@ -105,7 +103,7 @@ def loss_sum(
     max_completion_length: int | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """The sum of `policy_loss` before the division; the stats contain the denominator.
+    """Returns the sum from `policy_loss` before it is divided; the stats contain the denominator.
 
     The learner accumulates both and divides once, so any split of a batch results in the same step.
     """

@@ -1,4 +1,5 @@
-"""The only interface of the backends: finds this machine's fast function for a named operation.
+"""Finds this machine's fast function for a named operation. This module is the backends' only
+interface.
 
 A backend is a folder next to this file, named after its device. A backend's `__init__` contains two
 tables: MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS
@@ -104,19 +105,19 @@ class DecodeProgram(NamedTuple):
 
 
 def backend() -> str:
-    """The computing device: "cpu", "cuda" or "metal"."""
+    """Returns the computing device: "cpu", "cuda" or "metal"."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def has_cuda() -> bool:
-    """Whether the computing device is a CUDA device."""
+    """Returns whether the computing device is a CUDA device."""
     return backend() == "cuda"
 
 
 def find(name: str, *arguments: Any) -> Any:
-    """Returns this machine's fast function for an operation with these arguments; None if the
+    """Returns this machine's fast function for an operation and these arguments, or None if the
     caller must compute the composed form.
 
     Raises:
@@ -135,7 +136,7 @@ def find(name: str, *arguments: Any) -> Any:
 
 
 def number(name: str) -> int:
-    """A constant measured on this kind of device; `NUMBERS` lists the names."""
+    """Returns a constant that was measured on this kind of device; `NUMBERS` lists the names."""
     return {**NUMBERS, **getattr(_folder(backend()), "NUMBERS", {})}[name]
 
 
@@ -148,7 +149,7 @@ def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Comp
 
 
 def enabled(name: str) -> bool:
-    """Whether one of `SWITCHES` is on.
+    """Returns whether this switch, one of `SWITCHES`, is on.
 
     Raises:
         ValueError: `SWITCHES` does not contain the name.
@@ -158,7 +159,7 @@ def enabled(name: str) -> bool:
 
 
 def disabled_names() -> tuple[str, ...]:
-    """The disabled mechanisms, in alphabetical order."""
+    """Returns the names of the disabled mechanisms, in alphabetical order."""
     return tuple(sorted(name for name, function in _replaced.items() if function is None))
 
 
@@ -217,8 +218,9 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """The submodule of a device that computes an operation, and the names of its function and its
-    predicate ("" for none)."""
+    """Imports the submodule in which a device's backend computes an operation; returns it with the
+    names of the function and the predicate ("" for none).
+    """
     _check(name, OPERATIONS)
     folder = _folder(device)
     if folder is None or name not in folder.MECHANISMS:

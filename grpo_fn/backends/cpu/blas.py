@@ -1,4 +1,4 @@
-"""The BLAS for MLX's products on a Linux CPU: the only side effect of `import grpo_fn`.
+"""Loads a BLAS for MLX's products on a Linux CPU; this is the only side effect of `import grpo_fn`.
 
 The reference BLAS in MLX's CPU wheel is about 30 times slower than OpenBLAS or MKL, and rounds
 differently. Another library replaces the reference BLAS only if its symbols are global before MLX
@@ -49,10 +49,10 @@ _found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.rel
 
 def load_blas() -> Blas:
     """Loads a fast BLAS globally, once per process. The environment variable GRPO_FN_BLAS can name
-    one; "none" loads none.
+    a BLAS; with "none", no BLAS is loaded.
 
-    Loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has already been
-    imported.
+    The function loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has
+    already been imported.
 
     Raises ImportError if GRPO_FN_BLAS names something that is not a BLAS.
     """
@@ -135,7 +135,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
 
 
 def processor_flags() -> set[str]:
-    """The processor's features as reported by Linux; empty on other systems."""
+    """Returns the processor's features as reported by Linux, or an empty set on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -154,8 +154,8 @@ def _is_ilp64(library: ctypes.CDLL) -> bool:
 
 
 def _global_blas() -> str | None:
-    """A BLAS that is already global, for example through LD_PRELOAD; private copies, such as
-    NumPy's, do not count.
+    """Returns "already loaded" if a BLAS is already global, for example through LD_PRELOAD;
+    otherwise None. Private copies, such as NumPy's, do not count.
     """
     try:
         program = ctypes.CDLL(None)

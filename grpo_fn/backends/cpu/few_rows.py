@@ -1,4 +1,4 @@
-"""Weights in blocks, for products with few rows while a model samples.
+"""Stores weights in blocks, which makes products with few rows faster while a model samples.
 
 Before a product, OpenBLAS copies the matrix into another layout, which takes longer than the
 product itself if there are few rows. On processors with AVX-512, OpenBLAS makes no copy for a
@@ -24,14 +24,15 @@ _LEAST_ROWS = 8  # for which blocks are small enough: others may join
 
 
 def has_small_products() -> bool:
-    """Whether the BLAS multiplies small matrices without a copy."""
+    """Returns whether the BLAS multiplies small matrices without a copy."""
     return "openblas" in str(load_blas().library) and "avx512f" in processor_flags()
 
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int) -> Iterator[None]:
-    """Inside the `with` block, the module has its weights in blocks, for products with this many
-    rows."""
+    """Inside the `with` block, the module's weights are stored in blocks, for products with this
+    many rows.
+    """
     old = [
         (path, layer)
         for path, layer in module.named_modules()
@@ -44,7 +45,9 @@ def decode_blocks(module: nn.Module, rows: int) -> Iterator[None]:
 
 
 def _width(weight: mx.array, rows: int) -> int:
-    """The width of a weight's blocks; 0: the whole product is small, or no block's would be."""
+    """Returns the width of a weight's blocks, or 0 if the whole product is small or no block's
+    product would be small.
+    """
     out, inner = weight.shape
     most = _SMALL // (max(rows, _LEAST_ROWS) * inner)
     if out <= most or rows > number("block_rows") or weight.dtype != mx.float32:
@@ -60,7 +63,7 @@ def _blocked(layer: Any, rows: int) -> nn.Module:
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    """x Wᵀ + b, block by block if that makes small products."""
+    """Computes x Wᵀ + b, block by block if that makes the products small."""
     x_nd = x.reshape(-1, x.shape[-1])
     if x_nd.size * layer.block_width > _SMALL:
         return layer.whole(x)

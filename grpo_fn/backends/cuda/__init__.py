@@ -1,6 +1,6 @@
-"""NVIDIA GPUs: custom kernels, and steps that are launched ahead of the device.
+"""The backend for NVIDIA GPUs: custom kernels, and steps that are launched ahead of the device.
 
-Imports no MLX; `find` imports the submodules.
+This package does not import MLX; `find` imports the submodules.
 """
 
 __all__ = ["MECHANISMS", "NUMBERS"]

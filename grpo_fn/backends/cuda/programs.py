@@ -1,4 +1,5 @@
-"""Programs that MLX compiles at their first use on CUDA, each triggered by a small computation.
+"""Compiles programs that MLX would compile at their first use on CUDA; a small computation triggers
+each of them.
 
 MLX (0.32) generates the source of every gather, scatter and fused chain of elementwise operations,
 and NVRTC compiles it. Each program takes two to six seconds on one core, and the first update
@@ -101,8 +102,9 @@ _CHAINS: dict[
 
 
 def names(dtype: str) -> tuple[str, ...]:
-    """The programs that a rollout and a gradient need in this compute dtype, named as in MLX's
-    cache."""
+    """Returns the names, as in MLX's cache, of the programs that a rollout and a gradient need in
+    this compute dtype.
+    """
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     chains = [chain.format(_CODES[dtype]) for chain in _CHAINS]

@@ -1,5 +1,5 @@
-"""Kernels for calibrated rounding. One kernel rounds: a block of threads processes some rows of a
-block of columns. The other kernel computes ranges: each thread processes one group of columns.
+"""Kernels for calibrated rounding. One kernel rounds: each block of threads processes several rows
+of a block of columns. The other kernel computes ranges: each thread processes one group of columns.
 """
 
 import functools
@@ -134,19 +134,19 @@ for (int n = 0; n < TRIED; n++) {
 
 
 def tensor_cores() -> bool:
-    """Whether `round_columns` supports this device."""
+    """Returns whether `round_columns` supports this device."""
     return compiles("sm_80")
 
 
 def round_columns(bits: int, group: int) -> Callable[..., mx.array]:
-    """Computes the same as `policy.calibration._codes`."""
+    """Returns a function that computes the same as that of `policy.calibration._codes`."""
     return functools.partial(_round_columns, bits, group)
 
 
 def group_ranges(
     bits: int, group: int, dtype: mx.Dtype, shrinks: tuple[float, ...]
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Computes the same as `policy.calibration._ranges`."""
+    """Returns a function that computes the same as that of `policy.calibration._ranges`."""
     return functools.partial(_group_ranges, bits, group, dtype, shrinks)
 
 

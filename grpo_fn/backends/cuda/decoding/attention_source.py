@@ -1,10 +1,10 @@
-"""CUDA source of attention for one token per row, on tensor cores, for `prefix_attention` and
-`block_kernel`.
+"""CUDA source code for attention on tensor cores, one token per row. `prefix_attention` and
+`block_kernel` use it.
 
-A warp computes attention for one row and one key head, with all query heads that share this key
-head. If n warps share this work, each processes every n-th tile of 16 keys. A warp keeps a running
-softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the warps' sums are combined, so the
-last bits depend on the number of warps. Keys and values bypass shared memory: the order of a head's
+A warp computes attention for one row, one key head and all query heads that share this key head. If
+n warps share this work, each processes every n-th tile of 16 keys. A warp keeps a running softmax
+(Milakov and Gimelshein, arXiv 1805.02867); at the end, the warps' sums are combined, so the last
+bits depend on the number of warps. Keys and values bypass shared memory: the order of a head's
 numbers in a product is arbitrary, so a lane reads 16 consecutive bytes of a key. Weights are
 rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
 
@@ -23,8 +23,8 @@ _TILES = 16  # tiles of a usual row
 
 
 def warps_of_row(items: int, room: int) -> int:
-    """The fastest number of warps per item (a row and a key head), for `items` items and `room`
-    warps that run at the same time.
+    """Returns the fastest number of warps per item (a row and a key head) if there are `items`
+    items and `room` warps run at the same time.
     """
     return min(
         _WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps)

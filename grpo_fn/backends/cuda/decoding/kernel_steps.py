@@ -1,5 +1,5 @@
-"""Decoding steps on CUDA over one copy of each prompt: a compiled program whose attention kernel
-also writes the row's new key and value in place, so that nothing is copied.
+"""Decoding steps on CUDA that share one copy of each prompt. They are a compiled program whose
+attention kernel also writes each row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
 them. A compiled program is launched without running the Python code that describes it. If the
@@ -72,7 +72,7 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """See `Steps`. New rows, which have only been prefilled, replace finished rows."""
+        """See `Steps.join`. New rows, which have only been prefilled, replace finished rows."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -134,8 +134,8 @@ class KernelSteps:
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
-    """The entry at each index: old entries keep their indices, new ones are put between and after
-    them; -1 marks an unused index.
+    """Returns the entry at each index. Old entries keep their indices, and new entries are put
+    between and after them; -1 marks an unused index.
     """
     at = {place: place for place in old}
     if (needed := len(at) + len(new)) > size:
@@ -164,7 +164,7 @@ def _inserted(array: mx.array, new: mx.array, places: mx.array, rows: int) -> mx
 
 @attrs.frozen(eq=False)
 class KernelCache:
-    """One layer's cache while a step is traced; it updates `own` in place."""
+    """One layer's cache while a step is traced; `own` is updated in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
     own: tuple[mx.array, mx.array]  # [B,K,T,D]
@@ -194,7 +194,9 @@ class KernelCache:
         return keys, values
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] over the prompt, the row's own tokens so far, and the new token."""
+        """Computes attention [B,H,1,D] over the prompt, the row's own tokens so far, and the new
+        token.
+        """
         return append_and_attend(
             queries,
             keys,
@@ -219,8 +221,9 @@ def kernel_forward(
     used_b: mx.array,
     token_b: mx.array,
 ) -> mx.array:
-    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the
-    model."""
+    """Runs one decoding step. A policy compiles this function for `KernelSteps`; `params` are all
+    leaves of the model.
+    """
     turns: dict[Any, mx.array] = {}
     prompt_of_b, lengths_p, start_b = rows
     caches = [
@@ -232,10 +235,10 @@ def kernel_forward(
 
 
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
-    """Whether `KernelSteps` can decode a model that shares prefixes.
+    """Returns whether `KernelSteps` can decode a model that shares prefixes.
 
     The function builds a compiled step without evaluating it, because a model that reads values
-    while it runs cannot be compiled. `caches` are plain and empty.
+    while it runs cannot be compiled. `caches` must be plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:
