@@ -1,7 +1,7 @@
 """Batch: the learner's input, created from a rollout.
 
-A row is prompt + completion + padding. Therefore, positions are correct and causal attention never
-sees the padding, in every architecture and without a mask.
+A row is prompt + completion + padding. Therefore, in every architecture, positions are correct and
+causal attention never sees the padding, without a mask.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,8 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """Puts all rows of a rollout into one batch. Tokens from an environment are context and masked.
+    """Puts all rows of a rollout into one batch. Tokens from an environment are used as context,
+    and are masked.
 
     Args:
         rollout: B = P·G completions.
@@ -131,7 +132,8 @@ def batch_of(
     *,
     logp: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """A batch of arbitrary rows, with an advantage and a weight for each token of a completion.
+    """Creates a batch from arbitrary rows, with an advantage and a weight for each completion
+    token.
 
     A token's loss is multiplied by its weight, as a factor of its advantage; a token with weight 0
     is masked.
@@ -173,7 +175,7 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch as the teacher reads it: with the teacher's own prompts if they contain hints.
+    """Returns the batch for the teacher, which has the teacher's own prompts if they contain hints.
 
     `vocabulary` is the number of rows of the teacher's embedding; None if unknown. The student's
     embedding may have more padding rows; their ids, which only an untrained model samples, are
@@ -197,7 +199,8 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
 
 def check_fits(batch: Batch, policy: Policy) -> None:
     """Raises ValueError if a batch contains token ids outside the policy's embedding, or rows that
-    need more positions than it has learned. Waits for the device only if positions are learned.
+    need more positions than the policy has learned. The function waits for the device only if
+    positions are learned.
     """
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
@@ -215,8 +218,8 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """An exclusive upper bound of a rollout's token ids. Waits for the device unless `generate` set
-    it.
+    """Returns an exclusive upper bound on the rollout's token ids. The function waits for the
+    device unless `generate` has set the bound.
     """
     check_token_ids(rollout.prompts, rollout.vocabulary)
     if rollout.vocabulary is not None:  # the completions were drawn from it
@@ -231,7 +234,7 @@ def _token_bound(rollout: Rollout) -> int:
 def _most_uncertain(
     entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float
 ) -> mx.array | None:
-    """True for tokens whose entropy is in the top `quantile` of the counted tokens."""
+    """Returns True for tokens whose entropy is in the top `quantile` of the unmasked tokens."""
     if not 0 < quantile <= 1:
         raise ValueError(f"top_entropy_quantile = {quantile}: expected 0 < quantile <= 1")
     if quantile == 1:

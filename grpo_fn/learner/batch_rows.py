@@ -36,7 +36,7 @@ _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Removes the rows without a gradient; they still count in the denominators.
+    """Removes the rows without a gradient; the removed rows still count in the denominators.
 
     Rows without a gradient are those without counted tokens and, if there is no KL term or entropy
     bonus, the rows with A = 0 (all rows of a group whose rewards are equal). The function reads the
@@ -69,7 +69,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with denominators that count only its own rows and tokens."""
+    """Replaces the batch's denominators by counts of only its own rows and tokens."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -78,7 +78,8 @@ def counted_alone(batch: Batch) -> Batch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the counts for the denominators remain the whole batch's.
+    """Selects the given rows, in that order; the counts for the denominators remain the whole
+    batch's.
 
     Use `take_rows` only for batches in which each row has its own prompt, that is, before
     `split_batch` shares them.
@@ -111,7 +112,7 @@ def take_part(
 
 
 def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
-    """Selects each field's entries by the index of its axis, then cuts and pads them to the
+    """Selects each field's entries by the index for its axis, then truncates and pads them to the
     sizes.
     """
     found: dict[str, Any] = {}

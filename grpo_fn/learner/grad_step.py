@@ -1,5 +1,6 @@
-"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per
-shape."""
+"""The grad step, which adds the gradient of a batch's loss to the state. The step is pure and is
+compiled once per shape.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -64,7 +65,7 @@ class GradStep:
         submitted: Callable[[mx.array], None] | None = None,
         logprobs: list[mx.array] | None = None,
     ) -> tuple[TrainState, LossStats]:
-        """Adds a batch's gradient and denominator to the state's; one batch step.
+        """Runs one batch step, which adds a batch's gradient and denominator to the state's.
 
         If a loss is NaN or infinite, the denominator becomes NaN, so the update is skipped.
 
@@ -72,9 +73,9 @@ class GradStep:
             state: the gradient is computed at its params; its ref_params are used if the spec has a
                 KL term.
             batch: one batch, or its micro-batches.
-            submitted: called after each micro-batch except the last, with a 0-d array that depends
-                on the micro-batch. Evaluate the array of the previous call to stay at most one
-                micro-batch ahead of the device.
+            submitted: called after each micro-batch except the last. Its argument is a 0-d array
+                that depends on the micro-batch. Evaluate the array of the previous call to stay at
+                most one micro-batch ahead of the device.
             logprobs: a list to which the log π_θ [B,T] of each micro-batch's tokens is appended, as
                 in the loss.
 
@@ -144,18 +145,19 @@ def make_grad_step(
     teacher: Teacher | None = None,
     compile: bool = True,
 ) -> GradStep:
-    """The learner's first step: adds the gradient of `spec`'s loss to the accumulated gradient.
+    """Creates the learner's first step, which adds the gradient of `spec`'s loss to the accumulated
+    gradient.
 
     Args:
         policy: the model as a function of its parameters.
         spec: the algorithm.
         temperature: the sampler's temperature; it also divides the learner's logits.
         max_completion_length: L_max, required by the aggregation `constant`.
-        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None means
-            `policy`.
+        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None
+            means `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
-            counted tokens, averaged over its routers. Each micro-batch balances its own tokens,
-            weighted by its share of the loss. A coefficient of 0 disables this loss.
+            unmasked tokens, averaged over the model's routers. Each micro-batch balances its own
+            tokens, weighted by its share of the loss. A coefficient of 0 disables this loss.
         teacher: if its `kl_coef` > 0, the exact KL to the teacher is part of each token's loss.
         compile: False runs the same Python eagerly.
 
@@ -175,8 +177,8 @@ def make_grad_step(
         batch: Batch,
         trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """The KL to the teacher: exact and differentiable if it is in the loss; otherwise estimated
-        from the sampled tokens, or None.
+        """Returns the KL to the teacher. The KL is exact and differentiable if it is in the loss;
+        otherwise, it is estimated from the sampled tokens, or is None.
         """
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
@@ -269,7 +271,8 @@ def make_grad_step(
 def make_sft_step(
     policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True
 ) -> GradStep:
-    """The grad step of supervised fine-tuning: the cross-entropy of given completions.
+    """Creates the grad step for supervised fine-tuning, whose loss is the cross-entropy of given
+    completions.
 
         loss = −Σ A·log π_θ(token) / number of tokens
 

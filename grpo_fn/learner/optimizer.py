@@ -1,4 +1,4 @@
-"""AdamW as pure functions of trees, and the schedules of its learning rate."""
+"""AdamW as pure functions of trees, and learning-rate schedules."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class OptimizerNumbers(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Values that replace the optimizer's settings for one update: numbers or 0-d arrays."""
+    """Numbers or 0-d arrays that replace the optimizer's settings for one update."""
 
     learning_rate: float | mx.array
     betas: tuple[float, float] = (0.9, 0.999)
@@ -65,7 +65,7 @@ def adamw(
     weight_decay: float = 0.0,
     moment_dtype: mx.Dtype = mx.float32,
 ) -> Optimizer:
-    """AdamW (arXiv 1711.05101, algorithm 2).
+    """Creates AdamW (arXiv 1711.05101, algorithm 2).
 
     Decay is decoupled and applies to every leaf, as in mlx.optimizers. With weight_decay = 0, the
     algorithm is Adam. The arithmetic is in float32 for all dtypes of parameters and moments, one
@@ -159,10 +159,10 @@ def adamw(
 
 
 def constant(learning_rate: float) -> Schedule:
-    """A constant learning rate.
+    """Creates a schedule with a constant learning rate.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: the rate is negative.
     """
     if not learning_rate >= 0:
         raise ValueError(f"learning_rate = {learning_rate}: expected >= 0")
@@ -172,7 +172,8 @@ def constant(learning_rate: float) -> Schedule:
 def warmup_schedule(
     kind: str, learning_rate: float, total_updates: int, warmup_ratio: float = 0.0
 ) -> Schedule:
-    """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
+    """Creates a schedule: linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`,
+    or `constant`.
 
     Update u (from 0) of w warm-up updates has the rate learning_rate·(u+1)/(w+1), so the first
     update already has an effect (its rate is 0 in Hugging Face's schedule).

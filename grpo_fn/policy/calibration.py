@@ -1,5 +1,5 @@
-"""Calibrated rounding: rounds weights to few bits while preserving a layer's outputs on its own
-inputs.
+"""Calibrated rounding, which rounds weights to few bits while preserving a layer's outputs on its
+own inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
 largest inputs first, and later columns compensate for each error according to the inputs' second
@@ -36,8 +36,8 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors. The factors are computed once from the moments of
-    blocks, and used by each rounding.
+    """Factors that distribute rounding errors. They are computed once from the blocks' moments, and
+    used by each rounding.
     """
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
@@ -59,8 +59,8 @@ def input_moments(
     names: Sequence[str],
     group: int,
 ) -> dict[str, mx.array]:
-    """Computes second moments of the inputs of these weights' layers over rows of tokens; moments
-    of several batches can be added.
+    """Computes the second moments of inputs to these weights' layers, over rows of tokens; moments
+    from several batches can be added.
 
     Args:
         policy, params: the model in full precision.
@@ -95,8 +95,8 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """The sum of both moments; empty moments add nothing. Layers that share moments continue to
-    share them.
+    """Adds two sets of moments; either may be empty. Layers that share moments continue to share
+    them.
     """
     if not first:
         return dict(second)
@@ -109,7 +109,7 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
 
 
 def folded(moments: Moments) -> Moments:
-    """The moments in the form for saving: only upper triangles, [N,W/2,W+1]. Layers that share
+    """Converts moments to the form for saving: only upper triangles, [N,W/2,W+1]. Layers that share
     moments continue to share them.
     """
     kept = {id(found): _folded(found) for found in moments.values()}
@@ -118,7 +118,7 @@ def folded(moments: Moments) -> Moments:
 
 
 def _folded(moments_nww: mx.array) -> mx.array:
-    """The lower half of an upper triangle is rotated and stored below the diagonal of the upper
+    """Rotates the lower half of an upper triangle and stores it below the diagonal of the upper
     half.
     """
     half = moments_nww.shape[-1] // 2
@@ -128,7 +128,7 @@ def _folded(moments_nww: mx.array) -> mx.array:
 
 
 def _whole(moments: mx.array) -> mx.array:
-    """Moments [N,W,W] from these or folded ones."""
+    """Returns moments [N,W,W]; folded moments are unfolded."""
     if moments.shape[1] == moments.shape[2]:
         return moments
     triangle = mx.concatenate([moments[..., 1:], moments[:, ::-1, :-1][..., ::-1]], axis=1)
@@ -136,7 +136,7 @@ def _whole(moments: mx.array) -> mx.array:
 
 
 def block_width(columns: int, group: int) -> int:
-    """The width of the widest block that divides this number of columns: whole groups, at most
+    """Returns the largest block width that divides this number of columns: whole groups, at most
     `WIDTH` columns.
     """
     return max(
@@ -145,7 +145,7 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries of the layers that have these moments. Layers that share their inputs share their
+    """Computes the carries for the layers that have these moments. Layers that share inputs share
     carries.
 
     Blocks of the same width are factored in parallel, at most an eighth of them and `PART` numbers
@@ -164,7 +164,7 @@ def carries_of(moments: Moments) -> Carries:
 
 
 def _stacked(moments: Sequence[mx.array]) -> Carry:
-    """The carry of the blocks of several layers."""
+    """Computes the carry for blocks from several layers."""
     moments_nww = mx.concatenate(list(moments)) if len(moments) > 1 else moments[0]
     blocks, width, _ = moments_nww.shape
     step = max(1, min(blocks // 8, PART // width**2))
@@ -176,8 +176,8 @@ def _stacked(moments: Sequence[mx.array]) -> Carry:
 
 
 def _carry_of(moments: mx.array) -> Carry:
-    """The carry for blocks with these moments: R divided by its diagonal, where H⁻¹ = RᵀR and R is
-    upper triangular.
+    """Computes the carry for blocks with these moments: R divided by its diagonal, where H⁻¹ = RᵀR
+    and R is upper triangular.
     """
     moments_nww = _whole(moments)
     diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
@@ -195,8 +195,8 @@ def _carry_of(moments: mx.array) -> Carry:
 
 
 def _inverse_root(h_nww: mx.array) -> mx.array:
-    """L⁻¹ of H = L Lᵀ, with L lower triangular. It is computed by halves, because mlx's own
-    function runs only on the CPU and is slow without a good BLAS.
+    """Computes L⁻¹ for H = L Lᵀ, where L is lower triangular. L⁻¹ is computed by halves, because
+    mlx's own function runs only on the CPU and is slow without a good BLAS.
     """
     half = h_nww.shape[-1] // 2
     if half < FACTORED:
@@ -217,8 +217,8 @@ def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
 def round_calibrated(
     weights: Mapping[str, mx.array], carries: Carries, mode: QuantMode
 ) -> dict[str, dict[str, mx.array]]:
-    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with error
-    compensation.
+    """Rounds matrices [out,in] to packed weights, scales and biases, like `quantize`, but
+    compensates errors.
 
     Matrices of the same shape and dtype are rounded in parallel, at most `PART` weights at a time.
 
@@ -269,8 +269,8 @@ Columns = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 @functools.cache
 def _codes(bits: int, group: int) -> Callable[..., mx.array]:
-    """A function that returns codes [N,O,W], uint8, for w [N,O,W] and the scales and biases [N,O,G]
-    of its groups.
+    """Creates a function that returns codes [N,O,W], uint8, for w [N,O,W] and its groups' scales
+    and biases [N,O,G].
 
     Its further arguments are the index of each block, [N], and the carry's `order_nw` and
     `share_nww`.
@@ -311,8 +311,8 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
 def _rounded(
     w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left half passes its error to the right half. `columns`
-    rounds a few columns.
+    """Returns codes and errors for W columns; the left half passes its error to the right half.
+    `columns` rounds a few columns.
     """
     half = max(w_now.shape[-1] // 2 // few, 1) * few
     if w_now.shape[-1] <= few:
@@ -332,7 +332,8 @@ def _rounded(
 def _ranges(
     bits: int, group: int, dtype: mx.Dtype, shrinks: Sequence[float]
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """A function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] of each group of columns.
+    """Creates a function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] for each group of
+    columns.
 
     They describe the group's range, multiplied by the factor in `shrinks` with the smallest
     weighted error, and are rounded to this dtype.

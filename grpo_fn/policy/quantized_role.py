@@ -1,5 +1,5 @@
-"""Quantized roles: the weights of the sampler or the reference can have few bits; the learner's are
-never rounded.
+"""Quantized roles. The weights of the sampler or the reference model can have few bits; the
+learner's weights are never rounded.
 
 The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
 head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
@@ -45,7 +45,7 @@ GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed group
 
 @attrs.frozen(eq=False)
 class QuantizedRole:
-    """A policy with quantized weights, and the function that computes them from the learner's
+    """A policy with quantized weights, and the function that computes these from the learner's
     parameters.
     """
 
@@ -59,12 +59,12 @@ class QuantizedRole:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that are quantized."""
+        """Names of the weights that are quantized."""
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:
-        """Average bits per quantized weight, including its share of scales; `params` determine the
-        sizes.
+        """Returns the average bits per quantized weight, including its share of scales; `params`
+        determine the sizes.
         """
         sizes = {
             name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes
@@ -84,7 +84,7 @@ def quantized_role(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> QuantizedRole:
-    """A policy of the same model whose block weights are quantized.
+    """Creates a policy for the same model, with quantized weights in its blocks.
 
     Args:
         policy: the policy with its `params` (before `without_weights()`).
@@ -93,8 +93,8 @@ def quantized_role(
         group_size: number of weights that share a scale; 0 means the mode's own.
         head: whether embeddings and head are also quantized; if they are tied, they are a single
             matrix.
-        moments: see `input_moments`; weights without moments, or all if it is None, are rounded to
-            nearest.
+        moments: see `input_moments`. Weights without moments are rounded to nearest; None means all
+            weights.
         formats: the formats of weights that differ from `name`, with the same group size.
 
     Raises:
@@ -157,7 +157,7 @@ def quantized_role(
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
-    """The mode of that name, optionally with a different group size (affine modes only).
+    """Returns the mode with this name, optionally with a different group size (affine modes only).
 
     Raises:
         ValueError: the name is unknown, or the mode does not support the group.
@@ -180,13 +180,13 @@ def quant_mode(name: str, group_size: int = 0) -> QuantMode:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether any layer's weights are packed."""
+    """Returns whether any layer's weights are packed."""
     return any(hasattr(part, "bits") for _, part in module.named_modules())
 
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
-    """Whether a role rounds this layer's weights, provided that its row length is a multiple of the
-    group size.
+    """Returns whether a role rounds this layer's weights, provided that its row length is a
+    multiple of the group size.
     """
     from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -199,9 +199,7 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
 def _packed_module(
     module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
-    """A copy of the module's structure without weights, with packed layers instead of the named
-    ones.
-    """
+    """Copies the module's structure without weights; packed layers replace the named layers."""
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
@@ -214,8 +212,8 @@ def _packed_module(
 
 
 def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
-    """The split for packed weights, where a head's matrix consists of several leaves and is not a
-    plain product.
+    """Returns the split for packed weights; the matrix of a packed head consists of several leaves,
+    and the head is not a plain product.
     """
     names = [
         packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable
@@ -263,8 +261,8 @@ def rounding_effects(
     lengths_b: mx.array,
     key: mx.array,
 ) -> dict[str, float]:
-    """The mean square of a token's change in log-prob if a single weight matrix is rounded, to
-    first order.
+    """Estimates, to first order, the mean square of the tokens' change in log-prob if a single
+    weight matrix is rounded.
 
     With random signs r, the gradient g of Σ r·log p satisfies E⟨g,δ⟩² = Σ (δ log p)² over the
     tokens for a change δ of a weight. The rows of a weight are treated as independent, which
@@ -319,7 +317,7 @@ def formats_within(
     group_size: int,
     budget: float,
 ) -> dict[str, str]:
-    """The format of each weight, chosen to minimize the sum of the effects within an average of
+    """Chooses a format for each weight that minimizes the sum of effects within an average of
     `budget` bits.
 
     An effect is assumed to decrease fourfold with each bit. Bits are assigned where they help most

@@ -90,12 +90,12 @@ def chunked_gated_delta(
     *,
     chunk: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T tokens: outputs and the final state, differentiable in all
-    floating inputs.
+    """Computes the gated delta rule over T tokens: outputs and the final state, both differentiable
+    with respect to all floating inputs.
 
     Args:
-        q: queries [B,T,Hk,Dk]; like keys, each is used by Hv / Hk heads of values. Nothing is
-            scaled here.
+        q: queries [B,T,Hk,Dk]; each head of queries and keys is used by Hv / Hk value heads.
+            Nothing is scaled here.
         k: keys [B,T,Hk,Dk].
         v: values [B,T,Hv,Dv].
         log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one per channel.
@@ -166,7 +166,7 @@ def chunked_gated_delta(
 def _decayed_products(
     queries: mx.array, keys: mx.array, logs: mx.array, later: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The products and decays between the tokens of a chunk.
+    """Computes products and decays between the tokens of a chunk.
 
     Args:
         queries, keys: [...,C,D].
@@ -194,7 +194,8 @@ def _decayed_products(
 
 @mx.custom_function
 def _inverse_with_ones(lower: mx.array) -> mx.array:
-    """(I + A)⁻¹ of matrices [...,C,C] that are zero on and above the diagonal; C is a power of two.
+    """Computes (I + A)⁻¹ for matrices [...,C,C] that are zero on and above the diagonal; C is a
+    power of two.
 
     The blocks on the diagonal are inverted first and then joined in pairs: the lower left block of
     the inverse of [[P,0],[R,Q]] is −Q⁻¹RP⁻¹. The shorter product (I − A)(I + A²)(I + A⁴)… loses all
@@ -215,6 +216,6 @@ def _inverse_with_ones(lower: mx.array) -> mx.array:
 
 @_inverse_with_ones.vjp
 def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
-    """dA = −Xᵀ dX Xᵀ. Its entries on and above the diagonal belong to constants."""
+    """Computes dA = −Xᵀ dX Xᵀ. Entries on and above the diagonal belong to constants."""
     inverse_t = inverse.swapaxes(-1, -2)
     return cast(mx.array, -(inverse_t @ cotangent @ inverse_t))

@@ -1,4 +1,4 @@
-"""Fixes faults in mlx-lm's experts, in one of its models, and in tables of positions; only one
+"""Fixes faults in mlx-lm's experts, in one mlx-lm model, and in tables of positions. Only one
 module instance changes.
 
 MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
@@ -38,8 +38,8 @@ def _replace_classes(module: nn.Module, classes: dict[type[Any], type[Any]]) -> 
 
 @functools.cache
 def _sorting(kind: type[Any]) -> type[Any]:
-    """A class that repeats a small number of tokens in the learner's pass; only the first copy is
-    used.
+    """Creates a class that repeats a small number of tokens in the learner's pass; only the first
+    copy is used.
     """
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
@@ -53,8 +53,8 @@ def _sorting(kind: type[Any]) -> type[Any]:
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
-    """Outside training, the layer caches products of two weights at the first call and, on Metal, a
-    compiled step with a layer's weights; neither is refreshed after an update.
+    """Fixes kimi_k3. Outside training, its layer caches products of two weights at the first call
+    and, on Metal, a compiled step with a layer's weights; neither is refreshed after an update.
     """
     from mlx_lm.models import kimi_k3
 
@@ -77,7 +77,8 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 
 
 def bound_positions(module: nn.Module) -> int | None:
-    """The number of positions that the module has learned; None if it has no table of positions.
+    """Returns the number of positions that the module has learned, or None if the module has no
+    table of positions.
 
     A table is recognized because the model indexes it with the tokens' positions, in a call in
     which only the positions are evaluated. Afterwards, positions beyond the table, which occur only
@@ -110,13 +111,13 @@ def bound_positions(module: nn.Module) -> int | None:
 
 
 def is_position_table(layer: Any) -> bool:
-    """Whether `bound_positions` has identified the layer as a table of positions."""
+    """Returns whether `bound_positions` has identified the layer as a table of positions."""
     return "bounded" in vars(type(layer))
 
 
 @functools.cache
 def _bounded(kind: type[Any], last: int) -> type[Any]:
-    """A class that uses the row `last` for every position beyond it."""
+    """Creates a class that uses the row `last` for every position beyond `last`."""
     if "bounded" in vars(kind):
         return kind
 

@@ -1,4 +1,4 @@
-"""Records or replaces the decisions of a model's routers, in one instance during a call.
+"""Records or replaces the routers' decisions in one model instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
 outputs. During a call, this layer is replaced by a layer that records the outputs, or that excludes
@@ -29,12 +29,12 @@ _Blocks = list[tuple[Any, str, str, bool]]
 
 
 def has_routers(module: nn.Module) -> bool:
-    """Whether the model has experts that are chosen in a supported way."""
+    """Returns whether the model has experts that are chosen in a supported way."""
     return bool(_blocks(module))
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """The number of experts per token, k, of the model's first router.
+    """Returns k, the number of experts per token, for the model's first router.
 
     Raises:
         ValueError: see `recorded_routing`.
@@ -113,8 +113,8 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
 def _through(
     blocks: _Blocks, function: Callable[[int, mx.array], mx.array]
 ) -> AbstractContextManager[None]:
-    """Inside the block, each router's logits are replaced by a function of the router's number and
-    the logits.
+    """Inside the `with` block, each router's logits are replaced by a function of the router's
+    number and the logits.
     """
     gates = [(block, name, block[name]) for block, name, _, _ in blocks]
     return calls_replaced(
@@ -136,8 +136,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
 
 
 def _blocks(module: nn.Module) -> _Blocks:
-    """Blocks with experts, from the first to the last layer. A block's class may be derived from a
-    known one.
+    """Returns the blocks with experts, from the first to the last layer. A block's class may be
+    derived from a known class.
     """
     found: _Blocks = []
     for layer in getattr(module, "layers", None) or []:
