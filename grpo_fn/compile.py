@@ -17,9 +17,9 @@ import mlx.core as mx
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import map_arrays, structure_of
 
-PROGRAMS = 128  # of one function; each is a graph of some thousand operations
+PROGRAMS = 128  # most programs per function; each is a graph of several thousand operations
 _SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"  # mlx::core::set_compile_mode
-_UNFUSED, _FUSED = 2, 3  # of MLX's modes
+_UNFUSED, _FUSED = 2, 3  # two of MLX's modes
 
 
 def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
@@ -85,7 +85,7 @@ class Compiled:
             return (lambda leaves: self._function(*fill(leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         program = self._programs.pop(key, None) or self._compile_for(args)
-        self._programs[key] = program  # as the last
+        self._programs[key] = program  # most recently used
         if len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program, leaves

@@ -18,11 +18,11 @@ class Ended:
     """
 
     tokens: list[int]
-    logp: list[float]  # of each token, nats
-    entropy: list[float] | None  # at each token, nats, if asked for
+    logp: list[float]  # log-prob of each token, nats
+    entropy: list[float] | None  # entropy at each token, nats, if requested
     # True if an end token or stop string ended it, False at the length limit
     finished: bool = False
-    prompt_computed: int = 0  # tokens of its prompt that were computed, not found in kept caches
+    prompt_computed: int = 0  # prompt tokens that were computed, not taken from kept caches
 
 
 @attrs.frozen(eq=False)
@@ -37,15 +37,15 @@ class Rollout:
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     num_generations: int  # G
     tokens_bt: mx.array  # completions, int32, zeros after the end
-    lengths_b: mx.array  # tokens of each completion, including its end-of-sequence token, int32
-    logp_bt: mx.array  # log μ of each drawn token, float32, zeros after the end
+    lengths_b: mx.array  # number of tokens per completion, including the end token, int32
+    logp_bt: mx.array  # log μ of each sampled token, float32, zeros after the end
     finished_b: mx.array  # True if an end token or stop string ended it, False at the length limit
-    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, if asked for
-    vocabulary: int | None = None  # all token ids are below it (set by `generate`); None: not known
-    # True on tokens that the model sampled; None: on all of them
+    entropy_bt: mx.array | None = None  # the sampler's entropy at each position, nats, if requested
+    vocabulary: int | None = None  # exclusive bound on token ids (set by `generate`); None: unknown
+    # True on tokens that the model sampled; None means that it sampled all
     sampled_bt: mx.array | None = None
-    images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
-    # int32: the version of the weights that drew each row; None: not known
+    images: tuple[PromptImages | None, ...] | None = None  # images of each prompt; None: no images
+    # int32: version of the weights that sampled each row; None means unknown
     version_b: mx.array | None = None
 
     def completions(self) -> list[list[int]]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from grpo_fn.compile import round_up
 
-Grid = tuple[int, int, int]  # cells of an image, a token each: time, rows, columns
+Grid = tuple[int, int, int]  # cells of an image, one token per cell: time, rows, columns
 
 
 @attrs.frozen(eq=False)
@@ -21,7 +21,7 @@ class PromptImages:
     """The images in one prompt, for its rollout and its gradient."""
 
     features_fd: mx.array  # [F,D]: embeddings of the image tokens, in their order
-    places: tuple[int, ...]  # F: their places in the prompt, rising
+    places: tuple[int, ...]  # F: their indices in the prompt, ascending
     # 3 × L: time, row and column of each token of the prompt
     positions: tuple[tuple[int, ...], ...]
 
@@ -49,7 +49,7 @@ class PromptImages:
 class ImageRows:
     """Image features and positions for R rows with L tokens each, as a tree of arrays."""
 
-    features_nd: mx.array  # [N,D]: of all rows' images; the last are zeros and unused
+    features_nd: mx.array  # [N,D]: features in all rows' images; the last ones are unused zeros
     feature_rl: mx.array  # int32 [R,L]: the row of features at each token; −1: its own embedding
     positions_r3l: mx.array  # int32 [R,3,L]
     shift_r: mx.array  # int32 [R]: see `PromptImages.shift`

@@ -12,8 +12,8 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
-# Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX
-# raises it when memory has run out, which says nothing about the model.
+# Exceptions that a model raises if it cannot be called in the tried way. RuntimeError is not among
+# them: MLX raises RuntimeError when memory runs out, which says nothing about the model.
 CANNOT_CALL = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 NamedLayers = list[tuple[str, Any]]  # layers with their paths in the model

@@ -23,8 +23,9 @@ def check_process() -> None:
 
 
 def fork_problem() -> str | None:
-    """The error text if this process was forked from a process that had computed with MLX;
-    otherwise None."""
+    """Returns the error text if this process was forked from a process that had computed with MLX,
+    otherwise None.
+    """
     process = os.getpid()
     if not _computing or _computing[0] == process:
         return None

@@ -1,4 +1,4 @@
-"""Stochastic rounding, with which 16-bit weights preserve small updates on average.
+"""Stochastic rounding, which preserves small updates to 16-bit weights on average.
 
 bfloat16 has 8 bits of precision, float16 has 11. If rounded to nearest, a weight of 1 never changes
 under updates of 1e-6. If the weight is rounded up with a probability equal to the sum's position
@@ -52,8 +52,9 @@ def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) 
 
 
 def _as_float16(x: mx.array, key: mx.array) -> mx.array:
-    """Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of two, at least
-    2^−14."""
+    """Rounds to float16. Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of
+    two, at least 2^−14.
+    """
     exponent = mx.clip(x.view(mx.uint32) >> 23 & 255, 113, 142)  # e + 127
     gap = (exponent - 10 << 23).view(mx.float32)
     # all that float32 adds to 11 bits
@@ -63,7 +64,9 @@ def _as_float16(x: mx.array, key: mx.array) -> mx.array:
 
 
 def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Random uint16 numbers: the halves of split keys, which are MLX's raw random bits."""
+    """Returns random uint16 numbers, which are the halves of split keys, that is, MLX's raw random
+    bits.
+    """
     size = math.prod(shape)
     words_n2 = mx.random.split(key, -(-size // 4))
     return words_n2.view(mx.uint16).reshape(-1)[:size].reshape(shape)

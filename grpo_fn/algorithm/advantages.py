@@ -171,7 +171,7 @@ def turn_advantages(
     none_pg1 = mx.logical_not(_given(rewards_pgs).any(axis=2, keepdims=True))
     returns_pgs = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, discount))
     episode_pg1 = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, 1.0)[..., :1])
-    # a row for each step: the returns of those that start in its state, with its own on the
+    # a row for each step: the returns of all steps that start in the same state, its own on the
     # diagonal
     states_pn = states_pgs.reshape(groups, size * steps)
     same_pnn = states_pn[:, :, None] == states_pn[:, None, :]

@@ -19,7 +19,7 @@ from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length, div
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 
-LOWEST = -1e4  # of a log-prob
+LOWEST = -1e4  # lowest log-prob
 
 
 class LossArrays(NamedTuple):
@@ -34,8 +34,8 @@ class LossArrays(NamedTuple):
     entropy_bt: mx.array | None = None
     keep_bt: mx.array | None = None
     teacher_kl_bt: mx.array | None = None
-    num_sequences: mx.array | None = None  # for the denominator, 0-d; None: the rows
-    num_tokens: mx.array | None = None  # the same; None: the tokens of the mask
+    num_sequences: mx.array | None = None  # for the denominator, 0-d; None means the number of rows
+    num_tokens: mx.array | None = None  # the same; None means the unmasked tokens
 
 
 def policy_loss(

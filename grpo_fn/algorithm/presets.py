@@ -16,7 +16,7 @@ class Recipe:
     baseline: str = "group_mean"
     scale: str = "group"
     dynamic_sampling: bool = False
-    # DAPO's soft punishment starts at this share of the length limit from its end
+    # DAPO's soft penalty covers this last share of the length limit
     overlong: float = 0.0
     source: str = ""
 

@@ -50,7 +50,7 @@ class RolloutMismatch(NamedTuple):
 
     log_ratio_bt: mx.array  # d = log π_old − log μ, clamped to ±20
     ratio_bt: mx.array  # exp d
-    sequence_ratio_b1: mx.array  # q of each row
+    sequence_ratio_b1: mx.array  # each row's q
 
 
 def rollout_mismatch(
@@ -105,7 +105,7 @@ class Correction(NamedTuple):
 
     function: Callable[..., mx.array]  # (ratio_bt, q_b1, **fields) -> weight_bt
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
-    by_sequence: bool = False  # it uses q
+    by_sequence: bool = False  # whether the function uses q
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -115,7 +115,7 @@ CORRECTIONS: dict[str, Correction] = {
     "sequence_truncate": Correction(
         sequence_truncate, ("correction_floor", "correction_cap"), True
     ),
-    # These two need a `sequence_range`. With the product the second is TRL's `sequence_mask`.
+    # These two need a `sequence_range`. With the product, the second is TRL's `sequence_mask`.
     "sequence_mask": Correction(unweighted),
     "sequence_mask_weighted": Correction(sequence_weight, by_sequence=True),
 }

@@ -207,8 +207,8 @@ class Surrogate(NamedTuple):
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
     # "low", "high": the sides on which it clips the ratio; the log reports the shares
     clipped_sides: tuple[str, ...] = ()
-    # of old_logp_bt, mask_bt and weight_bt, which the function takes as keywords; one that takes
-    # the correction's weights is not multiplied by them
+    # those of old_logp_bt, mask_bt and weight_bt that the function takes as keywords; if it takes
+    # the correction's weights, ℓ is not multiplied by them
     arrays: tuple[str, ...] = ()
     # (logp, old_logp, advantage, ε_low, ε_high) -> whether the token's ℓ counts; None: always
     region: Callable[..., mx.array] | None = None

@@ -36,7 +36,7 @@ class SoftmaxSums(NamedTuple):
     top: mx.array  # max z; the axis stays, with size 1
     below: mx.array  # z − max z
     log_total: mx.array  # log Σ e^{z − max z}
-    entropy: mx.array  # of softmax z, nats; neither part of it is below 0, so that nothing cancels
+    entropy: mx.array  # of softmax z, nats; both of its terms are >= 0, so nothing cancels
 
 
 def softmax_sums(z: mx.array) -> SoftmaxSums:

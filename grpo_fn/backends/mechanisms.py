@@ -67,11 +67,11 @@ SWITCHES = {
 }
 # The constants of a device for which none was measured.
 NUMBERS: dict[str, int] = {
-    "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
-    "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
+    "unpack_rows": 0,  # rows from which a packed weight is unpacked before a product; 0: never
+    "merged_16_bits": 0,  # most bytes of 16-bit weights into which adapters are merged
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
-    "block_rows": 0,  # decoded over weights in blocks, at most
-    "block_bytes": 2**31,  # of these blocks, a second copy, at most
+    "block_rows": 0,  # most rows that are decoded over weights in blocks
+    "block_bytes": 2**31,  # most bytes of these blocks, which are a second copy
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
@@ -85,13 +85,13 @@ NUMBERS: dict[str, int] = {
     "launch": 0,  # the same for launching a micro-batch; 0: a constant number of tokens
     # For a forecast of memory:
     "checkpoints_mlps": 0,  # 1: the products of an MLP are cheaper than the memory to save them
-    "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
+    "gate_arrays": 0,  # arrays in a gated MLP's gradient, beyond those of the composed forms
     "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores
     # products of a chunk and the head, and their gradients; 0: the composed forms
     "product_arrays": 0,
 }
 _FOLDERS = ("cpu", "cuda")
-_replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
+_replaced: dict[str, Any] = {}  # by tests and benchmarks; None means disabled
 
 
 class DecodeProgram(NamedTuple):

@@ -28,28 +28,28 @@ class Batch:
     tokens_bl: mx.array  # prompt + completion + padding, int32
     prompt_lengths_b: mx.array  # int32, >= 1
     targets_bt: mx.array  # completion tokens, int32
-    mask_bt: mx.array  # True on tokens that count
-    advantages_b: mx.array  # float32 [B], or [B,T]: of each token
+    mask_bt: mx.array  # True on tokens that are in the loss
+    advantages_b: mx.array  # float32 [B], or [B,T] for one per token
     rollout_logp_bt: mx.array  # log μ, float32
-    num_sequences: mx.array  # rows for the denominator, float32 0-d, including those left out here
+    num_sequences: mx.array  # rows for the denominator, including omitted rows, float32 0-d
     num_tokens: mx.array  # tokens for the denominator
-    old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
+    old_logp_bt: mx.array | None = None  # the learner's log π_old; None: π_old is π_θ
     ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
-    keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
-    group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
-    # row of tokens_bl that holds each row's prompt; None: its own
+    keep_bt: mx.array | None = None  # tokens whose policy term is in the loss; None: all
+    group_b: mx.array | None = None  # number of each row's prompt, int32; None: no shared prompts
+    # row of tokens_bl that contains each row's prompt; None means its own row
     prompt_index_b: mx.array | None = None
-    teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: there are none
-    # rows as the teacher reads them; None: as the student does
+    teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: no teacher
+    # the teacher's rows; None means that they are the student's
     hinted_tokens_bm: mx.array | None = None
-    hinted_lengths_b: mx.array | None = None  # of their prompts
-    # of a model with N layers of experts: the k that each token gets,
+    hinted_lengths_b: mx.array | None = None  # prompt lengths in hinted_tokens_bm
+    # for N layers with experts: the k experts of each token, as
     experts_blnk: mx.array | None = None
-    # integers; None: those that its routers choose
-    # a number of each row that it keeps in a micro-batch, int32; padding: −1
+    # integers; None means those that the routers choose
+    # a number for each row, which the row keeps in a micro-batch, int32; padding has −1
     row_b: mx.array | None = None
-    vocabulary: int | None = None  # all token ids are below it; None: not known
-    images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
+    vocabulary: int | None = None  # exclusive bound on token ids; None: unknown
+    images: ImageRows | None = None  # for the rows of tokens_bl; None: no images
 
 
 def make_batch(
@@ -222,7 +222,7 @@ def _token_bound(rollout: Rollout) -> int:
     device unless `generate` has set the bound.
     """
     check_token_ids(rollout.prompts, rollout.vocabulary)
-    if rollout.vocabulary is not None:  # the completions were drawn from it
+    if rollout.vocabulary is not None:  # the completions were sampled from it
         return rollout.vocabulary
     tokens_bt = rollout.tokens_bt
     low, high = on_host(mx.stack([tokens_bt.min(), tokens_bt.max()]))

@@ -28,8 +28,8 @@ class Teacher:
     """
 
     policy: Policy
-    params: Tree  # {} for a policy made for inference
-    kl_coef: float = 0.0  # of the exact `reverse_kl` in the loss; 0: not computed
+    params: Tree  # {} for a policy from `Policy.for_inference`
+    kl_coef: float = 0.0  # coefficient of the exact `reverse_kl` in the loss; 0: not computed
 
 
 def make_logprob_step(
@@ -68,7 +68,7 @@ def batch_logprobs(
 class RoutingStats(NamedTuple):
     """The experts' load over a batch's unmasked tokens, 0-d float32 each."""
 
-    # share of the expert with most tokens over the mean share: the largest of all layers
+    # largest share of tokens per expert, divided by the mean share; maximum over layers
     max_load: mx.array
     unused: mx.array  # share of experts without a token, mean over layers
     balance: mx.array  # `load_balancing_loss`, mean over layers; 1 if the load is even

@@ -95,7 +95,7 @@ class GradStep:
                     f"beta = {self.spec.beta} requires a reference: init_state(..., "
                     f"ref_params=params)"
                 )
-            if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
+            if part.mask_bt.shape[0] == 0:  # all rows were omitted: only the denominators count
                 denominator = AGGREGATIONS[self.spec.aggregation].denominator(
                     part.num_sequences, part.num_tokens, self.max_completion_length
                 )
@@ -107,7 +107,7 @@ class GradStep:
             ref = state.ref_params if self.spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
-            # A number in a batch is part of the compiled program's key; this one has no use there.
+            # A number in a batch is part of the program's key; `vocabulary` is not needed there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             grads, arrays, loss = self.micro_step(
                 state.params,
@@ -124,7 +124,7 @@ class GradStep:
                 logprobs.append(arrays.logp_bt)
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the
-                # last one.
+                # last micro-batch.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
                 if submitted is not None:
                     submitted(weight)
@@ -258,7 +258,7 @@ def make_grad_step(
 
     return GradStep(
         compiled_step(micro_step, enabled=compile),
-        # Small arrays: kernels of its own would take seconds to compile and save nothing.
+        # Arrays are small: separate kernels would take seconds to compile and save nothing.
         compiled(stats_step, enabled=compile, fuse=False),
         policy,
         reference,

@@ -22,10 +22,10 @@ class OptimizerNumbers(NamedTuple):
 
     rate: mx.array  # the learning rate, η
     decay: mx.array  # 1 − η λ
-    step: mx.array  # t, int32: updates that the moments will have seen
-    size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
+    step: mx.array  # t, int32: number of updates in the moments, including this one
+    size: mx.array  # η / (1 − β1^t): step size that corrects the first moment
     root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
-    # [5]: β1, 1 − β1, β2, 1 − β2, ε; None: those of the optimizer
+    # [5]: β1, 1 − β1, β2, 1 − β2, ε; None means the optimizer's own
     constants: mx.array | None = None
 
 
@@ -36,7 +36,7 @@ class Rates(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float | mx.array | None = None  # bound on the global L2 norm; None: no clipping
+    max_grad_norm: float | mx.array | None = None  # bound on the global L2 norm; None: not clipped
 
 
 @attrs.frozen(eq=False)

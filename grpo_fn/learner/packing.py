@@ -48,11 +48,11 @@ class Shape(NamedTuple):
 class Row:
     """Sizes that describe a completion."""
 
-    number: int  # its row in the batch
+    number: int  # index of the row in the batch
     group: int
     prompt: int  # tokens
-    completion: int  # up to the last token that counts
-    counted: int  # tokens that count
+    completion: int  # tokens up to the last unmasked one
+    counted: int  # unmasked tokens
 
 
 @attrs.frozen
@@ -235,7 +235,7 @@ def split_batch(
         piece_tokens=piece_tokens,
     )
     rows = _rows_of(batch)
-    # The first micro-batch also counts what was left out of the batch.
+    # The first micro-batch also counts the rows that were omitted from the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
     batches = []
     for run in packer.pack(rows, share_prompts and batch.experts_blnk is None):
@@ -281,7 +281,7 @@ def shape_of(piece: Batch) -> Shape:
 
 def _rows_of(batch: Batch) -> list[Row]:
     number = batch.mask_bt.shape[0]
-    span_bt = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # masks may have holes
+    span_bt = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # masks may have gaps
     columns = (
         on_host(batch.group_b) if batch.group_b is not None else range(number),
         on_host(batch.prompt_lengths_b),

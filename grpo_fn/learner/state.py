@@ -27,9 +27,9 @@ class TrainState:
     opt_state: Tree
     accum_grads: Tree  # Σ of gradients of summed losses since the last update, float32
     accum_weight: mx.array  # Σ of their denominators, float32 0-d
-    step: mx.array  # calls of grad_step: batches, counting each pass over a rollout, int32 0-d
-    update_step: mx.array  # optimizer updates taken, int32 0-d
-    key: mx.array  # PRNG key; every random draw of the run descends from it
+    step: mx.array  # calls of grad_step: batches, counted once per pass over a rollout, int32 0-d
+    update_step: mx.array  # number of optimizer updates, int32 0-d
+    key: mx.array  # PRNG key, from which all of the run's random numbers are derived
 
 
 def init_state(

@@ -21,8 +21,8 @@ class UpdateStats(NamedTuple):
     """Statistics for one optimizer update, as 0-d arrays."""
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
-    learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
+    learning_rate: mx.array  # rate of this update, float32
+    skipped: mx.array  # True if loss, gradient, rate or new values were not finite: discarded
 
 
 def make_update_step(

@@ -23,14 +23,14 @@ from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, flat, materialize
 
-WIDTH = 1536  # columns of a block, at most
+WIDTH = 1536  # most columns per block
 TRACED = 64  # columns that one compiled program rounds
-FACTORED = 64  # rows of a matrix that mlx factors
-DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overstate correlations
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
-PART = 2**26  # weights that are rounded at a time
+FACTORED = 64  # rows of a matrix that mlx itself factors
+DAMPING = 0.1  # share by which each diagonal entry is increased: few tokens overstate correlations
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # factors for a group's range
+PART = 2**26  # number of weights rounded at a time
 
-# of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
+# for each weight's inputs: Σ x xᵀ for each block of columns, float32 [N,W,W]
 Moments = Mapping[str, mx.array]
 
 
@@ -40,10 +40,10 @@ class Carry:
     used by each rounding.
     """
 
-    order_nw: mx.array  # of the columns of each block: the largest inputs first
-    # row k: what later columns take over of column k's error; bfloat16, in this order
+    order_nw: mx.array  # order of each block's columns: the largest inputs first
+    # row k: the shares of column k's error that later columns take over; bfloat16, in this order
     share_nww: mx.array
-    weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
+    weight_nw: mx.array  # weight of each column's squared error, in the original order of columns
 
 
 # Of each weight: the carry of all layers with blocks of that width, and its layer's first block
@@ -71,10 +71,10 @@ def input_moments(
     """
     counts_bl1 = (mx.arange(tokens_bl.shape[1])[None] < lengths_b[:, None])[..., None]
     found: dict[str, mx.array] = {}
-    last: list[Any] = [None, None]  # layers that share their inputs share the moments
+    last: list[Any] = [None, None]  # layers that share inputs share moments
 
     def note(name: str, x: mx.array) -> None:
-        if tuple(x.shape[:-1]) != tuple(tokens_bl.shape):  # the tokens of an expert, say
+        if tuple(x.shape[:-1]) != tuple(tokens_bl.shape):  # for example, the tokens of an expert
             return
         if last[0] is not x:
             width = block_width(x.shape[-1], group)
@@ -95,9 +95,7 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """Adds two sets of moments; either may be empty. Layers that share moments continue to share
-    them.
-    """
+    """Adds two sets of moments; the first may be empty. Shared moments remain shared."""
     if not first:
         return dict(second)
     sums: dict[int, mx.array] = {}
@@ -118,9 +116,7 @@ def folded(moments: Moments) -> Moments:
 
 
 def _folded(moments_nww: mx.array) -> mx.array:
-    """Rotates the lower half of an upper triangle and stores it below the diagonal of the upper
-    half.
-    """
+    """Stores an upper triangle's lower half, rotated, below the diagonal of its upper half."""
     half = moments_nww.shape[-1] // 2
     upper = mx.pad(moments_nww[:, :half], [(0, 0), (0, 0), (1, 0)])
     lower = mx.pad(moments_nww[:, ::-1, ::-1][:, :half], [(0, 0), (0, 0), (0, 1)])
@@ -195,8 +191,8 @@ def _carry_of(moments: mx.array) -> Carry:
 
 
 def _inverse_root(h_nww: mx.array) -> mx.array:
-    """Computes L⁻¹ for H = L Lᵀ, where L is lower triangular. L⁻¹ is computed by halves, because
-    mlx's own function runs only on the CPU and is slow without a good BLAS.
+    """Computes L⁻¹ for H = L Lᵀ, where L is lower triangular. The halves are inverted recursively,
+    because mlx's function runs only on the CPU and is slow without a good BLAS.
     """
     half = h_nww.shape[-1] // 2
     if half < FACTORED:
@@ -365,7 +361,7 @@ def pack_codes(codes: mx.array, bits: int) -> mx.array:
     """Packs codes [...,n] of 2, 3, 4, 6 or 8 bits like mlx: a little-endian stream of bits in
     uint32.
     """
-    count = math.lcm(bits, 8) // bits  # of codes that fill whole bytes
+    count = math.lcm(bits, 8) // bits  # fewest codes that fill whole bytes
     shifted = (codes[..., at::count].astype(mx.uint32) << bits * at for at in range(count))
     filled = functools.reduce(mx.bitwise_or, shifted)
     stream = mx.stack(

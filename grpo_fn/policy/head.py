@@ -20,8 +20,8 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL = 1e-2  # products far below every soft cap in use
-_LARGE = 1e3  # and far above
+_SMALL = 1e-2  # products far below all soft caps in use
+_LARGE = 1e3  # products far above them
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
@@ -175,7 +175,7 @@ def _function_of_product(
         return (hidden @ weight_vd.T).astype(mx.float32), logits
 
     if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
-        return None  # there is a bias
+        return None  # the head has a bias
     product, logits = at(_SMALL)
     scale = float((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
     if not scale > 0:

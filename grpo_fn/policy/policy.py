@@ -39,9 +39,9 @@ class Policy:
     """
 
     module: nn.Module  # the function; its leaves are replaced during a call
-    params: Tree  # trainable leaves as they were when the policy was made
-    frozen: Tree  # the other leaves, shared by all roles; {} if everything trains
-    # floating parameters are cast to it for the forward pass; None: not cast
+    params: Tree  # trainable leaves at the time the policy was created
+    frozen: Tree  # the other leaves, shared by all roles; {} if all leaves are trainable
+    # dtype to which floating parameters are cast for the forward pass; None means no cast
     compute_dtype: mx.Dtype | None
     split: HeadSplit  # the backbone and the head of this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
@@ -49,9 +49,9 @@ class Policy:
     supports_compiled_decode: bool  # whether the backend's compiled decoding steps support it
     # whether it decodes with `decode_weights`
     joins_weights: bool = attrs.field(default=True, kw_only=True)
-    # token ids are below it: rows of the embedding; None: the module has none of nn's
+    # exclusive bound on token ids: rows of the embedding; None if the module has no nn.Embedding
     vocabulary: int | None
-    # learned ones; None: any number
+    # number of learned positions; None means no limit
     positions: int | None = attrs.field(default=None, kw_only=True)
     compiled_programs: dict[str, Compiled] = attrs.field(init=False, repr=False, factory=dict)
 
@@ -248,7 +248,7 @@ def _embedding_rows(module: nn.Module) -> int | None:
         if isinstance(part, nn.Embedding | nn.QuantizedEmbedding)
     }
     if len(rows) > 1:
-        # its shape alone: nothing is computed
+        # only the shape is used: nothing is computed
         logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]
         return logits if logits in rows else max(rows)
     return max(rows, default=None)

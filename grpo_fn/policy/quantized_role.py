@@ -40,7 +40,7 @@ MODES: dict[str, QuantMode] = {
 STORAGES = ("dequantized", "packed")
 PROBES = 4  # gradients of the log-probs with random signs
 LEVELS = {3: "affine-3", 4: "affine-4", 6: "affine-6", 8: "affine-8"}
-GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed groups
+GROUP_SIZES = (32, 64, 128)  # for affine modes; the other modes have fixed group sizes
 
 
 @attrs.frozen(eq=False)
@@ -52,14 +52,14 @@ class QuantizedRole:
     policy: Policy
     # learner params -> this policy's params; for `sync_old`, `sync_ref`
     transform: Callable[[Tree], Tree]
-    modes: Mapping[str, QuantMode]  # of the weights that are quantized
-    unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
+    modes: Mapping[str, QuantMode]  # formats of the quantized weights
+    unfit: tuple[str, ...]  # not quantized, because the row length is no multiple of the group size
     # (name, moments, formats, storage): the same, made in another way
     remade: Callable[..., "QuantizedRole"]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the weights that are quantized."""
+        """Names of the quantized weights."""
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:

@@ -24,7 +24,7 @@ MECHANISMS = {
 NUMBERS = {
     "unpack_rows": 4,
     "shares_prompts": 1,
-    "block_rows": 8,  # of 16, the copy costs as much as it saves
+    "block_rows": 8,  # for 16 rows, the copy costs as much as it saves
     "metal_kernels": 0,
     "logits": 2**22,
     "logit_rows": 96,

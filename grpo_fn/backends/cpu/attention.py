@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from grpo_fn.backends.cpu.elementwise import softmax, softmax_gradient
 
-# more than these are left to MLX, whose softmax needs no second array of their size
+# more scores than this are left to MLX, whose softmax needs no second array of that size
 _MOST_SCORES = 2**23
 
 
@@ -23,7 +23,7 @@ def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
-    # a decoding step has one token a row
+    # a decoding step has one token per row
     return known and queries.shape[-2] > 1 and scores <= _MOST_SCORES
 
 

@@ -22,9 +22,9 @@ from grpo_fn.compile import recomputed
 
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
-_LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # 2^n is 0 and infinity
+_LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # where 2^n is 0 and infinity
 _LOG2_E = 1.4426950408889634
-# their sum is ln 2; n · high is exact (Cody and Waite)
+# high + low = ln 2; n · high is exact (Cody and Waite)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 

@@ -18,9 +18,9 @@ from grpo_fn.backends.cpu.blas import load_blas, processor_flags
 from grpo_fn.backends.mechanisms import number
 from grpo_fn.layers import replaced_layers
 
-_SMALL = 1_000_000  # multiplications without a copy, at most
-_WIDTHS = (64, 32, 16)  # of blocks
-_LEAST_ROWS = 8  # for which blocks are small enough: others may join
+_SMALL = 1_000_000  # most multiplications for which OpenBLAS makes no copy
+_WIDTHS = (64, 32, 16)  # block widths
+_LEAST_ROWS = 8  # blocks are small enough for this many rows: others may join
 
 
 def has_small_products() -> bool:
@@ -56,7 +56,7 @@ def _width(weight: mx.array, rows: int) -> int:
 
 
 def _blocked(layer: Any, rows: int) -> nn.Module:
-    new: Any = copy.copy(layer)  # with the same arrays
+    new: Any = copy.copy(layer)  # shares the arrays
     new.__class__ = _BLOCKED[type(layer)]
     new.block_width = _width(layer.weight, rows)
     return new
@@ -67,7 +67,7 @@ def _product(layer: Any, x: mx.array) -> mx.array:
     x_nd = x.reshape(-1, x.shape[-1])
     if x_nd.size * layer.block_width > _SMALL:
         return layer.whole(x)
-    if "_blocks" not in layer:  # at its first use: an embedding may have none
+    if "_blocks" not in layer:  # at the first use: an embedding may have none
         blocks = layer.weight.reshape(-1, layer.block_width, x.shape[-1]).swapaxes(1, 2)
         layer["_blocks"] = mx.contiguous(blocks)
     y = (x_nd @ layer["_blocks"]).swapaxes(0, 1).reshape(*x.shape[:-1], -1)

@@ -187,7 +187,7 @@ class DeviceLimits:
     """The device limits that a kernel may depend on."""
 
     multiprocessors: int
-    shared_bytes: int  # of a block of threads that asks for them
+    shared_bytes: int  # per block of threads that requests them
 
 
 @functools.cache

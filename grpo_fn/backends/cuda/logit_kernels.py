@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-# `takes_dtype` is the predicate of both.
+# `takes_dtype` is the predicate for both.
 from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401
 
 _THREADS = 512

@@ -40,7 +40,7 @@ _CODES = {"bfloat16": "V2", "float16": "f2", "float32": "f4"}
 _FLOATS = ((4, 8), mx.float32)
 _INTEGERS = ((4, 8), mx.int32)
 _WORDS = ((4, 1), mx.uint32)
-_FLOAT = ((4, 1), mx.float32)  # of each row
+_FLOAT = ((4, 1), mx.float32)  # for each row
 _INTEGER = ((4, 1), mx.int32)
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
 
-_THREADS = 128  # of a block for ranges
+_THREADS = 128  # threads per block, for ranges
 _TILE = 64  # rows and columns at a time, of a block of 256 threads
 # Of each tile of columns first the errors of all columns before it are carried over, as a product
 # on tensor cores. Then its columns are rounded one after another: four neighbouring threads share a

@@ -285,11 +285,11 @@ def in_chunks(
             h_cd = hidden_nd[rows]
             ct_c = [c[rows] for c in cotangents]
             out_c = [o[rows] for o in outputs]
-            # an order, so that the gradient of the weights grows in place, chunk after chunk
+            # enforces an order, so that the weights' gradient accumulates in place, chunk by chunk
             if dh_parts:
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
             dh_cd, grads = backward(params, h_cd, constants_n[rows], out_c, ct_c)
-            if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
+            if len(starts) > 1:  # many small terms: summed in float32, whatever the weights' dtype
                 grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
             dh_parts.append(dh_cd)

@@ -76,7 +76,7 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         cutting[widest : widest + 1] = halves
     cost = {place: max(shape_of(piece).tokens, 1) for place, piece in enumerate(cutting)}
     mine = [cutting[place] for place in sorted(_dealt(cost, size)[rank])]
-    return mine or [counted_alone(take_part(cutting[0], [], []))]  # without rows it counts nothing
+    return mine or [counted_alone(take_part(cutting[0], [], []))]  # without rows, all counts are 0
 
 
 def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
@@ -92,7 +92,7 @@ def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
     return parts
 
 
-BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
+BUCKET_BYTES = 128 * 2**20  # bytes of arrays that are sent together
 
 
 class Collectives(Protocol):

@@ -23,22 +23,22 @@ from grpo_fn.trees import group_numbers
 
 Pair = tuple[mx.array, mx.array]  # keys and values
 
-ROOM = 64  # tokens by which the rows' own part grows
+ROOM = 64  # number of tokens by which the rows' own part grows
 
 
 @attrs.frozen(eq=False)
 class Layout:
     """The assignment of rows to prompts, which is the same for all layers."""
 
-    prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
+    prompt_of: tuple[int, ...]  # B: each row's prompt; rows of the same prompt are adjacent
     lengths: tuple[int, ...]  # P: tokens of each prompt
-    # row at each place of a P × largest group grid, flat; None: the rows fill it
+    # row at each place in a flat grid of P × largest group; None means that the rows fill the grid
     grid_n: mx.array | None
     place_b: mx.array | None  # place of each row in that grid
-    seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
-    starts: tuple[int, ...]  # B: position that the rows' first own column has in each row
-    start: int | mx.array  # the same: of all rows, or [B]
-    firsts: tuple[int, ...]  # B: each row's first own column; the ones before are padding
+    seen_p11l: mx.array | None  # each prompt's valid positions; None: equal lengths
+    starts: tuple[int, ...]  # B: position of the first own column in each row
+    start: int | mx.array  # the same: one number for all rows, or [B]
+    firsts: tuple[int, ...]  # B: each row's first own column; earlier ones are padding
     first_b111: mx.array | None  # the same; None: no row has padding
 
     @classmethod
@@ -96,7 +96,7 @@ class PrefixCache:
         self.own.step = ROOM
         prompt_of_b = mx.array(layout.prompt_of, mx.int32)
         self.own.keys, self.own.values = (array[prompt_of_b, :, :0] for array in prompt)
-        self.attended = False  # whether it was ever asked to attend
+        self.attended = False  # whether `attend` was ever called
 
     @property
     def offset(self) -> int | mx.array:
@@ -129,7 +129,7 @@ class PrefixCache:
         rows, heads, _, width = queries.shape
         layout, (prompt_keys, prompt_values) = self.layout, self.prompt
         prompts, shared, columns, _ = prompt_keys.shape
-        # Heads that share keys are further rows of one product.
+        # Heads that share keys are additional rows of one product.
         q_bknd = (queries * scale).reshape(rows, shared, heads // shared, width)
         q_pgknd = layout.by_prompt(q_bknd)
         grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
@@ -228,7 +228,7 @@ def fork(
     forked = []
     for cache in caches:
         keys, values = cache.keys_and_values()
-        # A copy without the buffer's spare room.
+        # Copies without the buffer's unused part.
         cut = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
         forked.append(PrefixCache(cut, layout))
     return forked

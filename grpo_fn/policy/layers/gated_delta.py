@@ -25,7 +25,7 @@ import mlx.nn as nn
 from grpo_fn.backends import enabled, number
 
 CHUNK = 32  # tokens; a power of two
-CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
+CHANNEL_CHUNK = 16  # tokens with per-channel decays, which are [C,C,Dk] in a chunk
 
 
 def gated_delta_update(
@@ -49,7 +49,7 @@ def gated_delta_update(
     mlx-lm's function is still used for one token, and for inputs of its Metal kernel. The Metal
     kernel has no gradient; a layer requests the kernel with `use_kernel` only outside training.
     """
-    # what its kernel takes
+    # inputs that the kernel supports
     kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
@@ -106,8 +106,8 @@ def chunked_gated_delta(
             less for short sequences.
 
     Returns:
-        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, otherwise
-        float32). It computes in float32.
+        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, or in float32 if
+        none was given). All arithmetic is in float32.
     """
     rows, length, key_heads, key_width = q.shape
     heads, value_width = v.shape[2:]
@@ -146,7 +146,7 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    written = []  # by each token
+    written = []  # u of each token
     read = []  # what its query finds of its chunk's first state
     # mx.split, because the gradient of an index would be an array of zeros as large as the whole
     # for each chunk.

@@ -49,7 +49,7 @@ def patch_layers(module: nn.Module) -> int:
 
 def attends_through_cache(module: nn.Module) -> bool:
     """Returns whether every attention layer in the model lets a cache compute attention if the
-    cache has that method.
+    cache has a method `attend`.
 
     The function counts attention layers, because each block contains one.
     """

@@ -16,7 +16,7 @@ import mlx.core as mx
 from grpo_fn.backends import enabled, number
 from grpo_fn.compile import recomputed
 
-PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
+PART_BYTES = 64e6  # bytes of a weight unpacked at a time: a head may have gigabytes
 
 
 def unpack_rows() -> int:

@@ -14,12 +14,12 @@ SCALE, and MMA (the dtype's name in PTX).
 
 import mlx.core as mx
 
-MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # the dtypes that it takes, as PTX names them
+MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # supported dtypes and their names in PTX
 HEAD_WIDTHS = (64, 128)
 MOST_SHARING = 8  # query heads
-_WARPS = (1, 2, 4, 8)  # numbers of warps that may share the keys of a row
-_PREPARATION = 4  # a warp's other work, in tiles of keys
-_TILES = 16  # tiles of a usual row
+_WARPS = (1, 2, 4, 8)  # allowed numbers of warps per row
+_PREPARATION = 4  # a warp's other work, as a number of tiles
+_TILES = 16  # tiles of a typical row
 
 
 def warps_of_row(items: int, room: int) -> int:

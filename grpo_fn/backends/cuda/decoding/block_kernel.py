@@ -34,8 +34,8 @@ from grpo_fn.backends.mechanisms import has_cuda
 # Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of
 # cuBLAS's rate: with more work, the kernel costs the device more time than it saves the host.
 MOST_PRODUCTS = 8e9
-_TILE_ROWS = 128  # of a product: fewer rows take the same time
-MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
+_TILE_ROWS = 128  # rows per tile; fewer rows take the same time
+MOST_WIDTH = 4096  # largest D: one block of threads normalises a row
 _THREADS = 512  # of a block
 _STAGE = (128 + 64) * 128  # bytes of a stage of the ring
 _MOST_STAGES, _LEAST_STAGES = 6, 3
@@ -47,12 +47,12 @@ class BlockShape:
 
     width: int  # D
     heads: int
-    shared: int  # heads of keys
+    shared: int  # key heads
     head_width: int
     hidden: int  # F
     gated: bool  # silu(gate) · up; else relu(up)²
     biased: bool  # queries, keys and values
-    # of queries and keys: 0 none, 1 with weights before the rotation, 2 without after it
+    # norms of queries and keys: 0 none, 1 weighted, before the rotation, 2 unweighted, after it
     head_norms: int
     scale: float
     eps: float
@@ -83,8 +83,8 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """The weights of a block. Matrices are [out,in]; None means that the block does not have this
-    weight.
+    """The weights of a decoder block. Matrices are [out,in]; None means that the block does not
+    have this weight.
     """
 
     q: mx.array

@@ -20,9 +20,9 @@ from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
-_TOKENS = 5  # of the comparison
-_TOLERANCE = 0.03  # the largest share of what a block adds to its input
-Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
+_TOKENS = 5  # tokens per comparison
+_TOLERANCE = 0.03  # largest difference, relative to what a block adds to its input
+Rope = Callable[..., mx.array]  # takes [B,H,L,HD] and the first position
 
 
 class Parts(NamedTuple):
@@ -178,7 +178,7 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
 
 
 def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up  # nn.silu is a program that NVRTC compiles
+    return gate * mx.sigmoid(gate) * up  # nn.silu would be one more program for NVRTC to compile
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,7 +250,7 @@ class DecodeBlock(nn.Module):
             or not takes_block(parts.shape, parts.weights, rows)
         ):
             return self.block(x, mask=mask, cache=cache)
-        if self._rotation not in cache.turns:  # of this step, by the first such block
+        if self._rotation not in cache.turns:  # computed once per step, by the first such block
             cache.turns[self._rotation] = turns_at(
                 parts.rope, parts.shape.head_width, rows, 1, cache.offset
             )[:, 0]

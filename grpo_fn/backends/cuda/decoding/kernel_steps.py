@@ -21,9 +21,9 @@ from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import Tree, group_numbers
 
-FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
+FIRST_ROOM = 256  # initial buffer size in own tokens; doubled each time the buffers are full
 _ROOM_STEP = 64
-_PLACES = 16  # of rows that join: each number of them is a program of its own
+_PLACES = 16  # rows are padded to multiples of at least this: each number is a separate program
 
 
 class KernelSteps:
@@ -31,7 +31,7 @@ class KernelSteps:
     are written in place.
     """
 
-    drops_rows = False  # each number of rows would be a program of its own
+    drops_rows = False  # each number of rows would be a separate program
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class KernelSteps:
         self._lengths = list(lengths)
         self._most = room
         self._room = 0
-        self._fed = [0] * len(self._prompt_of)  # own tokens of each row when the buffers were made
+        self._fed = [0] * len(self._prompt_of)  # own tokens of each row when buffers were created
         self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: the same, at each step from then on
-        self._steps = 0  # since then
+        self._steps = 0  # steps since then
         self._own = [(keys[:0, :, :0], values[:0, :, :0]) for keys, values in self._prompts]
 
     def __call__(self, token_b: mx.array) -> mx.array:
@@ -86,7 +86,7 @@ class KernelSteps:
         self._prompt_of = [slot_of[prompt_of[row]] if row >= 0 else 0 for row in places]
         self._lengths = [lengths[prompt] if prompt >= 0 else 1 for prompt in slots]
         self._fed = [fed[row] if row >= 0 else 0 for row in places]
-        self._counts = self._counts[:0]  # the next step makes new buffers
+        self._counts = self._counts[:0]  # the next step creates new buffers
         self._steps = 0
         index = mx.array([slot_of[prompts + p] for p in range(len(other._lengths))], mx.int32)
         self._prompts = [
@@ -130,7 +130,7 @@ class KernelSteps:
             self._counts[0],
             mx.zeros((rows,), mx.int32),
         )
-        self._fixed = leaves[:-2]  # each step brings its own counts and tokens
+        self._fixed = leaves[:-2]  # counts and tokens differ in each step
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
