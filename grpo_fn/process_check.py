@@ -6,7 +6,7 @@ neither the threads nor the context, so its first computation would hang.
 
 import os
 
-_computing: list[int] = []  # the process in which this library has been used
+_computing: list[int] = []  # the id of the process in which this library was used
 
 
 def check_process() -> None:

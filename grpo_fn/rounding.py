@@ -15,7 +15,7 @@ from grpo_fn.checks import check_dtype
 from grpo_fn.prng import fold_in_rows
 from grpo_fn.trees import Tree, arrays_of
 
-# the bits, in float32, of bfloat16's largest number and of inf
+# the float32 bits of bfloat16's largest number and of inf
 _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000
 _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in the lower half
 
@@ -57,7 +57,7 @@ def _as_float16(x: mx.array, key: mx.array) -> mx.array:
     """
     exponent = mx.clip(x.view(mx.uint32) >> 23 & 255, 113, 142)  # e + 127
     gap = (exponent - 10 << 23).view(mx.float32)
-    # all that float32 adds to 11 bits
+    # the bits of float32 beyond float16's 11
     share = (_random_16(x.shape, key) >> 3).astype(mx.float32) / 2**13
     drawn = mx.clip(mx.floor(x / gap + share) * gap, -65504, 65504)
     return mx.where(mx.isfinite(x), drawn, x).astype(mx.float16)

@@ -235,7 +235,9 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
 
 
 def _given(rewards: mx.array) -> mx.array:
-    """Whether each value is a reward: not NaN, not infinite, and small enough to be squared."""
+    """Returns whether each value is a reward: not NaN, not infinite, and small enough to be
+    squared.
+    """
     return mx.abs(rewards) <= LARGEST_REWARD
 
 

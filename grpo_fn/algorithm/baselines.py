@@ -15,7 +15,7 @@ _FLOAT32_EPSILON = 2.0**-23
 
 
 def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
+    """Returns the mean over the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
     count_p1 = total(given_pg)
     others_p1 = mx.maximum(count_p1 - 1, 1)
     return (mean(rewards_pg, given_pg) * count_p1 - rewards_pg) / others_p1
@@ -35,12 +35,12 @@ def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def group_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The standard deviation of the group + 1e-4."""
+    """Returns the group's standard deviation + 1e-4."""
     return std(rewards_pg, given_pg) + STD_EPSILON
 
 
 def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The standard deviation of the batch + 1e-4."""
+    """Returns the batch's standard deviation + 1e-4."""
     rewards_1n, given_1n = as_one_group(rewards_pg, given_pg)
     return group_scale(rewards_1n, given_1n)
 
@@ -58,8 +58,8 @@ def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]. A completion's steps are summed first, so that rewards
-    at a single step and rewards without steps give bit-identical results.
+    """Returns each group's sum, [P,1] or [P,1,1]. A completion's steps are summed first, so that
+    rewards at a single step and rewards without steps give bit-identical results.
     """
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)

@@ -2,8 +2,8 @@
 
 A correction for a sampler μ that differs from π_old is a weight for each token's policy term. A
 correction's function accepts π_old/μ of the tokens, [B,T], and of their sequences, [B,1]; the
-LossSpec fields that it needs are keywords. It returns the weight [B,T]. To add a correction, write
-the function and add a line to CORRECTIONS.
+LossSpec fields that it needs are keywords. The function returns the weight [B,T]. To add a
+correction, write the function and add a line to CORRECTIONS.
 """
 
 from collections.abc import Callable

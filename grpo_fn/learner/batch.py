@@ -43,9 +43,9 @@ class Batch:
     # the teacher's rows; None means that they are the student's
     hinted_tokens_bm: mx.array | None = None
     hinted_lengths_b: mx.array | None = None  # prompt lengths in hinted_tokens_bm
-    # for N layers with experts: the k experts of each token, as
+    # for N layers with experts: the k experts of each token, as integers; None means those that the
+    # routers choose
     experts_blnk: mx.array | None = None
-    # integers; None means those that the routers choose
     # a number for each row, which the row keeps in a micro-batch, int32; padding has −1
     row_b: mx.array | None = None
     vocabulary: int | None = None  # exclusive bound on token ids; None: unknown

@@ -12,9 +12,9 @@ from grpo_fn.backends import enabled
 from grpo_fn.learner.batch import Batch
 from grpo_fn.trees import on_host
 
-# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t
-# those of `targets_bt`; "": the same in each part, or computed again for it. An array may have
-# fewer than its axes.
+# The axes of each field in a batch and its images. p and l are the axes of `tokens_bl`, b and t
+# those of `targets_bt`; "" means that the field is the same in each part, or recomputed for it. An
+# array may have fewer axes than listed.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
     "b": "group_b prompt_index_b hinted_lengths_b row_b",
@@ -31,7 +31,7 @@ _FIELDS = {
 AXES: dict[str, str] = {}
 for _axes, _names in _FIELDS.items():
     AXES |= dict.fromkeys(_names.split(), _axes)
-# of the others: 0
+# padding of all other fields: 0
 _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}
 
 
@@ -133,8 +133,8 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
-            # Not padded without numbers: on CUDA NumPy, and saving, then end the process
-            # (benchmarks/architectures/upstream.md).
+            # Empty arrays are not padded: on CUDA, converting them to NumPy or saving them would
+            # then end the process (benchmarks/architectures/upstream.md).
             found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size

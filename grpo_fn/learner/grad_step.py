@@ -238,12 +238,12 @@ def make_grad_step(
             if routing:
                 mask_n = batch.mask_bt.reshape(-1)
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
-                # The update divides by the denominators, so this is the balance's coefficient
-                # there.
+                # The update divides by the denominators, so this becomes the coefficient of the
+                # balancing loss.
                 total = total + router_aux_coef * balance * stats.denominator
             return total, arrays
 
-        # MLX puts tracers into the containers, and another thread may read those of the state.
+        # MLX puts tracers into the containers, and another thread may read the state's containers.
         (loss, arrays), grads = mx.value_and_grad(summed_loss)(map_arrays(lambda a: a, params))
         accum_grads = tree_map(
             lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads

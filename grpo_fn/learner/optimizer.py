@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
 @attrs.frozen(eq=False)
 class Optimizer:
-    """Three pure functions.
+    """An optimizer, as three pure functions.
 
     init(params) -> opt_state
     numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32,
@@ -100,8 +100,8 @@ def adamw(
     def numbers(
         opt_state: Tree, update_step: mx.array, rates: Rates | None = None
     ) -> OptimizerNumbers:
-        # "step" counts what the moments have seen, for bias correction: a skipped update is none of
-        # it.
+        # "step" counts the updates in the moments, for bias correction; skipped updates do not
+        # count.
         step = opt_state["step"] + 1
         own = Rates(schedule(update_step), betas, eps, weight_decay) if rates is None else rates
         rate = mx.array(own.learning_rate)
@@ -111,7 +111,7 @@ def adamw(
         rate, decay, size, root = (
             each.astype(mx.float32) for each in (rate, 1 - rate * own.weight_decay, size, root)
         )
-        # As an argument of the compiled update, new values need no new trace.
+        # Because they are arguments of the compiled update, new values need no new trace.
         constants = None if rates is None else mx.array([b1, 1 - b1, b2, 1 - b2, own.eps])
         return OptimizerNumbers(rate, decay, step, size, root, constants)
 
@@ -132,12 +132,12 @@ def adamw(
         last: list[mx.array] = []
 
         def apply_leaf(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
-            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at
-            # once.
+            # Leaf by leaf, because MLX would otherwise keep the old and new values of the whole
+            # tree at once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
             param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
-            # Two products, not one that both use: each is part of its moment's pass.
+            # Two products, not a shared one, because each is fused into its moment's pass.
             m = b1 * m + one_less_b1 * (grad * whole)
             v = b2 * v + one_less_b2 * mx.square(whole * grad)
             step = numbers.size * m / (mx.sqrt(v) * numbers.root + small)

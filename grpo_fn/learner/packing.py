@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
-        """Whether a batch of the other shape can be padded to this shape."""
+        """Returns whether a batch of the other shape can be padded to this shape."""
         longer = self.length >= other.length and self.width >= other.width
         more = self.rows >= other.rows and self.prompts >= other.prompts
         return longer and more and (self.prompts == 0) == (other.prompts == 0)
@@ -95,7 +95,7 @@ class Packer:
         def shape(start: int, stop: int) -> Shape:
             width = max(completions[start:stop])
             length = self._size(rows[stop - 1].prompt + rows[stop - 1].completion)
-            if self.bucketed:  # an octave apart: a row of this length has any number of them
+            if self.bucketed:  # an octave apart: completions of such rows vary in length
                 width = min(1 << (width - 1).bit_length(), length)
             return Shape(prompts=0, length=length, rows=stop - start, width=width)
 
@@ -127,7 +127,7 @@ class Packer:
             prompts=self._size(len({unit[0].group for unit in units})),
             length=self._size(max(unit[0].prompt for unit in units)),
             rows=self._size(sum(map(len, units))),
-            width=self._size(max(unit[-1].completion for unit in units)),  # its longest is its last
+            width=self._size(max(unit[-1].completion for unit in units)),  # the last is the longest
         )
 
     def _cheapest(
@@ -139,7 +139,7 @@ class Packer:
         """Returns the cost of the cheapest split into runs of neighbouring units, and the runs;
         `steps` are the allowed numbers of units per run.
         """
-        # Of the first units: the cost, and where the last run starts and its shape.
+        # For the first n units: the cost, and the last run's start and shape.
         best: list[tuple[float, Any]] = [(0.0, None)]
         for stop in range(1, len(units) + 1):
             choices = []

@@ -22,10 +22,10 @@ _LIBRARIES += ("libmkl_rt.so.2", "libmkl_rt.so.1", "libmkl_rt.so")
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 _VARIABLE = "GRPO_FN_BLAS"
 _KERNELS_VARIABLE = "OPENBLAS_CORETYPE"
-# What OpenBLAS takes for an x86 processor that it does not know: without AVX, some six times
+# The kernels that OpenBLAS chooses for an unknown x86 processor: without AVX, about six times
 # slower.
 _FALLBACK = b"Prescott"
-# Kernels of older processors, and what a newer one has to have for them; the fastest first.
+# Kernels for older processors, and the features that they require; the fastest first.
 _KERNELS = (
     ("SkylakeX", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     ("Haswell", {"avx2", "fma"}),
@@ -59,7 +59,7 @@ def load_blas() -> Blas:
     if not _found:
         _found.append(_search())
         if _found[0].reason == TOO_LATE:
-            # Level 5 is the line that imports grpo_fn.
+            # stacklevel 5 is the line that imports grpo_fn.
             warnings.warn(f"{TOO_LATE}; {_AS_IT_IS}", RuntimeWarning, stacklevel=5)
     return _found[0]
 
@@ -144,7 +144,7 @@ def processor_flags() -> set[str]:
 
 
 def _is_ilp64(library: ctypes.CDLL) -> bool:
-    # If unsuffixed names take 64-bit integers, MLX would pass wrong sizes.
+    # If functions without a suffix take 64-bit integers, MLX would pass wrong sizes.
     if os.environ.get("MKL_INTERFACE_LAYER", "").upper().startswith("ILP64"):
         return hasattr(library, "MKL_Get_Max_Threads")
     if not hasattr(library, "openblas_get_config"):

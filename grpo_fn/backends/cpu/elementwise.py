@@ -209,9 +209,9 @@ def gather_mm(x: mx.array, weights: mx.array, **options: Any) -> mx.array:
     return mx.gather_mm(x.astype(mx.float32), weights.astype(mx.float32), **options).astype(x.dtype)
 
 
-# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time;
-# the BLAS does not. So sums of rows are products with a column, and what scales rows and columns is
-# an outer product.
+# On a CPU, MLX computes a sum along the last axis, or a product that broadcasts, one number at a
+# time; the BLAS does not. Therefore, row sums are products with a column, and factors for rows and
+# columns are an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
     flat_nd = x.reshape(-1, x.shape[-1])

@@ -74,7 +74,7 @@ def _product(layer: Any, x: mx.array) -> mx.array:
     return y + layer["bias"] if "bias" in layer else y
 
 
-_BLOCKED: dict[Any, Any] = {  # classes, by those whose product they compute
+_BLOCKED: dict[Any, Any] = {  # classes, by the class whose product they compute
     kind: type(kind.__name__, (kind,), {name: _product, "whole": getattr(kind, name)})
     for kind, name in ((nn.Linear, "__call__"), (nn.Embedding, "as_linear"))
 }

@@ -26,7 +26,7 @@ _TYPES = {
     mx.uint32: "unsigned int",
     mx.uint8: "unsigned char",
 }
-# The numbers of 16 bits, rounded to nearest, and what C++ has from a header.
+# 16-bit numbers, rounded to nearest, and definitions that C++ normally has in a header.
 _PRELUDE = """
 #define INFINITY __int_as_float(0x7f800000)
 struct float16 {

@@ -19,7 +19,7 @@ from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401
 
 _THREADS = 512
 
-# The common start of both. A capped or scaled logit is rounded as in the model: after each
+# The start of both kernels. A capped or scaled logit is rounded as in the model, after each
 # operation.
 _LOGITS = """
     constexpr int N = V % (16 / sizeof(T)) == 0 ? 16 / sizeof(T) : 1;  // numbers that are read at once

@@ -10,10 +10,10 @@ import mlx.core as mx
 from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
 
 _THREADS = 128  # threads per block, for ranges
-_TILE = 64  # rows and columns at a time, of a block of 256 threads
-# Of each tile of columns first the errors of all columns before it are carried over, as a product
-# on tensor cores. Then its columns are rounded one after another: four neighbouring threads share a
-# row.
+_TILE = 64  # rows and columns that a block of 256 threads processes at a time
+# For each tile of columns, the errors of all earlier columns are first carried over by a product on
+# tensor cores. Then the tile's columns are rounded one after another; four neighbouring threads
+# share a row.
 _COLUMNS = """
 #define EACH (COLUMNS / 4)
 const int out = w_shape[1], width = w_shape[2], per_block = (out + ROWS - 1) / ROWS;

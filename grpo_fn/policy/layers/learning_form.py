@@ -100,8 +100,8 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             call = super().__call__
 
             # mx.checkpoint silently gives no gradient to arrays that it closes over, so they are
-            # arguments. It takes a gradient of every argument, which packed weights do not have,
-            # hence stop_gradient.
+            # arguments. mx.checkpoint differentiates every argument, which packed weights do not
+            # allow, hence stop_gradient.
             def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
                 # The backward pass runs this again, after the policy's `learning` has ended.
                 with (

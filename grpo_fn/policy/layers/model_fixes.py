@@ -16,7 +16,7 @@ from grpo_fn.layers import CANNOT_CALL, calls_noted
 from grpo_fn.trees import on_host
 
 _PROBED = 3  # tokens
-_SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
+_SORTED_FROM = 64  # mlx-lm sorts pairs of token and expert from this number on
 
 
 def fix_known_faults(module: nn.Module) -> None:
@@ -25,9 +25,9 @@ def fix_known_faults(module: nn.Module) -> None:
 
     if type(module).__module__ == "mlx_lm.models.kimi_k3":
         _fix_kimi_k3(module)
-    # mlx-lm's experts sort pairs of token and expert from 64 on. If they are not sorted, the
-    # gradient of MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96
-    # on).
+    # mlx-lm's experts sort pairs of token and expert if there are 64 or more. If they are not
+    # sorted, MLX's gradient with respect to the weights is an error on CUDA (0.32.4, float32, from
+    # 64 × 96 on).
     _replace_classes(module, {kind: _sorting(kind) for kind in (SwitchGLU, SwitchMLP)})
 
 

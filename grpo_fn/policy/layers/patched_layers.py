@@ -173,7 +173,7 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
 
     linear = QuantizedSwitchLinear if isinstance(plain, SwitchLinear) else _PackedLinear
     kind = _PackedEmbedding if isinstance(plain, nn.Embedding) else linear
-    layer: Any = kind.__new__(kind)  # its constructor would draw from the global random state
+    layer: Any = kind.__new__(kind)  # its constructor would use the global random state
     nn.Module.__init__(layer)
     layer.mode, layer.bits, layer.group_size = mode.mode, mode.bits, mode.group_size
     layer.dtype = dtype

@@ -14,9 +14,10 @@ import mlx.nn as nn
 
 from grpo_fn.layers import calls_replaced
 
-# mlx-lm's block -> its router, its attribute for the number of experts a token, whether it weights
-# experts by a softmax over all of them: if some are excluded, the weights of the others would be
-# larger. Other blocks weight by shares of the chosen ones, unless they have norm_topk_prob = false.
+# mlx-lm's block -> its router, its attribute for the number of experts per token, and whether it
+# weights experts by a softmax over all experts: if some are excluded, the weights of the others
+# would be larger. Other blocks weight by shares of the chosen experts, unless norm_topk_prob =
+# false.
 _ROUTERS = {
     "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "top_k", False),
     "mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock": ("gate", "top_k", True),
@@ -24,7 +25,7 @@ _ROUTERS = {
     "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok", False),
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k", False),
 }
-# with the names of its router and of k, and the last of the above
+# with the names of its router and of k, and whether it uses a softmax over all experts
 _Blocks = list[tuple[Any, str, str, bool]]
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # supported dtypes and their names in PTX
 HEAD_WIDTHS = (64, 128)
-MOST_SHARING = 8  # query heads
+MOST_SHARING = 8  # most query heads per key head
 _WARPS = (1, 2, 4, 8)  # allowed numbers of warps per row
 _PREPARATION = 4  # a warp's other work, as a number of tiles
 _TILES = 16  # tiles of a typical row
@@ -31,7 +31,7 @@ def warps_of_row(items: int, room: int) -> int:
     )
 
 
-# c += a b: of 16 × 16 and 16 × 8 numbers, as mma.m16n8k16 spreads them over a warp.
+# c += a b for 16 × 16 and 16 × 8 numbers, distributed over a warp as in mma.m16n8k16.
 PRODUCT = """
     auto mma = [](float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.MMA.MMA.f32 "
@@ -41,10 +41,10 @@ PRODUCT = """
     };
 """
 
-# A lane is number `g` of 8 and `t` of 4. Of 16 keys it reads, for the scores, the 8 numbers from
-# 32i + 8t on of the keys g and 8 + g; for the sums, the 8 numbers from 64i + 8g on of the values
-# 2t, 2t + 1, 8 + 2t and 9 + 2t. The scores of head g come out where the second product wants its
-# weights.
+# A lane has the numbers `g` (of 8) and `t` (of 4). Among 16 keys, it reads for the scores 8
+# numbers, from 32i + 8t, of the keys g and 8 + g. For the sums, it reads 8 numbers, from 64i + 8g,
+# of the values 2t, 2t + 1, 8 + 2t and 9 + 2t. The scores of head g are then where the second
+# product needs its weights.
 ATTENTION = """
     // To `warps` warps, of which this is `which`: the tops, totals [R,warps] and sums [R,warps,HD] of a row.
     // query(head, at, to) gives 8 numbers; find(j, key, value) where the j-th of `length` begin.
@@ -153,8 +153,8 @@ ATTENTION = """
     };
 """
 
-# Of the tops, totals and sums that the warps of a row have left, on tensor cores or not: its n-th
-# number.
+# Combines the tops, totals and sums that the warps of a row have stored, on tensor cores or not:
+# returns the n-th number of the row.
 COMBINATION = """
     auto combined = [](int n, int warps, const float* tops, const float* totals, const float* parts) {
         const int r = n / HD * warps;

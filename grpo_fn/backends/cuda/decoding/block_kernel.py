@@ -31,13 +31,13 @@ from grpo_fn.backends.cuda.kernels import (
 )
 from grpo_fn.backends.mechanisms import has_cuda
 
-# Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of
+# Most multiplications per block, for all rows. The kernel's products run at an estimated sixth of
 # cuBLAS's rate: with more work, the kernel costs the device more time than it saves the host.
 MOST_PRODUCTS = 8e9
 _TILE_ROWS = 128  # rows per tile; fewer rows take the same time
 MOST_WIDTH = 4096  # largest D: one block of threads normalises a row
 _THREADS = 512  # of a block
-_STAGE = (128 + 64) * 128  # bytes of a stage of the ring
+_STAGE = (128 + 64) * 128  # bytes per stage of the ring buffer
 _MOST_STAGES, _LEAST_STAGES = 6, 3
 
 

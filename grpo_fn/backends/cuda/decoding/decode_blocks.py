@@ -137,7 +137,7 @@ def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.
     """Returns the cosines, then the sines, for rotating pairs (i, i + width/2): float32
     [rows,length,width].
     """
-    # Joined, not compared: a comparison is a program to compile.
+    # Concatenated, not selected by a comparison, which would be one more program to compile.
     half = mx.ones((rows, 1, length, width // 2))
     pairs = mx.concatenate([half, mx.zeros_like(half)], axis=-1)
     return rope(pairs, offset=offset).reshape(rows, length, width)
@@ -226,7 +226,7 @@ class DecodeBlock(nn.Module):
     """Replaces a block: decoding steps use the kernel, and all other calls use the block itself."""
 
     def __init__(self, block: nn.Module, rotation: tuple[float, ...], barrier: mx.array) -> None:
-        """`rotation` differs for blocks whose heads are rotated differently."""
+        """Wraps a block; `rotation` differs for blocks whose heads are rotated differently."""
         super().__init__()
         self.block = block
         self._rotation, self._barrier = rotation, barrier

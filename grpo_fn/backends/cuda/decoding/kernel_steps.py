@@ -59,7 +59,7 @@ class KernelSteps:
         self._most = room
         self._room = 0
         self._fed = [0] * len(self._prompt_of)  # own tokens of each row when buffers were created
-        self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: the same, at each step from then on
+        self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: own tokens at each later step
         self._steps = 0  # steps since then
         self._own = [(keys[:0, :, :0], values[:0, :, :0]) for keys, values in self._prompts]
 
@@ -172,7 +172,7 @@ class KernelCache:
     lengths_p: mx.array
     start_b: mx.array  # position of the first own token
     used_b: mx.array  # own tokens so far
-    # rotations of this step, of all layers: `decode_blocks`
+    # this step's rotations, for all layers: see `decode_blocks`
     turns: dict[Any, mx.array] = attrs.field(factory=dict)
 
     @property

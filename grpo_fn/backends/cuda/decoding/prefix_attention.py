@@ -139,7 +139,7 @@ _PLAIN = """
 """
 
 
-# of a multiprocessor, for heads of so many numbers: by their registers
+# warps that fit into a multiprocessor's registers, by head size
 _WARPS_AT_A_TIME = {64: 20, 128: 12}
 _INPUTS = (
     *(
@@ -205,7 +205,7 @@ def append_and_attend(
         source = _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES
         source = source.replace("MMA", MMA[queries.dtype])
     else:
-        # more would not fit into the registers of one multiprocessor
+        # more threads would not fit into the registers of one multiprocessor
         threads = 512 if group <= 2 else 256
         name = "attention_over_a_shared_prompt"
         source = _ROW + COMBINATION + _PLAIN
