@@ -115,7 +115,7 @@ def given_rollout(
 
     Args:
         prompts: token ids of each prompt, at least one.
-        completions: token ids of each completion, at least one, with its end-of-sequence token.
+        completions: token ids of each completion, at least one, including the end token.
 
     Raises:
         ValueError: a prompt or a completion is empty or missing.

@@ -73,8 +73,8 @@ def image_rows(
 
     Args:
         images: the images of each prompt; None for a prompt without images.
-        lengths: number of tokens of each prompt.
-        length: number of tokens of a row, at least the longest prompt's.
+        lengths: number of tokens in each prompt.
+        length: number of tokens per row, at least the longest prompt's.
         repeat: number of rows per prompt.
 
     Raises:

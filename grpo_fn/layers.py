@@ -59,7 +59,7 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 
 @contextmanager
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
-    """Inside the `with` block, the module has the leaves of these trees instead of its own.
+    """Inside the `with` block, the leaves in these trees replace the module's own leaves.
 
     If two trees have the same leaf, the later one is used. The module's own leaves are always
     restored; otherwise a traced call would leave dead tracers in it.

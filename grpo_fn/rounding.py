@@ -1,9 +1,9 @@
 """Stochastic rounding, which preserves small updates to 16-bit weights on average.
 
 bfloat16 has 8 bits of precision, float16 has 11. If rounded to nearest, a weight of 1 never changes
-under updates of 1e-6. If the weight is rounded up with a probability equal to the sum's position
-between its two neighbours, it changes by 1e-6 on average (Gupta et al. 2015, arXiv 1502.02551; for
-bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
+under updates of 1e-6. If the sum of weight and update is rounded up with a probability equal to its
+position between its two neighbours, the weight changes by 1e-6 on average (Gupta et al. 2015, arXiv
+1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
 """
 
 import math

@@ -81,9 +81,9 @@ def group_advantages(
     Returns:
         adv_pg float32, of the rewards' shape. An excluded completion has the advantage 0 and does
         not affect its group's statistics. With a group baseline, all advantages of a group are
-        exactly 0 if its rewards are equal or it has fewer than two. With `batch_mean`, such a group
-        has R − mean of the batch; advantages are exactly 0 only if all rewards of the batch are
-        equal.
+        exactly 0 if its rewards are equal or it has fewer than two. With `batch_mean`, the
+        advantages in such a group are R − (the batch's mean); advantages are exactly 0 only if all
+        rewards of the batch are equal.
 
     Raises:
         ValueError: a name or shape is invalid, or G < 2 with a group baseline.

@@ -15,7 +15,7 @@ _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
-    """Diagnostics of one loss, 0-d float32 each. They are 0 if all tokens are masked."""
+    """Diagnostics of one loss, 0-d float32 each. All diagnostics are 0 if all tokens are masked."""
 
     loss: mx.array  # the loss: Σ / denominator
     # the divisor: sequences, tokens or sequences × L_max; 0 if the aggregation is `sum`
@@ -156,7 +156,7 @@ def empty_stats(denominator: mx.array) -> LossStats:
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """Combines the stats of several parts of a batch into the stats of the whole batch."""
+    """Combines the stats of a batch's parts into the whole batch's stats."""
     if len(parts) == 1:
         return parts[0]
     columns = {

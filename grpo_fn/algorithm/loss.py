@@ -3,7 +3,7 @@
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
 Everything is float32. At masked positions, every input is replaced by zero before any arithmetic,
-so values there (including NaN and inf) do not affect the loss or the gradient. A counted log-prob
+so values there (including NaN and inf) do not affect the loss or the gradient. An unmasked log-prob
 of −∞ becomes −10,000, without a gradient, so that the difference of two such log-probs is 0 instead
 of NaN.
 """
@@ -59,8 +59,8 @@ def policy_loss(
         logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats;
             differentiable.
         adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and
-            [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the
-            sequence's ratio, with the gradient of the token's.
+            [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): it has the value of
+            the sequence's ratio and the gradient of the token's ratio.
         mask_bt: 1 (or True) for tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; if it is None, π_old is π_θ itself and `sg(logp_bt)` is used.

@@ -1,8 +1,8 @@
 """Computes importance ratios: the learner's π_θ/π_old, and π_old/μ between learner and sampler.
 
 A correction for a sampler μ that differs from π_old is a weight for each token's policy term. A
-correction's function accepts π_old/μ of the tokens, [B,T], and of their sequences, [B,1]; the
-LossSpec fields that it needs are keywords. The function returns the weight [B,T]. To add a
+correction's function accepts π_old/μ for tokens, [B,T], and for sequences, [B,1]; the LossSpec
+fields that the function needs are keywords. The function returns the weight [B,T]. To add a
 correction, write the function and add a line to CORRECTIONS.
 """
 

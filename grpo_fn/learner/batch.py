@@ -177,7 +177,7 @@ def batch_of(
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
     """Returns the batch for the teacher, which has the teacher's own prompts if they contain hints.
 
-    `vocabulary` is the number of rows of the teacher's embedding; None if unknown. The student's
+    `vocabulary` is the number of rows in the teacher's embedding; None means unknown. The student's
     embedding may have more padding rows; their ids, which only an untrained model samples, are
     mapped to the teacher's last id.
     """

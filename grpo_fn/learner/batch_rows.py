@@ -38,9 +38,9 @@ _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     """Removes the rows without a gradient; the removed rows still count in the denominators.
 
-    Rows without a gradient are those without counted tokens and, if there is no KL term or entropy
-    bonus, the rows with A = 0 (all rows of a group whose rewards are equal). The function reads the
-    advantages and therefore waits for the device.
+    Rows without a gradient are fully masked rows and, if there is no KL term or entropy bonus, the
+    rows with A = 0 (all rows of a group whose rewards are equal). The function reads the advantages
+    and therefore waits for the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -133,8 +133,8 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
-            # Empty arrays are not padded: on CUDA, converting them to NumPy or saving them would
-            # then end the process (benchmarks/architectures/upstream.md).
+            # Empty arrays are filled, not padded: on CUDA, converting padded ones to NumPy, or
+            # saving them, would end the process (benchmarks/architectures/upstream.md).
             found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size

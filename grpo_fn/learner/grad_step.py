@@ -54,7 +54,7 @@ class GradStep:
 
     @property
     def traces(self) -> int:
-        """Number of traces of the step: one per shape of a (micro-)batch."""
+        """Number of times the step was traced: once per shape of a (micro-)batch."""
         return self.micro_step.traces
 
     def __call__(

@@ -254,7 +254,7 @@ def halve_batch(piece: Batch) -> list[Batch]:
     """Splits a micro-batch into two with half of the rows each, to save memory; a single row is
     returned unchanged.
 
-    Both halves keep all shared prompts, and the counts of the halves add up to those of `piece`.
+    Both halves keep all shared prompts, and their counts add up to those of `piece`.
     """
     rows = piece.mask_bt.shape[0]
     if rows < 2:

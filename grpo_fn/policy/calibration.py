@@ -36,8 +36,8 @@ Moments = Mapping[str, mx.array]
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors. They are computed once from the blocks' moments, and
-    used by each rounding.
+    """Factors that distribute rounding errors: computed once from the blocks' moments, and used by
+    each rounding.
     """
 
     order_nw: mx.array  # order of each block's columns: the largest inputs first
@@ -65,7 +65,7 @@ def input_moments(
     Args:
         policy, params: the model in full precision.
         tokens_bl: rows [B,L], padded on the right.
-        lengths_b: number of counted tokens of each row.
+        lengths_b: number of unmasked tokens in each row.
         names: the weights; experts, and layers that are not called as a product, have no moments.
         group: weights that share a scale; blocks are whole groups.
     """
@@ -331,8 +331,8 @@ def _ranges(
     """Creates a function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] for each group of
     columns.
 
-    They describe the group's range, multiplied by the factor in `shrinks` with the smallest
-    weighted error, and are rounded to this dtype.
+    Scale and bias describe the group's range, multiplied by the factor in `shrinks` with the
+    smallest weighted error, and are rounded to this dtype.
     """
     most = 2**bits - 1
 

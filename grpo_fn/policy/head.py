@@ -2,8 +2,8 @@
 trial.
 
 mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
-soft-capped. Nothing is reimplemented here: the head is the model itself, with its backbone replaced
-by an object that returns the given hidden states.
+soft-capped. Nothing is reimplemented here: the head is the model itself, in which an object that
+returns the given hidden states replaces the backbone.
 """
 
 import functools
@@ -27,7 +27,7 @@ _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is com
 
 @attrs.frozen(eq=False)
 class Head:
-    """The function from hidden states to logits, with its trainable parameters.
+    """The function from hidden states to logits, and the function's trainable parameters.
 
     `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from
     `params`. If the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or scale
@@ -65,7 +65,7 @@ class HeadSplit:
             product x with this leaf, or scale · x without a cap; None if there is no such leaf.
         scale: the number `scale` in the formulas of `weight`.
         cap: the number `cap` in the first formula of `weight`; None without a cap.
-        over_caches: whether the model needs its own caches to compute what it decodes.
+        over_caches: whether forward passes use the model's own caches: see `needs_caches`.
     """
 
     path: tuple[str, ...] | None

@@ -3,8 +3,8 @@ learner's weights are never rounded.
 
 The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
 head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
-with them at full speed; `packed` keeps them small (see `packed`). Both storages compute with the
-same rounded weights.
+with them at full speed; `packed` stores them packed, which needs less memory. Both storages compute
+with the same rounded weights.
 
 Each weight can have its own format, which is chosen by the effect of rounding on log-probs, within
 a budget of bits.
@@ -54,7 +54,7 @@ class QuantizedRole:
     transform: Callable[[Tree], Tree]
     modes: Mapping[str, QuantMode]  # formats of the quantized weights
     unfit: tuple[str, ...]  # not quantized, because the row length is no multiple of the group size
-    # (name, moments, formats, storage): the same, made in another way
+    # (name, moments, formats, storage) -> the same role, created with these arguments
     remade: Callable[..., "QuantizedRole"]
 
     @property
@@ -93,9 +93,9 @@ def quantized_role(
         group_size: number of weights that share a scale; 0 means the mode's own.
         head: whether embeddings and head are also quantized; if they are tied, they are a single
             matrix.
-        moments: see `input_moments`. Weights without moments are rounded to nearest; None means all
-            weights.
-        formats: the formats of weights that differ from `name`, with the same group size.
+        moments: see `input_moments`. Weights without moments are rounded to nearest; with None, all
+            weights are.
+        formats: the formats of weights that do not use `name`; the group size must be the same.
 
     Raises:
         ValueError: a name is unknown, the mode does not support the group or calibrated rounding,
@@ -324,7 +324,7 @@ def formats_within(
     relative to their size.
 
     Args:
-        effects: the effect of rounding each weight to `bits` bits. sizes: the number of entries of
+        effects: the effect of rounding each weight to `bits` bits. sizes: the number of entries in
             each weight.
         group_size: number of weights that share a scale and a bias of 16 bits each.
         budget: average bits per weight, including scales and biases.

@@ -37,8 +37,8 @@ Columns = Generator[Column | None, None, T]
 
 @attrs.frozen
 class Decoding:
-    """Settings for decoding completions. They affect only speed and memory; results are the same up
-    to rounding.
+    """Settings for decoding completions. These settings affect only speed and memory; results are
+    the same up to rounding.
 
     Attributes:
         max_batch: the maximum number of rows decoded together; 0 means all. Groups are not split;

@@ -5,7 +5,7 @@ caches.
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-The queue exists on the host and computes nothing. The queue tells `decode_queue` which rows start,
+The queue is kept on the host and computes nothing. The queue tells `decode_queue` which rows start,
 and `decode_queue` reports finished rows to it.
 """
 
@@ -287,7 +287,7 @@ class RowQueue:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the prefix that two lists of tokens have in common."""
+    """Returns the length of the longest common prefix."""
     first = list(one)
     second = list(other)
     places = range(min(len(first), len(second)))

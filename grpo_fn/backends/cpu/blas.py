@@ -115,8 +115,8 @@ def _load_global(name: str) -> bool:
 def _choose_kernels(library: ctypes.CDLL) -> None:
     """Selects the fastest usable kernels in an OpenBLAS that is older than the processor.
 
-    A user's choice in OPENBLAS_CORETYPE is kept. OpenBLAS reads that variable when it selects
-    kernels, and is made to select again here; other libraries do not see the variable.
+    A user's choice in OPENBLAS_CORETYPE is kept. OpenBLAS reads this variable when it selects
+    kernels. The function makes OpenBLAS select again; other libraries do not see the variable.
     """
     needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):

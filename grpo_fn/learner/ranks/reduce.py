@@ -153,7 +153,7 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """Creates the collectives for a group. They run on the GPU (NCCL) if MLX is built for CUDA,
+    """Creates a group's collectives, which run on the GPU (NCCL) if MLX is built for CUDA,
     otherwise on the CPU.
 
     For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with

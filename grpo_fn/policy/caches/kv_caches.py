@@ -30,7 +30,7 @@ def ragged_caches(model: nn.Module, rows: int) -> Caches:
 
 
 def merged(rows: Sequence[Caches]) -> Caches:
-    """Combines plain caches of one row each into caches of all these rows."""
+    """Combines plain caches with one row each into caches for all these rows."""
     return [type(per_row[0]).merge(list(per_row)) for per_row in zip(*rows, strict=True)]
 
 

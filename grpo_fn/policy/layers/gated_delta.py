@@ -3,7 +3,7 @@ gradient.
 
     S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t
 
-("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, it is Kimi Delta
+("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, the rule is Kimi Delta
 Attention, arXiv 2510.26692.)
 
 mlx-lm computes token by token, and its backward pass stores a few states [Dv,Dk] for each head and
@@ -197,9 +197,9 @@ def _inverse_with_ones(lower: mx.array) -> mx.array:
     """Computes (I + A)⁻¹ for matrices [...,C,C] that are zero on and above the diagonal; C is a
     power of two.
 
-    The blocks on the diagonal are inverted first and then joined in pairs: the lower left block of
-    the inverse of [[P,0],[R,Q]] is −Q⁻¹RP⁻¹. The shorter product (I − A)(I + A²)(I + A⁴)… loses all
-    digits if keys repeat.
+    The blocks on the diagonal are inverted first and then joined in pairs: the inverse of
+    [[P,0],[R,Q]] has −Q⁻¹RP⁻¹ as its lower left block. The shorter product (I − A)(I + A²)(I + A⁴)…
+    loses all digits if keys repeat.
     """
     size = lower.shape[-1]
     place = mx.arange(size)

@@ -5,8 +5,8 @@ If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a
 that has no gradient. Only these layers are switched; dropout, which also depends on `training`, is
 unchanged.
 
-Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. If only gated
-MLPs are checkpointed, most of that memory is saved, for less additional time.
+Gradient checkpointing saves memory in the learner, but makes it about 1.4 times slower. If only
+gated MLPs are checkpointed, most of that memory is saved, for less additional time.
 """
 
 import functools

@@ -79,7 +79,7 @@ def attention(
     A cache with a method `attend(queries, keys, values, scale)` computes the attention itself,
     because its keys and values are not in one array.
 
-    Raises ValueError for a mask or sinks with such a cache, which supports neither.
+    Raises ValueError if there is a mask or sinks and such a cache, which supports neither.
     """
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:

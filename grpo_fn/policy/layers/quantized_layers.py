@@ -1,9 +1,9 @@
 """Layers with few-bit weights, which choose how to compute a product by the number of rows.
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each
-row. Therefore, from `unpack_rows` rows on, the weight is unpacked for a dense product. The numbers
-are the same, only a part of one layer is in memory at a time, and the cost of unpacking does not
-depend on the rows.
+row. Therefore, from `unpack_rows` rows on, the weight is unpacked for a dense product. Results are
+the same, only a part of one layer is in memory at a time, and the cost of unpacking does not depend
+on the rows.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Decoding steps on CUDA that share one copy of each prompt. They are a compiled program whose
+"""Decoding steps on CUDA that share one copy of each prompt. The steps are a compiled program whose
 attention kernel also writes each row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
@@ -48,8 +48,8 @@ class KernelSteps:
             step: the policy's `kernel_forward`, compiled.
             params: all leaves of the model, as used in the forward pass.
             caches: plain caches of P prompts, padded on the right; their unused columns are used.
-            lengths: number of tokens of each prompt.
-            groups: number of rows of each prompt.
+            lengths: number of tokens in each prompt.
+            groups: number of rows for each prompt.
             room: the maximum number of tokens that can be fed to a row.
         """
         self._step, self._params = step, params
