@@ -1,4 +1,4 @@
-"""GRPO as pure functions on MLX: an immutable TrainState, and compiled steps that return a new one.
+"""GRPO as pure functions on MLX: compiled steps take an immutable TrainState and return a new one.
 
 The import has one side effect: on a Linux CPU, it loads the machine's BLAS, which must be loaded
 before MLX.

@@ -27,8 +27,8 @@ def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
-    """Raises ValueError unless 0 <= id < `vocabulary` for the token ids of all prompts (None: no
-    upper limit).
+    """Raises ValueError unless 0 <= id < `vocabulary` for all token ids in the prompts. A
+    `vocabulary` of None means no upper limit.
 
     MLX silently reads past the end of an embedding table.
     """
@@ -49,7 +49,8 @@ class TooLong(ValueError):
 
 
 def check_positions(what: str, needed: int, positions: int | None) -> None:
-    """Raises TooLong if `what` needs more positions than the model has learned (None: no limit).
+    """Raises TooLong if `what` needs more positions than the model has learned; None means no
+    limit.
 
     A row's last token needs no position if nothing is predicted from it. Without this check, MLX
     would silently read past the end of a table.
@@ -68,5 +69,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def clamp_log(log_ratio: mx.array) -> mx.array:
-    """Clamps a log-ratio to ±20 before it is exponentiated; the gradient is zero outside."""
+    """Clamps a log-ratio to ±20 before it is exponentiated; the gradient is zero outside this
+    range.
+    """
     return mx.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,5 +1,4 @@
-"""`compiled`: mx.compile for functions of trees. All compiled functions of this library use
-`compiled`.
+"""`compiled`, an mx.compile for functions of trees. All compiled functions of this library use it.
 
 `mx.compile` does not accept attrs values, and its cache ignores the nesting of trees: `f([a], b)`
 and `f([a, b])` share an entry, so the second call silently runs the first call's program. Here, the
@@ -18,14 +17,14 @@ import mlx.core as mx
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import map_arrays, structure_of
 
-PROGRAMS = 128  # of one function; each is a graph of some thousand operations
+PROGRAMS = 128  # most programs per function; each is a graph of several thousand operations
 _SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"  # mlx::core::set_compile_mode
-_UNFUSED, _FUSED = 2, 3  # of MLX's modes
+_UNFUSED, _FUSED = 2, 3  # two of MLX's modes
 
 
 def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
-    """A function that returns the tree with its arrays replaced by given ones; it does not keep the
-    tree's own arrays.
+    """Returns a function that fills the tree's structure with given arrays; the function does not
+    keep the tree's own arrays.
     """
     hole = type("Hole", (), {})  # marks the place of an array
     empty = map_arrays(lambda _: hole(), tree)
@@ -72,8 +71,8 @@ class Compiled:
         return program(leaves)
 
     def program(self, *args: Any) -> tuple[Callable[[list[mx.array]], Any], list[mx.array]]:
-        """The compiled program for arguments of this structure, and the arguments' arrays in its
-        order.
+        """Returns the compiled program for arguments with this structure, and the arguments' arrays
+        in the program's order.
 
         Use `program` in loops, because inspecting large trees takes longer than launching a small
         program. If compiling is disabled, the program calls the function directly.
@@ -86,7 +85,7 @@ class Compiled:
             return (lambda leaves: self._function(*fill(leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         program = self._programs.pop(key, None) or self._compile_for(args)
-        self._programs[key] = program  # as the last
+        self._programs[key] = program  # most recently used
         if len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program, leaves
@@ -140,7 +139,9 @@ def round_up(size: int) -> int:
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """Inside the block, traced operations are not fused. Disabled compiling stays disabled."""
+    """Inside the `with` block, traced operations are not fused. If compiling was disabled, it stays
+    disabled.
+    """
     setter = _mode_setter()
     if setter is None or not _compiles():
         yield
@@ -154,7 +155,9 @@ def _unfused() -> Iterator[None]:
 
 @functools.cache
 def _mode_setter() -> Callable[[int], Any] | None:
-    """MLX's C++ function, which has no Python binding; None if the library does not contain it."""
+    """Returns MLX's C++ function that sets the compile mode, which has no Python binding, or None
+    if the library does not contain it.
+    """
     folder = mx.__file__.rpartition("/")[0]
     for name in ("libmlx.so", "libmlx.dylib"):
         try:
@@ -165,7 +168,7 @@ def _mode_setter() -> Callable[[int], Any] | None:
 
 
 def _compiles() -> bool:
-    """Whether mx.compile is enabled; `mx.disable_compile` may have been called."""
+    """Returns whether mx.compile is enabled; `mx.disable_compile` may have been called."""
     calls = []
     probe = mx.compile(lambda x: calls.append(1) or x + 1)
     for _ in range(2):

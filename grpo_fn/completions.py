@@ -1,4 +1,4 @@
-"""Rollout: sampled completions with their log-probs, before they are scored."""
+"""Rollout, which contains sampled completions and their log-probs, before they are scored."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +13,21 @@ from grpo_fn.trees import flat, on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A finished row, which is one completion of a prompt; or the current state of a row that is
-    still decoding."""
+    """A finished row, which is one completion of a prompt, or the current state of a row that is
+    still decoding.
+    """
 
     tokens: list[int]
-    logp: list[float]  # of each token, nats
-    entropy: list[float] | None  # at each token, nats, if asked for
+    logp: list[float]  # log-prob of each token, nats
+    entropy: list[float] | None  # entropy at each token, nats, if requested
     # True if an end token or stop string ended it, False at the length limit
     finished: bool = False
-    prompt_computed: int = 0  # tokens of its prompt that were computed, not found in kept caches
+    prompt_computed: int = 0  # prompt tokens that were computed, not taken from kept caches
 
 
 @attrs.frozen(eq=False)
 class Rollout:
-    """Sampled completions of P prompts × G each; row p·G + g is completion g of prompt p.
+    """G sampled completions for each of P prompts; row p·G + g is completion g of prompt p.
 
     A completion may be a conversation: turns that the model sampled, separated by tokens from an
     environment. A conversation is a single row of tokens, so each turn's context is an exact prefix
@@ -36,23 +37,23 @@ class Rollout:
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     num_generations: int  # G
     tokens_bt: mx.array  # completions, int32, zeros after the end
-    lengths_b: mx.array  # tokens of each completion, including its end-of-sequence token, int32
-    logp_bt: mx.array  # log μ of each drawn token, float32, zeros after the end
+    lengths_b: mx.array  # number of tokens per completion, including the end token, int32
+    logp_bt: mx.array  # log μ of each sampled token, float32, zeros after the end
     finished_b: mx.array  # True if an end token or stop string ended it, False at the length limit
-    entropy_bt: mx.array | None = None  # of the sampler at each position, nats, if asked for
-    vocabulary: int | None = None  # all token ids are below it (set by `generate`); None: not known
-    # True on tokens that the model sampled; None: on all of them
+    entropy_bt: mx.array | None = None  # the sampler's entropy at each position, nats, if requested
+    vocabulary: int | None = None  # exclusive bound on token ids (set by `generate`); None: unknown
+    # True on tokens that the model sampled; None means that it sampled all
     sampled_bt: mx.array | None = None
-    images: tuple[PromptImages | None, ...] | None = None  # of each prompt; None: no prompt has any
-    # int32: the version of the weights that drew each row; None: not known
+    images: tuple[PromptImages | None, ...] | None = None  # images of each prompt; None: no images
+    # int32: version of the weights that sampled each row; None means unknown
     version_b: mx.array | None = None
 
     def completions(self) -> list[list[int]]:
-        """Each row's token ids on the host, including the end token."""
+        """Returns each row's token ids on the host, including the end token."""
         return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
-        """Whether the model sampled each of these tokens, on the host."""
+        """Returns whether the model sampled each of these tokens, on the host."""
         return self._cut(_sampled(self))
 
     def _cut(self, values_bt: mx.array) -> list[list[Any]]:
@@ -60,17 +61,17 @@ class Rollout:
         return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
-        """The turn number of each token, int32 [B,T], counted from 0. Given tokens have the number
-        of the preceding turn, or -1 if there is none.
+        """Returns the turn number of each token, int32 [B,T], counted from 0. Given tokens have the
+        number of the preceding turn, or -1 if there is no preceding turn.
         """
         sampled_bt = _sampled(self).astype(mx.int32)
         before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
         return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
 
     def turn_states(self) -> mx.array:
-        """The state in which each turn starts, int32 [P,G,S]. Turns of a group that follow the same
-        given tokens have the same number (for first turns, only the prompt counts). The number is
-        -1 where a completion has no such turn.
+        """Returns the number of the state in which each turn starts, int32 [P,G,S]. Within a group,
+        turns that follow the same given tokens have the same number (for first turns, only the
+        prompt counts). The number is -1 where a completion has no such turn.
         """
         turns: list[list[int]] = []
         for row, (tokens, sampled) in enumerate(
@@ -110,11 +111,11 @@ def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
 def given_rollout(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> Rollout:
-    """A rollout of given completions, one per prompt, for `make_sft_step`.
+    """Creates a rollout from given completions, one per prompt, for `make_sft_step`.
 
     Args:
         prompts: token ids of each prompt, at least one.
-        completions: token ids of each completion, at least one, with its end-of-sequence token.
+        completions: token ids of each completion, at least one, including the end token.
 
     Raises:
         ValueError: a prompt or a completion is empty or missing.
@@ -142,7 +143,7 @@ def rollout_of(
     sampled: Sequence[Sequence[bool]] | None = None,
     version_b: mx.array | None = None,
 ) -> Rollout:
-    """The rollout of these rows; its width is the longest row's length, at least 1.
+    """Creates a rollout from these rows; its width is the longest row's length, at least 1.
 
     Args:
         prompts: token ids of each prompt.
@@ -177,7 +178,7 @@ _ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampl
 
 
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
-    """The rollout of some of the prompts, in the order given."""
+    """Returns a rollout with only these prompts' groups, in the given order."""
     size = rollout.num_generations
     index = mx.array(flat(range(p * size, (p + 1) * size) for p in groups), mx.int32)
     rows = {name: getattr(rollout, name) for name in _ROWS}
@@ -190,7 +191,7 @@ def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenates rollouts of the same G, padded to the longest.
+    """Concatenates rollouts that have the same G, padded to the longest.
 
     Raises:
         ValueError: the list is empty, or the rollouts differ in G or in whether they contain
@@ -232,7 +233,9 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _sampled(rollout: Rollout) -> mx.array:
-    """`sampled_bt`, filled in if all tokens are sampled."""
+    """Returns `sampled_bt`, or an array of True if the rollout has none because all tokens are
+    sampled.
+    """
     if rollout.sampled_bt is not None:
         return rollout.sampled_bt
     return mx.arange(rollout.tokens_bt.shape[1])[None] < rollout.lengths_b[:, None]

@@ -1,9 +1,8 @@
-"""Prompts with images: the features that replace their image tokens, and the positions of all
-tokens.
+"""Prompts with images: features that replace the image tokens, and positions for all tokens.
 
 A vision tower computes features of an image, one row for each of its tokens in the prompt. The
-rotary embedding of a model for images uses three positions per token: time, row and column. They
-are equal in text.
+rotary embedding of a model for images uses three positions per token: time, row and column. In
+text, the three positions are equal.
 """
 
 from collections.abc import Sequence
@@ -14,15 +13,15 @@ import mlx.core as mx
 
 from grpo_fn.compile import round_up
 
-Grid = tuple[int, int, int]  # cells of an image, a token each: time, rows, columns
+Grid = tuple[int, int, int]  # cells of an image, one token per cell: time, rows, columns
 
 
 @attrs.frozen(eq=False)
 class PromptImages:
-    """The images of one prompt, for its rollout and its gradient."""
+    """The images in one prompt, for its rollout and its gradient."""
 
     features_fd: mx.array  # [F,D]: embeddings of the image tokens, in their order
-    places: tuple[int, ...]  # F: their places in the prompt, rising
+    places: tuple[int, ...]  # F: their indices in the prompt, ascending
     # 3 × L: time, row and column of each token of the prompt
     positions: tuple[tuple[int, ...], ...]
 
@@ -40,7 +39,7 @@ class PromptImages:
 
     @property
     def shift(self) -> int:
-        """The offset of positions after the prompt, because an image uses fewer positions than
+        """Offset for the positions after the prompt, because an image uses fewer positions than
         tokens.
         """
         return 1 + max(map(max, self.positions)) - len(self.positions[0])
@@ -48,15 +47,15 @@ class PromptImages:
 
 @attrs.frozen(eq=False)
 class ImageRows:
-    """Features and positions of R rows of L tokens; a tree of arrays."""
+    """Image features and positions for R rows with L tokens each, as a tree of arrays."""
 
-    features_nd: mx.array  # [N,D]: of all rows' images; the last are zeros and unused
+    features_nd: mx.array  # [N,D]: features in all rows' images; the last ones are unused zeros
     feature_rl: mx.array  # int32 [R,L]: the row of features at each token; −1: its own embedding
     positions_r3l: mx.array  # int32 [R,3,L]
     shift_r: mx.array  # int32 [R]: see `PromptImages.shift`
 
     def columns(self, start: int, stop: int) -> "ImageRows":
-        """The tokens of each row from `start` (included) to `stop` (excluded)."""
+        """Selects the tokens from `start` (included) to `stop` (excluded) in each row."""
         feature_rl, positions_r3l = (
             self.feature_rl[:, start:stop],
             self.positions_r3l[:, :, start:stop],
@@ -67,15 +66,15 @@ class ImageRows:
 def image_rows(
     images: Sequence[PromptImages | None], lengths: Sequence[int], length: int, *, repeat: int = 1
 ) -> ImageRows:
-    """Rows of `length` tokens that start with these prompts, each repeated `repeat` times.
+    """Creates rows of `length` tokens that start with these prompts, each repeated `repeat` times.
 
     Tokens after a prompt are text. The number of features is rounded up by at most an eighth, so
     that compiled steps have few shapes.
 
     Args:
         images: the images of each prompt; None for a prompt without images.
-        lengths: number of tokens of each prompt.
-        length: number of tokens of a row, at least the longest prompt's.
+        lengths: number of tokens in each prompt.
+        length: number of tokens per row, at least the longest prompt's.
         repeat: number of rows per prompt.
 
     Raises:
@@ -118,7 +117,8 @@ def image_rows(
 def multimodal_positions(
     tokens: Sequence[int], image_token: int, grids: Sequence[Grid]
 ) -> tuple[tuple[int, ...], ...]:
-    """Time, row and column of each token of a prompt, 3 × L (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
+    """Returns the time, row and column of each token in a prompt, 3 × L (Qwen2-VL, arXiv
+    2409.12191, sec. 2.1).
 
     In text, time, row and column increase together. The tokens of an image have the time, row and
     column of their cell, counted from the end of the preceding text; the following text continues
@@ -127,8 +127,8 @@ def multimodal_positions(
     Args:
         tokens: the prompt.
         image_token: the id that represents a cell of an image.
-        grids: the grid of each image: time, rows, columns. The product of the three is the image's
-            number of tokens.
+        grids: the grid of each image: time, rows, columns. Their product is the number of tokens in
+            the image.
 
     Raises:
         ValueError: the number of consecutive image tokens in the prompt does not fit the grids.

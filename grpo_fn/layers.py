@@ -12,8 +12,8 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves
 
-# Exceptions of a model that cannot be called in the tried way. RuntimeError is not among them: MLX
-# raises it when memory has run out, which says nothing about the model.
+# Exceptions that a model raises if it cannot be called in the tried way. RuntimeError is not among
+# them: MLX raises RuntimeError when memory runs out, which says nothing about the model.
 CANNOT_CALL = (AttributeError, IndexError, NotImplementedError, TypeError, ValueError)
 
 NamedLayers = list[tuple[str, Any]]  # layers with their paths in the model
@@ -22,7 +22,7 @@ _PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def computes_as(layer: Any) -> type:
-    """The layer's class, or the mlx class whose product it computes.
+    """Returns the layer's class, or the mlx class whose product the layer computes.
 
     A subclass may compute a different function. A subclass that computes the same product sets
     `computes_as` in its body; further subclasses do not inherit the setting.
@@ -32,19 +32,23 @@ def computes_as(layer: Any) -> type:
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether the layer computes a plain product with `weight`, and adds `bias` if it has one."""
+    """Returns whether the layer computes a plain product with `weight`, and adds `bias` if it has
+    one.
+    """
     return computes_as(layer) is nn.Linear
 
 
 def is_packed(layer: Any) -> bool:
-    """Whether the layer computes a product with quantized weights, or is a quantized embedding."""
+    """Returns whether the layer computes a product with quantized weights, or is a quantized
+    embedding.
+    """
     return computes_as(layer) in _PACKED
 
 
 @contextmanager
 def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
     """Inside the `with` block, the module has the new layers at these paths; afterwards, the old
-    ones.
+    layers are restored.
     """
     try:
         module.update_modules(tree_unflatten(new))
@@ -55,7 +59,7 @@ def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> It
 
 @contextmanager
 def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
-    """Inside the `with` block, the module has the leaves of these trees instead of its own.
+    """Inside the `with` block, the leaves in these trees replace the module's own leaves.
 
     If two trees have the same leaf, the later one is used. The module's own leaves are always
     restored; otherwise a traced call would leave dead tracers in it.
@@ -70,7 +74,7 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
 
 
 class CallReplaced:
-    """Replaces a part of a module: calls are forwarded to the function, and attributes to the
+    """Replaces a part of a module: calls are forwarded to a function, and attribute access to the
     part.
     """
 
@@ -86,8 +90,9 @@ class CallReplaced:
 
 @contextmanager
 def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside the `with` block, calls of the owners' parts with these names are calls of the
-    functions."""
+    """Inside the `with` block, calling an owner's part with one of these names calls the function
+    instead.
+    """
     saved = [(owner, name, owner[name], function) for owner, name, function in parts]
     try:
         for owner, name, part, function in saved:
@@ -120,7 +125,7 @@ def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> 
 
 
 def twin_module(module: nn.Module) -> nn.Module:
-    """A copy of the module that shares all arrays with it."""
+    """Returns a copy of the module that shares all arrays with the module."""
     held = module.parameters()
     blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
     with parameters_replaced(module, blank):
@@ -130,13 +135,14 @@ def twin_module(module: nn.Module) -> nn.Module:
 
 
 def empty(module: nn.Module, tree: Tree) -> None:
-    """Replaces the module's leaves of this tree by scalars, so that the module does not keep their
-    memory."""
+    """Replaces the module's leaves that are in this tree by scalars, so that the module does not
+    keep their memory.
+    """
     module.update(map_arrays(lambda _: mx.zeros(()), tree))
 
 
 def with_globals(function: FunctionType, **names: Any) -> FunctionType:
-    """A copy of a function with these globals replaced."""
+    """Returns a copy of a function in which these globals are replaced."""
     copy = FunctionType(
         function.__code__,
         function.__globals__ | names,

@@ -29,13 +29,13 @@ from grpo_fn.policy import Policy, is_quantized
 from grpo_fn.rollout import Sampling, generate
 from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
 
-LONG, SHORT = 24, 9  # tokens of the two prompts, at most
+LONG, SHORT = 24, 9  # most tokens of the two prompts
 SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
-# The largest difference of a row's mean log-prob that rounding can explain, nats per token.
-EXACT = 5e-3  # of models that compute in float32
-ROUNDED = 0.1  # in 16 bits or with packed weights
+# The largest difference in a row's mean log-prob that rounding can explain, nats per token.
+EXACT = 5e-3  # for models that compute in float32
+ROUNDED = 0.1  # for models with 16 bits or packed weights
 
-# The fast paths in the order in which they are given up, with the words of the notice.
+# The fast paths in the order in which they are dropped, and their names in the notice.
 DECODING_PATHS = {
     "supports_compiled_decode": "without compiled decoding steps",
     "shares_prefix": "with a copy of the prompt for each completion",
@@ -50,9 +50,9 @@ PATHS = (*DECODING_PATHS, "share_prompts", "compile")
 class CheckedPolicy:
     """A policy whose sampler and learner agree, and the paths that were dropped."""
 
-    policy: Policy  # without the paths that were given up
+    policy: Policy  # without the dropped paths
     given_up: tuple[str, ...] = ()  # of PATHS
-    notices: tuple[str, ...] = ()  # a line on each
+    notices: tuple[str, ...] = ()  # one line per dropped path
 
 
 def check_policy(
@@ -64,7 +64,7 @@ def check_policy(
     share_prompts: bool = False,
     compile: bool = True,
 ) -> CheckedPolicy:
-    """The policy with the fastest path on which its sampler and its learner have the same
+    """Returns the policy on the fastest path for which its sampler and its learner have the same
     log-probs.
 
     The check uses a few tokens of two of the prompts, and takes some seconds for a large model.
@@ -108,7 +108,7 @@ def check_policy(
 
 
 def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
-    """The policy without some of `PATHS`."""
+    """Returns the policy without the given paths, which are some of `PATHS`."""
     off = {name: False for name in DECODING_PATHS if name in given_up and name != "plain_forward"}
     if "shares_prefix" in off:
         off["supports_compiled_decode"] = False
@@ -117,14 +117,16 @@ def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
 
 
 def offers_path(policy: Policy, path: str) -> bool:
-    """Whether the policy uses one of `DECODING_PATHS`."""
+    """Returns whether the policy uses this path, one of `DECODING_PATHS`."""
     return not policy.split.over_caches if path == "plain_forward" else bool(getattr(policy, path))
 
 
 def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) -> list[list[int]]:
-    """The starts of the longest and the shortest prompt, with different lengths if possible.
+    """Returns the first tokens of the longest and the shortest prompt, with different lengths if
+    possible.
 
-    `positions`: the maximum number of positions of a prompt and its completion; None for no limit.
+    `positions` is the maximum number of positions for a prompt and its completion; None means no
+    limit.
     """
     longest, shortest = max(prompts, key=len), min(prompts, key=len)
     most = LONG if positions is None else max(min(LONG, positions - SAMPLING.max_new_tokens), 1)
@@ -135,7 +137,7 @@ def few_prompts(prompts: Sequence[Sequence[int]], positions: int | None = None) 
 def completion_logprobs(
     policy: Policy, params: Tree, prompt: Sequence[int], completion: Sequence[int]
 ) -> mx.array:
-    """log π [T], float32, of a completion's tokens at temperature 1, computed by the simplest
+    """Computes log π [T], float32, for a completion's tokens at temperature 1, by the simplest
     forward pass, without padding.
     """
     logits = policy.logits(params, mx.array([[*prompt, *completion[:-1]]], mx.int32))
@@ -147,7 +149,7 @@ def completion_logprobs(
 def _check_decoding(
     policy: Policy, params: Tree, prompts: list[list[int]], limit: float
 ) -> tuple[CheckedPolicy, Rollout]:
-    """The policy with the first path on which it decodes correctly, and a rollout with this
+    """Returns the policy on the first path for which it decodes correctly, and a rollout with this
     policy.
     """
 
@@ -156,7 +158,9 @@ def _check_decoding(
         plainer = without_paths(policy, given_up)
 
         def difference() -> str:
-            """The difference between a rollout and the forward pass of its rows, as a message."""
+            """Returns a message about the difference between a rollout and the forward pass over
+            its rows.
+            """
             drawn.append(generate(plainer, params, prompts, SAMPLING, key=mx.random.key(0)))
             for row, completion in enumerate(drawn[0].completions()):
                 prompt = prompts[row // SAMPLING.num_generations]
@@ -177,7 +181,7 @@ def _check_decoding(
         given_up = (*given_up, path)
         fault, rollout = attempt(given_up)
         if not fault:
-            if len(given_up) > 1:  # the paths that were given up before may not have been at fault
+            if len(given_up) > 1:  # the paths that were dropped before may not be at fault
                 remains, alone = attempt((path,))
                 given_up, rollout = (given_up, rollout) if remains else ((path,), alone)
             notices = (f"this model is decoded {words}: otherwise, {first}",)
@@ -192,8 +196,9 @@ def _check_decoding(
 def _learner_fault(
     policy: Policy, params: Tree, rollout: Rollout, share: bool, limit: float
 ) -> str:
-    """The fault of the learner's log-probs or gradient for the rollout, with or without shared
-    prompts."""
+    """Returns the fault in the learner's log-probs or gradient for the rollout, with or without
+    shared prompts.
+    """
     logprobs = make_logprob_step(policy, compile=False)
     pieces = _pieces(rollout, share)
     for number, piece in enumerate(pieces):
@@ -207,7 +212,7 @@ def _learner_fault(
     if bad:
         return f"the gradient of {bad[0]} is not finite (of {len(bad)} leaves)"
     if any(hasattr(type(part), "recomputes") for part in policy.module.modules()):
-        # Over caches no block is recomputed.
+        # Blocks are not recomputed if there are caches.
         plain = _gradient(without_paths(policy, ["plain_forward"]), params, pieces)
         size = mx.stack([mx.square(leaf).sum() for leaf in plain.values()]).sum()
         apart = mx.stack(
@@ -237,9 +242,7 @@ def _gradient(
 
 
 def _fault_of(compare: Callable[[], object]) -> str:
-    """The fault that a comparison finds, or the error that the model raises; "" if there is
-    none.
-    """
+    """Returns the fault that a comparison finds, or the error that the model raises, or ""."""
     try:
         found = compare()
         return found if isinstance(found, str) else ""
@@ -254,7 +257,9 @@ def _fault_of(compare: Callable[[], object]) -> str:
 
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
-    """A message about the difference of a row's log-probs; "" if rounding can explain it."""
+    """Returns a message about the difference in a row's log-probs, or "" if rounding can explain
+    the difference.
+    """
     apart = float(mx.abs(got_t - want_t).mean())
     if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
         return "log-probs are not finite"
@@ -262,7 +267,7 @@ def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
 
 
 def _is_exact(policy: Policy, params: Tree) -> bool:
-    """Whether everything is computed in float32."""
+    """Returns whether everything is computed in float32."""
     if policy.compute_dtype is not None:
         return policy.compute_dtype == mx.float32 and not is_quantized(policy.module)
     return all(leaf.dtype == mx.float32 for leaf in arrays_of((params, policy.frozen)))

@@ -6,7 +6,7 @@ neither the threads nor the context, so its first computation would hang.
 
 import os
 
-_computing: list[int] = []  # the process in which this library has been used
+_computing: list[int] = []  # the id of the process in which this library was used
 
 
 def check_process() -> None:
@@ -23,8 +23,9 @@ def check_process() -> None:
 
 
 def fork_problem() -> str | None:
-    """The error text if this process was forked from a process that had computed with MLX;
-    otherwise None."""
+    """Returns the error text if this process was forked from a process that had computed with MLX,
+    otherwise None.
+    """
     process = os.getpid()
     if not _computing or _computing[0] == process:
         return None

@@ -1,9 +1,9 @@
-"""Stochastic rounding, with which 16-bit weights preserve small updates on average.
+"""Stochastic rounding, which preserves small updates to 16-bit weights on average.
 
 bfloat16 has 8 bits of precision, float16 has 11. If rounded to nearest, a weight of 1 never changes
-under updates of 1e-6. If the weight is rounded up with a probability equal to the sum's position
-between its two neighbours, it changes by 1e-6 on average (Gupta et al. 2015, arXiv 1502.02551; for
-bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
+under updates of 1e-6. If the sum of weight and update is rounded up with a probability equal to its
+position between its two neighbours, the weight changes by 1e-6 on average (Gupta et al. 2015, arXiv
+1502.02551; for bfloat16 weights Zamirai et al. 2020, arXiv 2010.06192).
 """
 
 import math
@@ -15,7 +15,7 @@ from grpo_fn.checks import check_dtype
 from grpo_fn.prng import fold_in_rows
 from grpo_fn.trees import Tree, arrays_of
 
-# the bits, in float32, of bfloat16's largest number and of inf
+# the float32 bits of bfloat16's largest number and of inf
 _LARGEST, _INFINITY = 0x7F7F0000, 0x7F800000
 _QUIET = 0x0040  # set in the upper half of a NaN, whose payload may be only in the lower half
 
@@ -52,18 +52,21 @@ def stochastic_round(x: mx.array, key: mx.array, dtype: mx.Dtype = mx.bfloat16) 
 
 
 def _as_float16(x: mx.array, key: mx.array) -> mx.array:
-    """Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of two, at least
-    2^−14."""
+    """Rounds to float16. Neighbours are 2^(e − 10) apart, where 2^e is the number's own power of
+    two, at least 2^−14.
+    """
     exponent = mx.clip(x.view(mx.uint32) >> 23 & 255, 113, 142)  # e + 127
     gap = (exponent - 10 << 23).view(mx.float32)
-    # all that float32 adds to 11 bits
+    # the bits of float32 beyond float16's 11
     share = (_random_16(x.shape, key) >> 3).astype(mx.float32) / 2**13
     drawn = mx.clip(mx.floor(x / gap + share) * gap, -65504, 65504)
     return mx.where(mx.isfinite(x), drawn, x).astype(mx.float16)
 
 
 def _random_16(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Random uint16 numbers: the halves of split keys, which are MLX's raw random bits."""
+    """Returns random uint16 numbers, which are the halves of split keys, that is, MLX's raw random
+    bits.
+    """
     size = math.prod(shape)
     words_n2 = mx.random.split(key, -(-size // 4))
     return words_n2.view(mx.uint16).reshape(-1)[:size].reshape(shape)

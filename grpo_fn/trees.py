@@ -1,6 +1,7 @@
-"""Trees: nested dicts, lists, tuples, NamedTuples and attrs values with arrays at the leaves.
+"""Trees: nested dicts, lists, tuples, NamedTuples and attrs values whose leaves are arrays.
 
-mlx's own tree functions do not descend into attrs objects, and `mx.eval` silently ignores them.
+mlx's own tree functions do not descend into attrs objects, and `mx.eval` silently ignores these
+objects.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +20,9 @@ T = TypeVar("T")
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
-    """The same tree with `function` applied to every leaf of type `kind`; other leaves do not
-    change."""
+    """Returns the tree after `function` is applied to every leaf of type `kind`; other leaves do
+    not change.
+    """
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
@@ -38,48 +40,49 @@ def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.ar
 
 
 def arrays_of(tree: Tree) -> Iterator[mx.array]:
-    """Every array in the tree, in a fixed order."""
+    """Yields every array in the tree, in a fixed order."""
     found: list[mx.array] = []
     structure_of(tree, found)
     return iter(found)
 
 
 def named_leaves(tree: Tree) -> dict[str, mx.array]:
-    """A parameter tree's leaves under their dotted names, such as
-    `model.layers.0.mlp.up_proj.weight`."""
+    """Returns a parameter tree's leaves by dotted name, such as
+    `model.layers.0.mlp.up_proj.weight`.
+    """
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
 def from_names(leaves: Mapping[str, mx.array]) -> Tree:
-    """The inverse of `named_leaves`; {} without leaves."""
+    """Inverts `named_leaves`; returns {} if there are no leaves."""
     return tree_unflatten(list(leaves.items())) if leaves else {}
 
 
 def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """A module's trainable leaves and its other leaves, each under their dotted names."""
+    """Returns a module's trainable leaves and its other leaves, each by dotted name."""
     trainable = named_leaves(module.trainable_parameters())
     everything = named_leaves(module.parameters())
     return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
 
 
 def flat(lists: Iterable[Iterable[T]]) -> list[T]:
-    """The items of the lists, concatenated."""
+    """Concatenates the lists."""
     return list(chain.from_iterable(lists))
 
 
 def group_numbers(sizes: Iterable[int]) -> list[int]:
-    """The group number of each member: 0, 0, 1, 1, 1 for groups of sizes 2 and 3."""
+    """Returns each member's group number: 0, 0, 1, 1, 1 for groups of sizes 2 and 3."""
     return flat([number] * size for number, size in enumerate(sizes))
 
 
 def on_host(array: mx.array) -> list[Any]:
-    """An array's numbers as (nested) lists; waits for the device."""
+    """Returns an array's numbers as (nested) lists; waits for the device."""
     return cast(list[Any], array.tolist())
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree that is unique to its structure; the tree's arrays are
-    appended to `found`.
+    """Returns a hashable description of the tree that is unique to its structure, and appends the
+    tree's arrays to `found`.
 
     Values that are not arrays are part of the structure.
     """
@@ -102,7 +105,7 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
 def materialize(*trees: Tree) -> None:
     """Evaluates every array in the trees.
 
-    Use `materialize` instead of `mx.eval` for values of this library, because `mx.eval(state)`
+    Use `materialize` instead of `mx.eval` for this library's values, because `mx.eval(state)`
     silently does nothing.
     """
     check_process()
@@ -123,5 +126,7 @@ def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
 
 
 def nbytes(*trees: Tree) -> int:
-    """Bytes of the distinct arrays in the trees; an array shared by several roles counts once."""
+    """Returns the number of bytes in the trees' arrays; an array that several roles share counts
+    once.
+    """
     return sum({id(array): array.nbytes for array in arrays_of(trees)}.values())

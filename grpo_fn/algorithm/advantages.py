@@ -8,7 +8,7 @@ from grpo_fn.algorithm.baselines import BASELINES, SCALES, STD_EPSILON, as_one_g
 from grpo_fn.checks import check_choice, check_rank, check_shape
 
 AGGREGATES = ("sum_then_normalize", "normalize_then_sum")
-LARGEST_REWARD = 1e15  # its square, and a sum of these, fit into float32
+LARGEST_REWARD = 1e15  # its square, and a sum of such squares, fit into float32
 
 
 def combine_rewards(
@@ -18,7 +18,7 @@ def combine_rewards(
     aggregate: str = "sum_then_normalize",
     group_size: int | None = None,
 ) -> mx.array:
-    """R_i = Σ_k w_k r_k(i) over the reward functions that returned a number for completion i.
+    """Computes R_i = Σ_k w_k r_k(i) over the reward functions that scored completion i.
 
     Args:
         rewards_kb: [K,B], one row per reward function; NaN, an infinite value or a value beyond
@@ -63,11 +63,12 @@ def group_advantages(
     scale: str = "group",
     valid_pg: mx.array | None = None,
 ) -> mx.array:
-    """Advantages of P groups of G completions.
+    """Computes the advantages for P groups of G completions.
 
     Args:
         rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion; all steps of a
-            group are compared with each other. NaN, infinite or beyond ±1e15: no reward.
+            group are compared with each other. NaN, an infinite value or a value beyond ±1e15 means
+            no reward.
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean`
             (GDPO's second normalisation), or `turn`, which is `group_mean` here: see
             `turn_advantages`.
@@ -80,9 +81,9 @@ def group_advantages(
     Returns:
         adv_pg float32, of the rewards' shape. An excluded completion has the advantage 0 and does
         not affect its group's statistics. With a group baseline, all advantages of a group are
-        exactly 0 if its rewards are equal or it has fewer than two. With `batch_mean`, such a group
-        has R − mean of the batch; advantages are exactly 0 only if all rewards of the batch are
-        equal.
+        exactly 0 if its rewards are equal or it has fewer than two. With `batch_mean`, the
+        advantages in such a group are R − (the batch's mean); advantages are exactly 0 only if all
+        rewards of the batch are equal.
 
     Raises:
         ValueError: a name or shape is invalid, or G < 2 with a group baseline.
@@ -117,7 +118,8 @@ def turn_advantages(
     discount: float = 1.0,
     states_pgs: mx.array | None = None,
 ) -> mx.array:
-    """Advantages of the S steps of P·G completions, from a reward at the end of each step.
+    """Computes the advantage of each of S steps in P·G completions, from a reward at the end of
+    each step.
 
     With a baseline of rewards (DeepSeekMath's process supervision, arXiv 2402.03300, section
     4.1.3):
@@ -133,16 +135,16 @@ def turn_advantages(
         R_s = Σ_{k ≥ s} γ^(k−s)·r_k
 
     Args:
-        rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such
-            step. A completion without any reward is excluded.
+        rewards_pgs: [P,G,S]; NaN, an infinite value or a value beyond ±1e15 means that the step has
+            no reward or does not exist. A completion without any reward is excluded.
         baseline: see `group_advantages`.
         scale: see `group_advantages`; with `turn`, `group` (of the state's steps) or `none`.
         discount: γ, 0 to 1.
         states_pgs: for `turn`: the number of the state in which each step starts, integers [P,G,S],
-            compared within the group; -1: no such step.
+            compared within the group; -1 means that the step does not exist.
 
     Returns:
-        adv_pgs float32; with `turn`, 0 where there is no step.
+        adv_pgs float32; with `turn`, advantages are 0 where there is no step.
 
     Raises:
         ValueError: a name, shape or number is invalid, or states are missing.
@@ -169,7 +171,7 @@ def turn_advantages(
     none_pg1 = mx.logical_not(_given(rewards_pgs).any(axis=2, keepdims=True))
     returns_pgs = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, discount))
     episode_pg1 = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, 1.0)[..., :1])
-    # a row for each step: the returns of those that start in its state, with its own on the
+    # a row for each step: the returns of all steps that start in the same state, its own on the
     # diagonal
     states_pn = states_pgs.reshape(groups, size * steps)
     same_pnn = states_pn[:, :, None] == states_pn[:, None, :]
@@ -183,8 +185,8 @@ def turn_advantages(
 
 
 def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
-    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinite values and values
-    beyond ±1e15 count as 0.
+    """Computes R_s = Σ_{k ≥ s} γ^(k−s)·v_k along the last axis, in float32. NaN, infinite values
+    and values beyond ±1e15 count as 0.
 
     Raises:
         ValueError: γ is not within 0 … 1.
@@ -204,7 +206,8 @@ def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
 def overlong_penalty(
     lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0
 ) -> mx.array:
-    """DAPO's soft penalty on long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
+    """Computes DAPO's soft penalty on long completions (arXiv 2503.14476, eq. 13), at most 0,
+    float32 [B].
 
     The penalty is 0 up to `max_length − buffer` tokens, falls linearly to −`factor` at
     `max_length`, and stays constant beyond.
@@ -220,11 +223,11 @@ def overlong_penalty(
 
 
 def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
-    """Whether a group's rewards differ, bool [P]; with a group baseline, only such groups have a
-    gradient.
+    """Returns whether each group's rewards differ, bool [P]. With a group baseline, only groups
+    whose rewards differ have a gradient.
 
     Args:
-        rewards_pg: [P,G]; NaN, infinite or beyond ±1e15: no reward.
+        rewards_pg: [P,G]; NaN, an infinite value or a value beyond ±1e15 means no reward.
     """
     check_rank("rewards_pg", rewards_pg, 2)
     rewards_pg = rewards_pg.astype(mx.float32)
@@ -232,13 +235,15 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
 
 
 def _given(rewards: mx.array) -> mx.array:
-    """Whether each value is a reward: not NaN, not infinite, and small enough to be squared."""
+    """Returns whether each value is a reward: not NaN, not infinite, and small enough to be
+    squared.
+    """
     return mx.abs(rewards) <= LARGEST_REWARD
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact, whereas a variance
-    would have rounding errors.
+    """Returns whether each group's given values differ, [P,1] or [P,1,1]. The comparison is exact,
+    whereas a variance would have rounding errors.
     """
     axes = tuple(range(1, values_pg.ndim))
     if not values_pg.size:

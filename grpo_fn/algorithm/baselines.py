@@ -1,4 +1,4 @@
-"""Baselines and scales of the advantages: A = (R − baseline) / scale.
+"""Baselines and scales for advantages: A = (R − baseline) / scale.
 
 Each function accepts rewards [P,G] (0 if missing) and `given` [P,G] (True if present), and returns
 an array that broadcasts to [P,G]. With S steps per completion, both arguments are [P,G,S]. To add a
@@ -15,15 +15,15 @@ _FLOAT32_EPSILON = 2.0**-23
 
 
 def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
+    """Returns the mean over the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
     count_p1 = total(given_pg)
     others_p1 = mx.maximum(count_p1 - 1, 1)
     return (mean(rewards_pg, given_pg) * count_p1 - rewards_pg) / others_p1
 
 
 def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the batch (GDPO's second normalisation); exactly 0 if it is within the rounding
-    error of the sum.
+    """Returns the mean of the batch (GDPO's second normalisation), or exactly 0 if the mean is
+    within the rounding error of the sum.
 
     GDPO's normalised rewards have a mean of 0, so a group without variance must have A = 0, not
     ±1e-8.
@@ -35,12 +35,12 @@ def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def group_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The standard deviation of the group + 1e-4."""
+    """Returns the group's standard deviation + 1e-4."""
     return std(rewards_pg, given_pg) + STD_EPSILON
 
 
 def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The standard deviation of the batch + 1e-4."""
+    """Returns the batch's standard deviation + 1e-4."""
     rewards_1n, given_1n = as_one_group(rewards_pg, given_pg)
     return group_scale(rewards_1n, given_1n)
 
@@ -51,28 +51,29 @@ def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 
 def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
-    """The batch as a single group: both arrays as [1,P·G], or [1,P·G,S]."""
+    """Reshapes both arrays to [1,P·G], or [1,P·G,S], so that the batch is a single group."""
     groups, size, *steps = rewards_pg.shape
     shape = (1, groups * size, *steps)
     return rewards_pg.reshape(shape), given_pg.reshape(shape)
 
 
 def total(values_pg: mx.array) -> mx.array:
-    """Sum of each group, [P,1] or [P,1,1]. A completion's steps are summed first, so that rewards
-    at a single step and rewards without steps give bit-identical results.
+    """Returns each group's sum, [P,1] or [P,1,1]. A completion's steps are summed first, so that
+    rewards at a single step and rewards without steps give bit-identical results.
     """
     steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
     return steps.sum(axis=1, keepdims=True)
 
 
 def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Mean of each group's given values, [P,1] or [P,1,1]; 0 without any."""
+    """Returns the mean of each group's given values, [P,1] or [P,1,1], or 0 if a group has none."""
     return total(values_pg) / mx.maximum(total(given_pg), 1)
 
 
 def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Bessel-corrected standard deviation of each group's given values, [P,1] or [P,1,1]; 0 for
-    fewer than two."""
+    """Returns the Bessel-corrected standard deviation of each group's given values, [P,1] or
+    [P,1,1], or 0 if a group has fewer than two.
+    """
     centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
     return mx.sqrt(total(mx.square(centred_pg)) / mx.maximum(total(given_pg) - 1, 1))
 
@@ -81,7 +82,7 @@ class Baseline(NamedTuple):
     """A baseline and its properties."""
 
     function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
-    # whether it compares a completion with the batch, not with its group alone
+    # whether a completion is compared with the batch, not with its group alone
     of_batch: bool = False
     # whether `turn_advantages` also compares the steps that start in one state
     by_state: bool = False

@@ -1,5 +1,5 @@
-"""LossStats: the diagnostics of a loss, and a function that combines the diagnostics of a batch's
-parts.
+"""LossStats, the diagnostics of a loss, and a function that merges those of several parts of a
+batch.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
 
 class LossStats(NamedTuple):
-    """Diagnostics of one loss: 0-d float32 each; 0 if all tokens are masked."""
+    """Diagnostics of one loss, 0-d float32 each. All diagnostics are 0 if all tokens are masked."""
 
     loss: mx.array  # the loss: Σ / denominator
-    # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
+    # the divisor: sequences, tokens or sequences × L_max; 0 if the aggregation is `sum`
     denominator: mx.array
-    num_tokens: mx.array  # counted tokens that the learner saw: the weight of the means below
-    num_sequences: mx.array  # rows with a counted token
+    num_tokens: mx.array  # unmasked tokens that the learner saw: the weight of the means below
+    num_sequences: mx.array  # rows with an unmasked token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
     entropy: mx.array  # mean entropy of π_θ, nats
     # mean KL(π_θ ‖ teacher), nats: exact, or estimated from the sampled tokens
@@ -30,8 +30,8 @@ class LossStats(NamedTuple):
     num_ratios: mx.array
     # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
     clip_low: mx.array
-    clip_high: mx.array  # share with r > 1+ε_high and A > 0; the same
-    clip_region: mx.array  # the two together
+    clip_high: mx.array  # share with r > 1+ε_high and A > 0; 0 where there is no clip
+    clip_region: mx.array  # clip_low + clip_high
     ratio_mean: mx.array  # r = π_θ/π_old of the spec's level
     ratio_min: mx.array
     ratio_max: mx.array
@@ -44,7 +44,7 @@ class LossStats(NamedTuple):
     is_ratio_sq_mean: mx.array
     sampling_kl_k1: mx.array  # estimates of KL(μ ‖ π_old), nats
     sampling_kl_k3: mx.array
-    masked_fraction: mx.array  # share of tokens that the correction dropped
+    masked_fraction: mx.array  # share of tokens that the correction masked
 
     @property
     def ess(self) -> mx.array:
@@ -54,13 +54,13 @@ class LossStats(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """The arrays of a loss with defaults filled in: float32, 0 at masked positions.
+    """The input arrays of a loss, after defaults are filled in: float32, 0 at masked positions.
 
     Only log π_θ, the entropy and the teacher's KL carry a gradient.
     """
 
     logp_bt: mx.array
-    adv: mx.array  # [B,1], 0 for a row without a counted token; or [B,T]
+    adv: mx.array  # [B,1], 0 for a fully masked row; or [B,T]
     mask_bt: mx.array
     old_logp_bt: mx.array
     rollout_logp_bt: mx.array
@@ -83,12 +83,12 @@ def loss_stats(
     total: mx.array,
     denominator: mx.array,
 ) -> LossStats:
-    """The diagnostics of the loss `total / denominator`, without a gradient. The inputs are the
-    ratios r, the KL before any bias correction, the correction's weights, and the mask of tokens
-    inside the surrogate's trust region, if it has one.
+    """Computes the diagnostics of the loss `total / denominator`, without a gradient. The inputs
+    are the ratios r, the KL before any bias correction, the correction's weights, and the mask of
+    tokens inside the surrogate's trust region, if it has one.
     """
     mask_bt = x.mask_bt
-    by_sequence = spec.level == "sequence"  # which has one ratio a row
+    by_sequence = spec.level == "sequence"  # one ratio per row
     counted_bt = mask_bt > 0
     length_b = mask_bt.sum(axis=1)
     seen = length_b.sum()
@@ -99,7 +99,7 @@ def loss_stats(
         return (values_bt * mask_bt).sum() / mx.maximum(seen, 1)
 
     def share(clipped_bt: mx.array) -> mx.array:
-        # At masked positions the ratio is 1, or the row's.
+        # At masked positions, the ratio is 1, or the row's ratio.
         clipped = clipped_bt.any(axis=1) if by_sequence else clipped_bt
         return clipped.sum() / mx.maximum(num_ratios, 1)
 
@@ -148,15 +148,15 @@ def loss_stats(
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
-    """The stats of a batch without rows for the learner: the batch's denominator, and 0 for
-    everything else.
+    """Returns the stats for a batch without rows for the learner: the batch's denominator, and 0
+    for everything else.
     """
     zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
     return zeros._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """Combines the stats of a batch's parts into the stats of the whole batch."""
+    """Combines the stats of a batch's parts into the whole batch's stats."""
     if len(parts) == 1:
         return parts[0]
     columns = {
@@ -164,7 +164,7 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
     }
     tokens, denominator = columns["num_tokens"], columns["denominator"]
     present = tokens > 0
-    merged = []  # in the order of the fields
+    merged = []  # in field order
     for name, column in columns.items():
         if name in _SUMMED:
             merged.append(column.sum())

@@ -1,5 +1,5 @@
-"""The load of experts: the share of the tokens that each expert processes, and the loss that
-balances the shares.
+"""Computes how evenly tokens are distributed over experts, and the loss that balances the
+distribution.
 
     loss = E · Σ_e f_e · P_e        f_e = share of the choices of expert e (a constant)
                                     P_e = mean over tokens of softmax(router logits)_e
@@ -14,7 +14,8 @@ from grpo_fn.checks import check_rank, check_shape
 
 
 def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """f_e: each expert's share of the choices of all counted tokens, [E], float32; no gradient.
+    """Computes f_e, each expert's share of the choices made for all unmasked tokens: float32 [E],
+    without a gradient.
 
     Args:
         logits_ne: a router's logits [N,E]; each row's k largest are the chosen experts.
@@ -38,11 +39,11 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
 
 
 def load_balancing_loss(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int) -> mx.array:
-    """E · Σ_e f_e · P_e over the counted tokens of one router, 0-d float32; 0 without counted
-    tokens.
+    """Returns E · Σ_e f_e · P_e over one router's unmasked tokens (0-d float32), or 0 if all tokens
+    are masked.
 
-    The loss is differentiable in the logits only through P. For arguments and errors, see
-    `expert_shares`.
+    The loss is differentiable with respect to the logits only through P. For arguments and errors,
+    see `expert_shares`.
     """
     share_e = expert_shares(logits_ne, mask_n, experts_per_token)
     counted_n1 = mask_n.astype(mx.bool_)[:, None]

@@ -21,24 +21,24 @@ LIMIT = 1e6  # nats: a log-probability of −inf counts as this, so that the est
 
 
 def k1(y: mx.array) -> mx.array:
-    """−y: unbiased, positive or negative."""
+    """Returns −y, which is unbiased, and positive or negative."""
     return -y
 
 
 def k2(y: mx.array) -> mx.array:
-    """y²/2: never negative, biased in the third order; its gradient is the gradient of KL(π_θ ‖
-    π_ref).
+    """Returns y²/2, which is never negative and biased in the third order. Its gradient is the
+    gradient of KL(π_θ ‖ π_ref).
 
-    Beyond |y| = 20 it continues as its tangent, 20·|y| − 200.
+    Beyond |y| = 20, the estimator continues as its tangent, 20·|y| − 200.
     """
     near = mx.clip(y, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return near * (y - near / 2)
 
 
 def k3(y: mx.array) -> mx.array:
-    """exp(y) − y − 1: unbiased and never negative.
+    """Returns exp(y) − y − 1, which is unbiased and never negative.
 
-    Beyond y = ln 1e4 it continues as its tangent: e^y becomes 1e4·(1 + y − ln 1e4).
+    Beyond y = ln 1e4, the estimator continues as its tangent: e^y becomes 1e4·(1 + y − ln 1e4).
     """
     near = mx.minimum(y, K3_LINEAR_FROM)
     return mx.exp(near) * (1 + (y - near)) - y - 1

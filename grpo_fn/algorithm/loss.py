@@ -1,9 +1,9 @@
-"""policy_loss: the loss that a LossSpec names, with its diagnostics.
+"""policy_loss evaluates the loss that a LossSpec describes, and returns its diagnostics.
 
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
 Everything is float32. At masked positions, every input is replaced by zero before any arithmetic,
-so values there (including NaN and inf) do not affect the loss or the gradient. A counted log-prob
+so values there (including NaN and inf) do not affect the loss or the gradient. An unmasked log-prob
 of −∞ becomes −10,000, without a gradient, so that the difference of two such log-probs is 0 instead
 of NaN.
 """
@@ -19,13 +19,11 @@ from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length, div
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 
-LOWEST = -1e4  # of a log-prob
+LOWEST = -1e4  # lowest log-prob
 
 
 class LossArrays(NamedTuple):
-    """The arrays of `policy_loss`, and two counts that also include the rows omitted from the
-    batch.
-    """
+    """The arrays for `policy_loss`, and two counts that include the rows omitted from the batch."""
 
     logp_bt: mx.array
     adv_b: mx.array  # [B] or [B,T]
@@ -36,8 +34,8 @@ class LossArrays(NamedTuple):
     entropy_bt: mx.array | None = None
     keep_bt: mx.array | None = None
     teacher_kl_bt: mx.array | None = None
-    num_sequences: mx.array | None = None  # for the denominator, 0-d; None: the rows
-    num_tokens: mx.array | None = None  # the same; None: the tokens of the mask
+    num_sequences: mx.array | None = None  # for the denominator, 0-d; None means the number of rows
+    num_tokens: mx.array | None = None  # the same; None means the unmasked tokens
 
 
 def policy_loss(
@@ -55,14 +53,14 @@ def policy_loss(
     teacher_kl_bt: mx.array | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """The loss of a batch of completions, to be minimised.
+    """Computes the loss of a batch, which is to be minimised, and its diagnostics.
 
     Args:
         logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats;
             differentiable.
         adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and
-            [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the
-            sequence's ratio, with the gradient of the token's.
+            [B,T] the policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): it has the value of
+            the sequence's ratio and the gradient of the token's ratio.
         mask_bt: 1 (or True) for tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; if it is None, π_old is π_θ itself and `sg(logp_bt)` is used.
@@ -105,7 +103,7 @@ def loss_sum(
     max_completion_length: int | None = None,
     teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
-    """The sum of `policy_loss` before the division; the stats contain the denominator.
+    """Returns the sum from `policy_loss` before it is divided; the stats contain the denominator.
 
     The learner accumulates both and divides once, so any split of a batch results in the same step.
     """

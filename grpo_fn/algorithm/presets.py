@@ -1,4 +1,4 @@
-"""Presets: the published algorithms by name."""
+"""Presets for published algorithms, by name."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class Recipe:
     baseline: str = "group_mean"
     scale: str = "group"
     dynamic_sampling: bool = False
-    # DAPO's soft punishment starts at this share of the length limit from its end
+    # DAPO's soft penalty covers this last share of the length limit
     overlong: float = 0.0
     source: str = ""
 
@@ -58,7 +58,7 @@ PRESETS: dict[str, Recipe] = {
 
 
 def preset(name: str, **changes: Any) -> LossSpec:
-    """The LossSpec of a named algorithm, with fields replaced by `changes`.
+    """Returns the LossSpec of a named algorithm, after `changes` replace some of its fields.
 
     Raises:
         ValueError: the name or a field is unknown (with the nearest spelling), or the combination

@@ -1,9 +1,9 @@
-"""Importance ratios: π_θ/π_old of the learner, and π_old/μ between learner and sampler.
+"""Computes importance ratios: the learner's π_θ/π_old, and π_old/μ between learner and sampler.
 
 A correction for a sampler μ that differs from π_old is a weight for each token's policy term. A
-correction's function accepts π_old/μ of the tokens, [B,T], and of their sequences, [B,1]; the
-LossSpec fields that it needs are keywords. It returns the weight [B,T]. To add a correction, write
-the function and add a line to CORRECTIONS.
+correction's function accepts π_old/μ for tokens, [B,T], and for sequences, [B,1]; the LossSpec
+fields that the function needs are keywords. The function returns the weight [B,T]. To add a
+correction, write the function and add a line to CORRECTIONS.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SEQUENCE_RATIOS = ("geometric", "product")
 def policy_ratio(
     logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, level: str
 ) -> mx.array:
-    """r = π_θ/π_old at each token, float32 [B,T].
+    """Computes r = π_θ/π_old at each token, float32 [B,T].
 
     `token`: r_t. `sequence`: s = exp(mean_t log r_t), the same at every token of a row (GSPO, arXiv
     2507.18071, eq. 7). The product over a row, without the mean, is not supported, because it
@@ -35,31 +35,31 @@ def policy_ratio(
 
 
 def sequence_sum(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
-    """Sum over each row's counted tokens, [B,1]."""
+    """Returns the sum over each row's unmasked tokens, [B,1]."""
     return (values_bt * mask_bt).sum(axis=1, keepdims=True)
 
 
 def sequence_mean(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
-    """Mean over each row's counted tokens, [B,1]; 0 for a row without counted tokens."""
+    """Returns the mean over each row's unmasked tokens, [B,1], or 0 for a fully masked row."""
     length = mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)
     return sequence_sum(values_bt, mask_bt) / length
 
 
 class RolloutMismatch(NamedTuple):
-    """The difference between μ and π_old at the sampled tokens; no gradient flows."""
+    """The difference between μ and π_old at the sampled tokens, without a gradient."""
 
     log_ratio_bt: mx.array  # d = log π_old − log μ, clamped to ±20
     ratio_bt: mx.array  # exp d
-    sequence_ratio_b1: mx.array  # q of each row
+    sequence_ratio_b1: mx.array  # each row's q
 
 
 def rollout_mismatch(
     old_logp_bt: mx.array, rollout_logp_bt: mx.array, mask_bt: mx.array, sequence_ratio: str
 ) -> RolloutMismatch:
-    """The ratio π_old/μ = exp d of each token, and the ratio q of each sequence: exp(mean of d)
+    """Computes π_old/μ = exp d for each token, and a ratio q for each sequence: exp(mean of d)
     (`geometric`) or exp(Σ d) (`product`).
 
-    All arguments are float32 [B,T], finite at masked positions.
+    All array arguments are float32 [B,T] and finite at masked positions.
     """
     d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
     log_q_b1 = (sequence_sum if sequence_ratio == "product" else sequence_mean)(d_bt, mask_bt)
@@ -67,21 +67,21 @@ def rollout_mismatch(
 
 
 def unweighted(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
-    """1."""
+    """Returns 1."""
     return mx.ones_like(ratio_bt)
 
 
 def token_truncate(
     ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
 ) -> mx.array:
-    """exp d, clipped to the range from floor to cap (FlashRL; TRL)."""
+    """Returns exp d, clipped to the range from floor to cap (FlashRL; TRL)."""
     return mx.clip(ratio_bt, correction_floor, correction_cap)
 
 
 def token_mask(
     ratio_bt: mx.array, q_b1: mx.array, *, correction_range: tuple[float, float]
 ) -> mx.array:
-    """exp d inside the range, else 0 (IcePop; TRL)."""
+    """Returns exp d inside the range, and 0 outside (IcePop; TRL)."""
     low, high = correction_range
     return mx.where((ratio_bt >= low) & (ratio_bt <= high), ratio_bt, 0.0)
 
@@ -89,12 +89,14 @@ def token_mask(
 def sequence_truncate(
     ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
 ) -> mx.array:
-    """q, clipped to the range from floor to cap, at every token (TRL, with the product)."""
+    """Returns q at every token, clipped to the range from floor to cap (TRL, which uses the
+    product).
+    """
     return mx.broadcast_to(mx.clip(q_b1, correction_floor, correction_cap), ratio_bt.shape)
 
 
 def sequence_weight(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
-    """q at every token."""
+    """Returns q at every token."""
     return mx.broadcast_to(q_b1, ratio_bt.shape)
 
 
@@ -103,7 +105,7 @@ class Correction(NamedTuple):
 
     function: Callable[..., mx.array]  # (ratio_bt, q_b1, **fields) -> weight_bt
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
-    by_sequence: bool = False  # it uses q
+    by_sequence: bool = False  # whether the function uses q
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -113,7 +115,7 @@ CORRECTIONS: dict[str, Correction] = {
     "sequence_truncate": Correction(
         sequence_truncate, ("correction_floor", "correction_cap"), True
     ),
-    # These two need a `sequence_range`. With the product the second is TRL's `sequence_mask`.
+    # These two need a `sequence_range`. With the product, the second is TRL's `sequence_mask`.
     "sequence_mask": Correction(unweighted),
     "sequence_mask_weighted": Correction(sequence_weight, by_sequence=True),
 }

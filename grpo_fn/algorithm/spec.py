@@ -1,4 +1,5 @@
-"""LossSpec, the frozen value that selects an algorithm, and the aggregations of token losses.
+"""LossSpec, the frozen value that selects an algorithm, and AGGREGATIONS, which reduce token
+losses.
 
 The learner accumulates an aggregation's sum and denominator separately and divides once, at the
 update, so any split of a batch results in the same gradient. To add an aggregation, add a line to
@@ -20,7 +21,8 @@ from grpo_fn.checks import check_choice
 
 class Aggregation(NamedTuple):
     """How token losses are reduced: the denominator, and whether a row's loss is the mean over its
-    counted tokens."""
+    unmasked tokens.
+    """
 
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
     row_mean: bool = False
@@ -39,14 +41,14 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def divided(total: mx.array, denominator: mx.array) -> mx.array:
-    """Divides the sum of a loss or a gradient by its denominator. A denominator of 0 is replaced by
-    1: either all tokens are masked, or the aggregation is `sum`.
+    """Divides a summed loss or gradient by its denominator. A denominator of 0 is replaced by 1; it
+    means that all tokens are masked, or that the aggregation is `sum`.
     """
     return total / divisor(denominator)
 
 
 def divisor(denominator: mx.array) -> mx.array:
-    """The divisor that `divided` uses."""
+    """Returns the divisor that `divided` uses."""
     return mx.where(denominator == 0, 1.0, denominator)
 
 
@@ -81,7 +83,7 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
 
 
 def _key(default: Any, meaning: str, within: str = "", **more: Any) -> Any:
-    """A field with its meaning, which docs/config.md and `grpo-run --explain` show."""
+    """Returns a field and its meaning, which docs/config.md and `grpo-run --explain` show."""
     return attrs.field(
         default=default,
         validator=_check_field,
@@ -193,7 +195,7 @@ class LossSpec:
 
     @property
     def upper_epsilon(self) -> float:
-        """ε_high; if it is not set, ε_low."""
+        """ε_high, or ε_low if ε_high is not set."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -203,7 +205,7 @@ class LossSpec:
         return self.beta > 0 or self.entropy_coef > 0
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of these fields by name; `epsilon_high` is always a number."""
+        """Returns the values of these fields by name; `epsilon_high` is always a number."""
         found = {name: getattr(self, name) for name in names}
         return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
 

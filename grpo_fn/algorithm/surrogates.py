@@ -1,4 +1,4 @@
-"""Surrogate objectives ℓ of one token, which are minimised instead of −E[A].
+"""Surrogate objectives ℓ for one token, which are minimised instead of −E[A].
 
 Each function accepts the ratio r at the spec's level, the advantage A and log π_θ of the token,
 broadcast to one shape; the required LossSpec fields and arrays are keywords. The function returns
@@ -25,7 +25,7 @@ def clip(
     epsilon_high: float,
     delta: float | None,
 ) -> mx.array:
-    """ℓ = −min( min(r, δ)·A, clip(r, 1−ε_low, 1+ε_high)·A ).
+    """Computes ℓ = −min( min(r, δ)·A, clip(r, 1−ε_low, 1+ε_high)·A ).
 
     PPO (arXiv 1707.06347, eq. 7), with DAPO's separate ε_high (2503.14476) and, if `delta` is set,
     the two-sided bound δ that keeps r·A finite for A < 0 (INTELLECT-2, 2505.07291, eq. 2).
@@ -45,7 +45,7 @@ def dual_clip(
     delta: float | None,
     dual_clip: float,
 ) -> mx.array:
-    """`clip`, and at most −c·A if A < 0 (arXiv 1912.09729, eq. 5)."""
+    """Computes `clip`, but at most −c·A if A < 0 (arXiv 1912.09729, eq. 5)."""
     loss = clip(
         ratio, advantage, logp, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta
     )
@@ -53,7 +53,7 @@ def dual_clip(
 
 
 def cispo(ratio: mx.array, advantage: mx.array, logp: mx.array, *, epsilon_high: float) -> mx.array:
-    """ℓ = −sg(min(r, 1+ε_high))·A·log π_θ (MiniMax-M1, arXiv 2506.13585, eq. 4–5).
+    """Computes ℓ = −sg(min(r, 1+ε_high))·A·log π_θ (MiniMax-M1, arXiv 2506.13585, eq. 4–5).
 
     As in the paper, the cap is 1 + ε_high; TRL's `epsilon_high` is the cap itself.
     """
@@ -69,39 +69,47 @@ def sapo(
     sapo_tau_pos: float,
     sapo_tau_neg: float,
 ) -> mx.array:
-    """ℓ = −(4/τ)·σ(τ(r−1))·A, where τ depends on the sign of A (arXiv 2511.20347): a soft gate
-    instead of a clip."""
+    """Computes ℓ = −(4/τ)·σ(τ(r−1))·A, where τ depends on the sign of A (arXiv 2511.20347). The
+    soft gate replaces the clip.
+    """
     tau = mx.where(advantage > 0, sapo_tau_pos, sapo_tau_neg)
     return -(4 / tau) * mx.sigmoid(tau * (ratio - 1)) * advantage
 
 
 def plain(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
-    """ℓ = −exp(log π_θ − sg(log π_θ))·A: the plain policy gradient, independent of π_old."""
+    """Computes ℓ = −exp(log π_θ − sg(log π_θ))·A, the plain policy gradient, which is independent
+    of π_old.
+    """
     return -mx.exp(logp - mx.stop_gradient(logp)) * advantage
 
 
 def likelihood(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
-    """ℓ = −A·log π_θ: the gradient of `plain`; with A = 1 the value is the cross-entropy."""
+    """Computes ℓ = −A·log π_θ, which has the same gradient as `plain`. With A = 1, ℓ is the
+    cross-entropy.
+    """
     return -advantage * logp
 
 
 def importance(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
-    """ℓ = −r·A: the importance-weighted policy gradient."""
+    """Computes ℓ = −r·A, the importance-weighted policy gradient."""
     return -ratio * advantage
 
 
 def truncated(
     ratio: mx.array, advantage: mx.array, logp: mx.array, *, ratio_cap: float
 ) -> mx.array:
-    """ℓ = −sg(min(r, C))·A·log π_θ: the truncated weight of DPPO (arXiv 2602.04879, section 5.4)."""
+    """Computes ℓ = −sg(min(r, C))·A·log π_θ, with DPPO's truncated weight (arXiv 2602.04879,
+    section 5.4).
+    """
     return -mx.stop_gradient(mx.minimum(ratio, ratio_cap)) * advantage * logp
 
 
 def dro(
     ratio: mx.array, advantage: mx.array, logp: mx.array, *, old_logp_bt: mx.array, dro_beta: float
 ) -> mx.array:
-    """ℓ = −(A·log π_θ − β/2·(log π_θ − log π_old)²): direct reward optimisation (arXiv
-    2405.19107)."""
+    """Computes ℓ = −(A·log π_θ − β/2·(log π_θ − log π_old)²), direct reward optimisation (arXiv
+    2405.19107).
+    """
     return 0.5 * dro_beta * mx.square(logp - old_logp_bt) - advantage * logp
 
 
@@ -115,10 +123,11 @@ def geo_mean(
     epsilon_low: float,
     epsilon_high: float,
 ) -> mx.array:
-    """ℓ = −Ā·exp(mean_t s·min(s·x, s·clip(x, −ε_low, ε_high))), the same at every token of a row.
+    """Computes ℓ = −Ā·exp(mean_t s·min(s·x, s·clip(x, −ε_low, ε_high))), which is the same at every
+    token of a row.
 
-    x = log π_θ − log π_old and s = sign A: GMPO (arXiv 2507.20673, eq. 4), which clips in log
-    space, token by token. Ā is the row's mean advantage.
+    x = log π_θ − log π_old and s = sign A. This is GMPO (arXiv 2507.20673, eq. 4), which clips each
+    token in log space. Ā is the row's mean advantage.
     """
     sign = mx.sign(advantage)
     x_bt = logp - old_logp_bt
@@ -140,10 +149,11 @@ def vespo(
     vespo_k_neg: float,
     vespo_lambda_neg: float,
 ) -> mx.array:
-    """ℓ = −sg(φ(w))·A·log π_θ with φ(w) = exp(λ + k·log w − λ·w) (VESPO, as in TRL 1.16).
+    """Computes ℓ = −sg(φ(w))·A·log π_θ, where φ(w) = exp(λ + k·log w − λ·w) (VESPO, as in TRL
+    1.16).
 
-    w is the product of r_t·(weight of the correction) over the row, with log w limited to log 1e-8
-    … 20. k and λ depend on the sign of A.
+    w is the product of r_t·(the correction's weight) over the row; log w is limited to the range
+    from log 1e-8 to 20. k and λ depend on the sign of A.
     """
     lowest = math.log(1e-8)
     log_weight_bt = mx.clip(mx.log(weight_bt), lowest, LOG_RATIO_LIMIT)
@@ -158,7 +168,9 @@ def vespo(
 def inside_tv(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """π − π_old ≤ high where A > 0, else ≥ −low: DPPO's binary total variation (2602.04879)."""
+    """Returns whether π − π_old ≤ high (A > 0) or ≥ −low (otherwise): DPPO's binary total variation
+    (arXiv 2602.04879).
+    """
     apart_bt = mx.exp(logp_bt) - mx.exp(old_logp_bt)
     return mx.where(advantage > 0, apart_bt <= high, apart_bt >= -low)
 
@@ -166,8 +178,8 @@ def inside_tv(
 def inside_kl(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """True where DPPO's binary KL is at most `high` (A > 0) or `low` (otherwise), or where π has
-    moved against the sign of A.
+    """Returns True where DPPO's binary KL is at most `high` (A > 0) or `low` (otherwise), or where
+    π has moved against the sign of A.
     """
     p_bt = mx.exp(logp_bt)
     old_bt = mx.exp(old_logp_bt)
@@ -181,7 +193,9 @@ def inside_kl(
 def inside_band(
     logp_bt: mx.array, old_logp_bt: mx.array, advantage: mx.array, low: float, high: float
 ) -> mx.array:
-    """−low ≤ π − μ ≤ high for either sign of A: IPO, prime-rl's default with 0.3 on both sides."""
+    """Returns whether −low ≤ π − μ ≤ high, for either sign of A: IPO, which is prime-rl's default,
+    with 0.3 on both sides.
+    """
     apart_bt = mx.exp(logp_bt) - mx.exp(old_logp_bt)
     return (apart_bt <= high) & (apart_bt >= -low)
 
@@ -193,8 +207,8 @@ class Surrogate(NamedTuple):
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
     # "low", "high": the sides on which it clips the ratio; the log reports the shares
     clipped_sides: tuple[str, ...] = ()
-    # of old_logp_bt, mask_bt and weight_bt, which the function takes as keywords; one that takes
-    # the correction's weights is not multiplied by them
+    # those of old_logp_bt, mask_bt and weight_bt that the function takes as keywords; if it takes
+    # the correction's weights, ℓ is not multiplied by them
     arrays: tuple[str, ...] = ()
     # (logp, old_logp, advantage, ε_low, ε_high) -> whether the token's ℓ counts; None: always
     region: Callable[..., mx.array] | None = None

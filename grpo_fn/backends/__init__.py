@@ -1,4 +1,5 @@
-"""Faster implementations for one kind of device; results differ only by rounding.
+"""Faster implementations of some operations, one folder per kind of device; results differ only by
+rounding.
 
 `find(name, *arguments)` returns this machine's fast function for a named operation. If `find`
 returns None, the caller computes the composed form. Code outside this folder imports neither

@@ -13,13 +13,13 @@ from grpo_fn.compile import recomputed
 
 
 def exp(x: mx.array) -> mx.array:
-    """e^x."""
+    """Returns e^x."""
     fast = find("exp", x)
     return mx.exp(x) if fast is None else fast(x)
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x over the last axis, which is removed."""
+    """Returns Σ x over the last axis, which is removed."""
     fast = find("row_sum", x)
     return x.sum(axis=-1) if fast is None else fast(x)
 
@@ -29,16 +29,18 @@ LEAST_LOG = -1e3
 
 
 class SoftmaxSums(NamedTuple):
-    """The entropy of softmax z over the last axis of the logits z, and the sums that it needs."""
+    """The entropy of softmax z along the last axis, for logits z, and the sums that the entropy
+    needs.
+    """
 
     top: mx.array  # max z; the axis stays, with size 1
     below: mx.array  # z − max z
     log_total: mx.array  # log Σ e^{z − max z}
-    entropy: mx.array  # of softmax z, nats; neither part of it is below 0, so that nothing cancels
+    entropy: mx.array  # of softmax z, nats; both of its terms are >= 0, so nothing cancels
 
 
 def softmax_sums(z: mx.array) -> SoftmaxSums:
-    """The `SoftmaxSums` of float32 logits; a logit of −∞ contributes nothing."""
+    """Computes the `SoftmaxSums` of float32 logits; a logit of −∞ contributes nothing."""
     top = mx.stop_gradient(z.max(axis=-1, keepdims=True))
     below = z - top
     weight = exp(below)
@@ -49,23 +51,25 @@ def softmax_sums(z: mx.array) -> SoftmaxSums:
 
 
 def softmax(x: mx.array) -> mx.array:
-    """Softmax along the last axis, computed in float32."""
+    """Computes softmax along the last axis, in float32."""
     fast = find("softmax", x)
     return mx.softmax(x, axis=-1, precise=True) if fast is None else fast(x)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202, eq. 6)."""
+    """Computes silu(gate) · x, where silu(g) = g / (1 + e^{−g}) (GLU variants, arXiv 2002.05202,
+    eq. 6).
+    """
     return cast(mx.array, _swiglu(gate, x))
 
 
 def relu2(x: mx.array) -> mx.array:
-    """max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves only the input."""
+    """Computes max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves only the input."""
     return cast(mx.array, _relu2(x))
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
+    """Computes x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
     fast = find("rms_norm", x, weight)
     return mx.fast.rms_norm(x, weight, eps) if fast is None else fast(x, weight, eps)
 

@@ -1,4 +1,5 @@
-"""The only interface of the backends: finds this machine's fast function for a named operation.
+"""Finds this machine's fast function for a named operation. This module is the backends' only
+interface.
 
 A backend is a folder next to this file, named after its device. A backend's `__init__` contains two
 tables: MECHANISMS maps the name of an operation to (submodule, attribute, predicate), and NUMBERS
@@ -19,7 +20,7 @@ import mlx.nn as nn
 
 from grpo_fn.compile import Compiled, compiled
 
-# Every operation that a backend may compute in its own way, with the arguments of `find`.
+# Every operation that a backend may implement, with the arguments for `find`.
 OPERATIONS = {
     "exp": "(x): e^x",
     "row_sum": "(x): Σ x along the last axis",
@@ -38,7 +39,7 @@ OPERATIONS = {
     "decode_blocks": "(): a context manager (module, rows); a decoder in a form for decoding them",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
-# Mechanisms in other folders for speed or memory, which ask `enabled`.
+# Mechanisms in other folders for speed or memory, which check `enabled`.
 SWITCHES = {
     "patched_layers": (
         "mlx-lm's layers call this library's functions; required by most other mechanisms"
@@ -64,59 +65,59 @@ SWITCHES = {
         "loaded"
     ),
 }
-# The constants of a device for which none was measured.
+# The constants for devices on which none was measured.
 NUMBERS: dict[str, int] = {
-    "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
-    "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
-    "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
-    "block_rows": 0,  # decoded over weights in blocks, at most
-    "block_bytes": 2**31,  # of these blocks, a second copy, at most
+    "unpack_rows": 0,  # rows from which a packed weight is unpacked before a product; 0: never
+    "merged_16_bits": 0,  # most bytes of 16-bit weights into which adapters are merged
+    "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured to be faster
+    "block_rows": 0,  # most rows that are decoded over weights in blocks
+    "block_bytes": 2**31,  # most bytes of these blocks, which are a second copy
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
     "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
-    "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
-    # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many,
-    # as each chunk adds to the whole gradient of the head.
+    "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations unfused
+    # Number of float32 logits that the learner keeps at a time. A CPU needs few, which fit in its
+    # cache; a GPU needs many, because each chunk adds to the head's whole gradient.
     "logits": 2**25,
-    "logit_rows": 2**31,  # rows at most
-    "least_logits": 0,  # held at least, whatever the number of rows
+    "logit_rows": 2**31,  # most rows per chunk
+    "least_logits": 0,  # fewest logits, whatever the number of rows
     # Parameters × tokens whose gradient takes as long as tracing a gradient step.
     "trace": 500_000_000_000,
     "launch": 0,  # the same for launching a micro-batch; 0: a constant number of tokens
-    # For a forecast of memory:
+    # For memory forecasts:
     "checkpoints_mlps": 0,  # 1: the products of an MLP are cheaper than the memory to save them
-    "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
-    "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores
-    # products of a chunk and the head, and their gradients; 0: the composed forms
+    "gate_arrays": 0,  # arrays in a gated MLP's gradient, beyond those of the composed forms
+    "keeps_scores": 1,  # 0: 16-bit attention does not store scores
+    # arrays for a chunk's products with the head and their gradients; 0: the composed forms
     "product_arrays": 0,
 }
 _FOLDERS = ("cpu", "cuda")
-_replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
+_replaced: dict[str, Any] = {}  # by tests and benchmarks; None means disabled
 
 
 class DecodeProgram(NamedTuple):
     """Decoding steps that a policy compiles."""
 
-    steps: Callable[..., Any]  # the class of the steps, as `rollout.decode_step.Steps`
-    # compiled by the policy for them; its first argument is `Policy.bound`
+    steps: Callable[..., Any]  # the class of the steps, like `rollout.decode_step.Steps`
+    # function that the policy compiles for the steps; its first argument is `Policy.bound`
     forward: Callable[..., Any]
-    # whether a model with such caches can be called like this
+    # whether a model with these caches can be called in this way
     takes: Callable[[nn.Module, list[Any]], bool]
 
 
 def backend() -> str:
-    """The computing device: "cpu", "cuda" or "metal"."""
+    """Returns the computing device: "cpu", "cuda" or "metal"."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def has_cuda() -> bool:
-    """Whether the computing device is a CUDA device."""
+    """Returns whether the computing device is a CUDA device."""
     return backend() == "cuda"
 
 
 def find(name: str, *arguments: Any) -> Any:
-    """Returns this machine's fast function for an operation with these arguments; None if the
+    """Returns this machine's fast function for an operation and these arguments, or None if the
     caller must compute the composed form.
 
     Raises:
@@ -128,14 +129,14 @@ def find(name: str, *arguments: Any) -> Any:
     if mechanism is None:
         return None
     module, attribute, predicate = mechanism
-    # Looked up at each call: tests replace these attributes.
+    # Looked up at each call, because tests replace these attributes.
     if predicate and not getattr(module, predicate)(*arguments):
         return None
     return getattr(module, attribute)
 
 
 def number(name: str) -> int:
-    """A constant measured on this kind of device; `NUMBERS` lists the names."""
+    """Returns a constant that was measured on this kind of device; `NUMBERS` lists the names."""
     return {**NUMBERS, **getattr(_folder(backend()), "NUMBERS", {})}[name]
 
 
@@ -148,7 +149,7 @@ def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Comp
 
 
 def enabled(name: str) -> bool:
-    """Whether one of `SWITCHES` is on.
+    """Returns whether this switch, one of `SWITCHES`, is on.
 
     Raises:
         ValueError: `SWITCHES` does not contain the name.
@@ -158,7 +159,7 @@ def enabled(name: str) -> bool:
 
 
 def disabled_names() -> tuple[str, ...]:
-    """The disabled mechanisms, in alphabetical order."""
+    """Returns the names of the disabled mechanisms, in alphabetical order."""
     return tuple(sorted(name for name, function in _replaced.items() if function is None))
 
 
@@ -217,8 +218,9 @@ def _folder(device: str) -> Any:
 
 @functools.cache
 def load(device: str, name: str) -> tuple[Any, str, str] | None:
-    """The submodule of a device that computes an operation, and the names of its function and its
-    predicate ("" for none)."""
+    """Imports the submodule in which a device's backend computes an operation; returns it with the
+    names of the function and the predicate ("" for none).
+    """
     _check(name, OPERATIONS)
     folder = _folder(device)
     if folder is None or name not in folder.MECHANISMS:

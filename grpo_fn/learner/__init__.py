@@ -1,4 +1,4 @@
-"""The learner: the state of a run, batches, and the pure steps from one state to the next.
+"""The learner: a run's state, batches, and pure steps from one state to the next.
 
 This package imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the root
 helpers; not `grpo_fn.rollout`.

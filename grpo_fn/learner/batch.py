@@ -1,7 +1,7 @@
 """Batch: the learner's input, created from a rollout.
 
-A row is prompt + completion + padding. Therefore, positions are correct and causal attention never
-sees the padding, in every architecture and without a mask.
+A row is prompt + completion + padding. Therefore, in every architecture, positions are correct and
+causal attention never sees the padding, without a mask.
 """
 
 from collections.abc import Sequence
@@ -28,28 +28,28 @@ class Batch:
     tokens_bl: mx.array  # prompt + completion + padding, int32
     prompt_lengths_b: mx.array  # int32, >= 1
     targets_bt: mx.array  # completion tokens, int32
-    mask_bt: mx.array  # True on tokens that count
-    advantages_b: mx.array  # float32 [B], or [B,T]: of each token
+    mask_bt: mx.array  # True on tokens that are in the loss
+    advantages_b: mx.array  # float32 [B], or [B,T] for one per token
     rollout_logp_bt: mx.array  # log μ, float32
-    num_sequences: mx.array  # rows for the denominator, float32 0-d, including those left out here
+    num_sequences: mx.array  # rows for the denominator, including omitted rows, float32 0-d
     num_tokens: mx.array  # tokens for the denominator
-    old_logp_bt: mx.array | None = None  # log π_old by the learner; None: π_old is π_θ
+    old_logp_bt: mx.array | None = None  # the learner's log π_old; None: π_old is π_θ
     ref_logp_bt: mx.array | None = None  # log π_ref; None: the step computes it where beta > 0
-    keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
-    group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
-    # row of tokens_bl that holds each row's prompt; None: its own
+    keep_bt: mx.array | None = None  # tokens whose policy term is in the loss; None: all
+    group_b: mx.array | None = None  # number of each row's prompt, int32; None: no shared prompts
+    # row of tokens_bl that contains each row's prompt; None means its own row
     prompt_index_b: mx.array | None = None
-    teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: there are none
-    # rows as the teacher reads them; None: as the student does
+    teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: no teacher
+    # the teacher's rows; None means that they are the student's
     hinted_tokens_bm: mx.array | None = None
-    hinted_lengths_b: mx.array | None = None  # of their prompts
-    # of a model with N layers of experts: the k that each token gets,
+    hinted_lengths_b: mx.array | None = None  # prompt lengths in hinted_tokens_bm
+    # for N layers with experts: the k experts of each token, as integers; None means those that the
+    # routers choose
     experts_blnk: mx.array | None = None
-    # integers; None: those that its routers choose
-    # a number of each row that it keeps in a micro-batch, int32; padding: −1
+    # a number for each row, which the row keeps in a micro-batch, int32; padding has −1
     row_b: mx.array | None = None
-    vocabulary: int | None = None  # all token ids are below it; None: not known
-    images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
+    vocabulary: int | None = None  # exclusive bound on token ids; None: unknown
+    images: ImageRows | None = None  # for the rows of tokens_bl; None: no images
 
 
 def make_batch(
@@ -59,7 +59,8 @@ def make_batch(
     mask_truncated: bool = False,
     top_entropy_quantile: float = 1.0,
 ) -> Batch:
-    """Puts all rows of a rollout into one batch. Tokens from an environment are context and masked.
+    """Puts all rows of a rollout into one batch. Tokens from an environment are used as context,
+    and are masked.
 
     Args:
         rollout: B = P·G completions.
@@ -131,7 +132,8 @@ def batch_of(
     *,
     logp: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """A batch of arbitrary rows, with an advantage and a weight for each token of a completion.
+    """Creates a batch from arbitrary rows, with an advantage and a weight for each completion
+    token.
 
     A token's loss is multiplied by its weight, as a factor of its advantage; a token with weight 0
     is masked.
@@ -173,9 +175,9 @@ def batch_of(
 
 
 def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
-    """The batch as the teacher reads it: with the teacher's own prompts if they contain hints.
+    """Returns the batch for the teacher, which has the teacher's own prompts if they contain hints.
 
-    `vocabulary` is the number of rows of the teacher's embedding; None if unknown. The student's
+    `vocabulary` is the number of rows in the teacher's embedding; None means unknown. The student's
     embedding may have more padding rows; their ids, which only an untrained model samples, are
     mapped to the teacher's last id.
     """
@@ -197,7 +199,8 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
 
 def check_fits(batch: Batch, policy: Policy) -> None:
     """Raises ValueError if a batch contains token ids outside the policy's embedding, or rows that
-    need more positions than it has learned. Waits for the device only if positions are learned.
+    need more positions than the policy has learned. The function waits for the device only if
+    positions are learned.
     """
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
@@ -215,11 +218,11 @@ def check_fits(batch: Batch, policy: Policy) -> None:
 
 
 def _token_bound(rollout: Rollout) -> int:
-    """An exclusive upper bound of a rollout's token ids. Waits for the device unless `generate` set
-    it.
+    """Returns an exclusive upper bound on the rollout's token ids. The function waits for the
+    device unless `generate` has set the bound.
     """
     check_token_ids(rollout.prompts, rollout.vocabulary)
-    if rollout.vocabulary is not None:  # the completions were drawn from it
+    if rollout.vocabulary is not None:  # the completions were sampled from it
         return rollout.vocabulary
     tokens_bt = rollout.tokens_bt
     low, high = on_host(mx.stack([tokens_bt.min(), tokens_bt.max()]))
@@ -231,7 +234,7 @@ def _token_bound(rollout: Rollout) -> int:
 def _most_uncertain(
     entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float
 ) -> mx.array | None:
-    """True for tokens whose entropy is in the top `quantile` of the counted tokens."""
+    """Returns True for tokens whose entropy is in the top `quantile` of the unmasked tokens."""
     if not 0 < quantile <= 1:
         raise ValueError(f"top_entropy_quantile = {quantile}: expected 0 < quantile <= 1")
     if quantile == 1:

@@ -12,9 +12,9 @@ from grpo_fn.backends import enabled
 from grpo_fn.learner.batch import Batch
 from grpo_fn.trees import on_host
 
-# The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t
-# those of `targets_bt`; "": the same in each part, or computed again for it. An array may have
-# fewer than its axes.
+# The axes of each field in a batch and its images. p and l are the axes of `tokens_bl`, b and t
+# those of `targets_bt`; "" means that the field is the same in each part, or recomputed for it. An
+# array may have fewer axes than listed.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
     "b": "group_b prompt_index_b hinted_lengths_b row_b",
@@ -31,16 +31,16 @@ _FIELDS = {
 AXES: dict[str, str] = {}
 for _axes, _names in _FIELDS.items():
     AXES |= dict.fromkeys(_names.split(), _axes)
-# of the others: 0
+# padding of all other fields: 0
 _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}
 
 
 def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
-    """Removes the rows without a gradient; they still count in the denominators.
+    """Removes the rows without a gradient; the removed rows still count in the denominators.
 
-    Rows without a gradient are those without counted tokens and, if there is no KL term or entropy
-    bonus, the rows with A = 0 (all rows of a group whose rewards are equal). The function reads the
-    advantages and therefore waits for the device.
+    Rows without a gradient are fully masked rows and, if there is no KL term or entropy bonus, the
+    rows with A = 0 (all rows of a group whose rewards are equal). The function reads the advantages
+    and therefore waits for the device.
     """
     if not enabled("inactive_rows"):
         return batch
@@ -69,7 +69,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 
 def counted_alone(batch: Batch) -> Batch:
-    """The batch with denominators that count only its own rows and tokens."""
+    """Replaces the batch's denominators by counts of only its own rows and tokens."""
     return attrs.evolve(
         batch,
         num_sequences=mx.array(float(batch.mask_bt.shape[0])),
@@ -78,7 +78,8 @@ def counted_alone(batch: Batch) -> Batch:
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows, in that order; the counts for the denominators remain the whole batch's.
+    """Selects the given rows, in that order; the counts for the denominators remain the whole
+    batch's.
 
     Use `take_rows` only for batches in which each row has its own prompt, that is, before
     `split_batch` shares them.
@@ -111,7 +112,7 @@ def take_part(
 
 
 def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
-    """Selects each field's entries by the index of its axis, then cuts and pads them to the
+    """Selects each field's entries by the index for its axis, then truncates and pads them to the
     sizes.
     """
     found: dict[str, Any] = {}
@@ -132,8 +133,8 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
-            # Not padded without numbers: on CUDA NumPy, and saving, then end the process
-            # (benchmarks/architectures/upstream.md).
+            # Empty arrays are filled, not padded: on CUDA, converting padded ones to NumPy, or
+            # saving them, would end the process (benchmarks/architectures/upstream.md).
             found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size

@@ -1,4 +1,6 @@
-"""The learner's forward passes: its log-probs of a batch, its routers' experts and their load."""
+"""The learner's forward passes, which compute log-probs, the routers' choice of experts, and the
+experts' load.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,18 +28,18 @@ class Teacher:
     """
 
     policy: Policy
-    params: Tree  # {} for a policy made for inference
-    kl_coef: float = 0.0  # of the exact `reverse_kl` in the loss; 0: not computed
+    params: Tree  # {} for a policy from `Policy.for_inference`
+    kl_coef: float = 0.0  # coefficient of the exact `reverse_kl` in the loss; 0: not computed
 
 
 def make_logprob_step(
     policy: Policy, *, temperature: float = 1.0, compile: bool = True
 ) -> Callable[[Tree, Batch], mx.array]:
-    """`logprob_step(params, batch) -> logp_bt`: the learner's own log-probs of a batch, without a
-    gradient.
+    """Creates `logprob_step(params, batch) -> logp_bt`, which computes the learner's own log-probs,
+    without a gradient.
 
     The step computes π_old if a rollout is used for several updates, and π_ref if there is a
-    reference model. Pure, compiled once per shape.
+    reference model. The step is pure and is compiled once per shape.
     """
     step = compiled_step(
         lambda params, frozen, batch: batch_logprobs(policy, params, frozen, batch, temperature),
@@ -54,7 +56,7 @@ def make_logprob_step(
 def batch_logprobs(
     policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float
 ) -> mx.array:
-    """log π of the batch's tokens, [B,T], float32, without a gradient."""
+    """Computes log π for the batch's tokens, [B,T], float32, without a gradient."""
     hidden_btd = completion_hidden(policy, params, frozen, batch)
     return mx.stop_gradient(
         token_logprobs(
@@ -64,17 +66,17 @@ def batch_logprobs(
 
 
 class RoutingStats(NamedTuple):
-    """The experts' load for the counted tokens of a batch: 0-d float32 each."""
+    """The experts' load over a batch's unmasked tokens, 0-d float32 each."""
 
-    # share of the expert with most tokens over the mean share: the largest of all layers
+    # largest share of tokens per expert, divided by the mean share; maximum over layers
     max_load: mx.array
     unused: mx.array  # share of experts without a token, mean over layers
     balance: mx.array  # `load_balancing_loss`, mean over layers; 1 if the load is even
 
 
 def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
-    """The load of a model's experts over the counted tokens of a batch. The computation is eager,
-    because shapes change between calls.
+    """Computes the load of a model's experts over the batch's unmasked tokens. The computation is
+    eager, because shapes change between calls.
 
     Raises:
         ValueError: the batch shares prompts; and the errors of `Policy.hidden_and_routing`.
@@ -93,8 +95,8 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
-    """The experts that this policy's routers choose, for `Batch.experts_blnk`: uint16 [B,L,N,k].
-    The computation is eager, like that of `routing_stats`.
+    """Returns the experts that this policy's routers choose, for `Batch.experts_blnk`: uint16
+    [B,L,N,k]. The computation is eager, like that of `routing_stats`.
 
     With a sampler's policy and parameters, the result contains the experts that were used for
     sampling, so that the learner can use the same experts (R3, arXiv 2510.11370).

@@ -1,5 +1,6 @@
-"""The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per
-shape."""
+"""The grad step, which adds the gradient of a batch's loss to the state. The step is pure and is
+compiled once per shape.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -53,7 +54,7 @@ class GradStep:
 
     @property
     def traces(self) -> int:
-        """Number of traces of the step: one per shape of a (micro-)batch."""
+        """Number of times the step was traced: once per shape of a (micro-)batch."""
         return self.micro_step.traces
 
     def __call__(
@@ -64,7 +65,7 @@ class GradStep:
         submitted: Callable[[mx.array], None] | None = None,
         logprobs: list[mx.array] | None = None,
     ) -> tuple[TrainState, LossStats]:
-        """Adds a batch's gradient and denominator to the state's; one batch step.
+        """Runs one batch step, which adds a batch's gradient and denominator to the state's.
 
         If a loss is NaN or infinite, the denominator becomes NaN, so the update is skipped.
 
@@ -72,9 +73,9 @@ class GradStep:
             state: the gradient is computed at its params; its ref_params are used if the spec has a
                 KL term.
             batch: one batch, or its micro-batches.
-            submitted: called after each micro-batch except the last, with a 0-d array that depends
-                on the micro-batch. Evaluate the array of the previous call to stay at most one
-                micro-batch ahead of the device.
+            submitted: called after each micro-batch except the last. Its argument is a 0-d array
+                that depends on the micro-batch. Evaluate the array of the previous call to stay at
+                most one micro-batch ahead of the device.
             logprobs: a list to which the log π_θ [B,T] of each micro-batch's tokens is appended, as
                 in the loss.
 
@@ -94,7 +95,7 @@ class GradStep:
                     f"beta = {self.spec.beta} requires a reference: init_state(..., "
                     f"ref_params=params)"
                 )
-            if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
+            if part.mask_bt.shape[0] == 0:  # all rows were omitted: only the denominators count
                 denominator = AGGREGATIONS[self.spec.aggregation].denominator(
                     part.num_sequences, part.num_tokens, self.max_completion_length
                 )
@@ -106,7 +107,7 @@ class GradStep:
             ref = state.ref_params if self.spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
-            # A number in a batch is part of the compiled program's key; this one has no use there.
+            # A number in a batch is part of the program's key; `vocabulary` is not needed there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             grads, arrays, loss = self.micro_step(
                 state.params,
@@ -123,7 +124,7 @@ class GradStep:
                 logprobs.append(arrays.logp_bt)
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the
-                # last one.
+                # last micro-batch.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
                 if submitted is not None:
                     submitted(weight)
@@ -144,18 +145,19 @@ def make_grad_step(
     teacher: Teacher | None = None,
     compile: bool = True,
 ) -> GradStep:
-    """The learner's first step: adds the gradient of `spec`'s loss to the accumulated gradient.
+    """Creates the learner's first step, which adds the gradient of `spec`'s loss to the accumulated
+    gradient.
 
     Args:
         policy: the model as a function of its parameters.
         spec: the algorithm.
         temperature: the sampler's temperature; it also divides the learner's logits.
         max_completion_length: L_max, required by the aggregation `constant`.
-        ref_policy: the policy that `ref_params` belong to, such as a `quantized_role`'s; None means
-            `policy`.
+        ref_policy: the policy to which `ref_params` belong, such as a `quantized_role`'s; None
+            means `policy`.
         router_aux_coef: for a model with experts, the coefficient of `load_balancing_loss` over the
-            counted tokens, averaged over its routers. Each micro-batch balances its own tokens,
-            weighted by its share of the loss. A coefficient of 0 disables this loss.
+            unmasked tokens, averaged over the model's routers. Each micro-batch balances its own
+            tokens, weighted by its share of the loss. A coefficient of 0 disables this loss.
         teacher: if its `kl_coef` > 0, the exact KL to the teacher is part of each token's loss.
         compile: False runs the same Python eagerly.
 
@@ -175,8 +177,8 @@ def make_grad_step(
         batch: Batch,
         trees: tuple[Tree, Tree] | None,
     ) -> mx.array | None:
-        """The KL to the teacher: exact and differentiable if it is in the loss; otherwise estimated
-        from the sampled tokens, or None.
+        """Returns the KL to the teacher. The KL is exact and differentiable if it is in the loss;
+        otherwise, it is estimated from the sampled tokens, or is None.
         """
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
@@ -236,12 +238,12 @@ def make_grad_step(
             if routing:
                 mask_n = batch.mask_bt.reshape(-1)
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
-                # The update divides by the denominators, so this is the balance's coefficient
-                # there.
+                # The update divides by the denominators, so this becomes the coefficient of the
+                # balancing loss.
                 total = total + router_aux_coef * balance * stats.denominator
             return total, arrays
 
-        # MLX puts tracers into the containers, and another thread may read those of the state.
+        # MLX puts tracers into the containers, and another thread may read the state's containers.
         (loss, arrays), grads = mx.value_and_grad(summed_loss)(map_arrays(lambda a: a, params))
         accum_grads = tree_map(
             lambda total, grad: total + grad.astype(total.dtype), accum_grads, grads
@@ -256,7 +258,7 @@ def make_grad_step(
 
     return GradStep(
         compiled_step(micro_step, enabled=compile),
-        # Small arrays: kernels of its own would take seconds to compile and save nothing.
+        # Arrays are small: separate kernels would take seconds to compile and save nothing.
         compiled(stats_step, enabled=compile, fuse=False),
         policy,
         reference,
@@ -269,7 +271,8 @@ def make_grad_step(
 def make_sft_step(
     policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True
 ) -> GradStep:
-    """The grad step of supervised fine-tuning: the cross-entropy of given completions.
+    """Creates the grad step for supervised fine-tuning, whose loss is the cross-entropy of given
+    completions.
 
         loss = −Σ A·log π_θ(token) / number of tokens
 

@@ -1,4 +1,4 @@
-"""AdamW as pure functions of trees, and the schedules of its learning rate."""
+"""AdamW as pure functions of trees, and learning-rate schedules."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,26 +22,26 @@ class OptimizerNumbers(NamedTuple):
 
     rate: mx.array  # the learning rate, η
     decay: mx.array  # 1 − η λ
-    step: mx.array  # t, int32: updates that the moments will have seen
-    size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
+    step: mx.array  # t, int32: number of updates in the moments, including this one
+    size: mx.array  # η / (1 − β1^t): step size that corrects the first moment
     root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
-    # [5]: β1, 1 − β1, β2, 1 − β2, ε; None: those of the optimizer
+    # [5]: β1, 1 − β1, β2, 1 − β2, ε; None means the optimizer's own
     constants: mx.array | None = None
 
 
 class Rates(NamedTuple):
-    """Values that replace the optimizer's settings for one update: numbers or 0-d arrays."""
+    """Numbers or 0-d arrays that replace the optimizer's settings for one update."""
 
     learning_rate: float | mx.array
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_grad_norm: float | mx.array | None = None  # bound on the global L2 norm; None: no clipping
+    max_grad_norm: float | mx.array | None = None  # bound on the global L2 norm; None: not clipped
 
 
 @attrs.frozen(eq=False)
 class Optimizer:
-    """Three pure functions.
+    """An optimizer, as three pure functions.
 
     init(params) -> opt_state
     numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32,
@@ -65,7 +65,7 @@ def adamw(
     weight_decay: float = 0.0,
     moment_dtype: mx.Dtype = mx.float32,
 ) -> Optimizer:
-    """AdamW (arXiv 1711.05101, algorithm 2).
+    """Creates AdamW (arXiv 1711.05101, algorithm 2).
 
     Decay is decoupled and applies to every leaf, as in mlx.optimizers. With weight_decay = 0, the
     algorithm is Adam. The arithmetic is in float32 for all dtypes of parameters and moments, one
@@ -100,8 +100,8 @@ def adamw(
     def numbers(
         opt_state: Tree, update_step: mx.array, rates: Rates | None = None
     ) -> OptimizerNumbers:
-        # "step" counts what the moments have seen, for bias correction: a skipped update is none of
-        # it.
+        # "step" counts the updates in the moments, for bias correction; skipped updates do not
+        # count.
         step = opt_state["step"] + 1
         own = Rates(schedule(update_step), betas, eps, weight_decay) if rates is None else rates
         rate = mx.array(own.learning_rate)
@@ -111,7 +111,7 @@ def adamw(
         rate, decay, size, root = (
             each.astype(mx.float32) for each in (rate, 1 - rate * own.weight_decay, size, root)
         )
-        # As an argument of the compiled update, new values need no new trace.
+        # Because they are arguments of the compiled update, new values need no new trace.
         constants = None if rates is None else mx.array([b1, 1 - b1, b2, 1 - b2, own.eps])
         return OptimizerNumbers(rate, decay, step, size, root, constants)
 
@@ -132,12 +132,12 @@ def adamw(
         last: list[mx.array] = []
 
         def apply_leaf(grad: mx.array, param: mx.array, moments: dict[str, mx.array]) -> mx.array:
-            # Leaf after leaf, or MLX would hold the old and the new values of the whole tree at
-            # once.
+            # Leaf by leaf, because MLX would otherwise keep the old and new values of the whole
+            # tree at once.
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
             param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
-            # Two products, not one that both use: each is part of its moment's pass.
+            # Two products, not a shared one, because each is fused into its moment's pass.
             m = b1 * m + one_less_b1 * (grad * whole)
             v = b2 * v + one_less_b2 * mx.square(whole * grad)
             step = numbers.size * m / (mx.sqrt(v) * numbers.root + small)
@@ -159,10 +159,10 @@ def adamw(
 
 
 def constant(learning_rate: float) -> Schedule:
-    """A constant learning rate.
+    """Creates a schedule with a constant learning rate.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: the rate is negative.
     """
     if not learning_rate >= 0:
         raise ValueError(f"learning_rate = {learning_rate}: expected >= 0")
@@ -172,7 +172,8 @@ def constant(learning_rate: float) -> Schedule:
 def warmup_schedule(
     kind: str, learning_rate: float, total_updates: int, warmup_ratio: float = 0.0
 ) -> Schedule:
-    """Linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`, or `constant`.
+    """Creates a schedule: linear warm-up, then `cosine` or `linear` decay to 0 at `total_updates`,
+    or `constant`.
 
     Update u (from 0) of w warm-up updates has the rate learning_rate·(u+1)/(w+1), so the first
     update already has an effect (its rate is 0 in Hugging Face's schedule).

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
-        """Whether a batch of the other shape can be padded to this shape."""
+        """Returns whether a batch of the other shape can be padded to this shape."""
         longer = self.length >= other.length and self.width >= other.width
         more = self.rows >= other.rows and self.prompts >= other.prompts
         return longer and more and (self.prompts == 0) == (other.prompts == 0)
@@ -46,13 +46,13 @@ class Shape(NamedTuple):
 
 @attrs.frozen
 class Row:
-    """The sizes of a completion."""
+    """Sizes that describe a completion."""
 
-    number: int  # its row in the batch
+    number: int  # index of the row in the batch
     group: int
     prompt: int  # tokens
-    completion: int  # up to the last token that counts
-    counted: int  # tokens that count
+    completion: int  # tokens up to the last unmasked one
+    counted: int  # unmasked tokens
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class PackedRun:
 
 @attrs.frozen(kw_only=True)
 class Packer:
-    """The settings for packing; see `split_batch`."""
+    """Settings for packing; see `split_batch`."""
 
     max_tokens: int
     bucketed: bool
@@ -95,7 +95,7 @@ class Packer:
         def shape(start: int, stop: int) -> Shape:
             width = max(completions[start:stop])
             length = self._size(rows[stop - 1].prompt + rows[stop - 1].completion)
-            if self.bucketed:  # an octave apart: a row of this length has any number of them
+            if self.bucketed:  # an octave apart: completions of such rows vary in length
                 width = min(1 << (width - 1).bit_length(), length)
             return Shape(prompts=0, length=length, rows=stop - start, width=width)
 
@@ -114,7 +114,7 @@ class Packer:
         return self._cheapest(units, shape, _row_counts(len(units)))
 
     def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
-        """A group, split evenly if its rows have too many tokens for one run."""
+        """Splits a group evenly if its rows have too many tokens for one run."""
         for count in range(1, len(group) + 1):
             bounds = [len(group) * i // count for i in range(count + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
@@ -127,7 +127,7 @@ class Packer:
             prompts=self._size(len({unit[0].group for unit in units})),
             length=self._size(max(unit[0].prompt for unit in units)),
             rows=self._size(sum(map(len, units))),
-            width=self._size(max(unit[-1].completion for unit in units)),  # its longest is its last
+            width=self._size(max(unit[-1].completion for unit in units)),  # the last is the longest
         )
 
     def _cheapest(
@@ -136,10 +136,10 @@ class Packer:
         shape: Callable[[int, int], Shape],
         steps: Sequence[int],
     ) -> tuple[float, list[PackedRun]]:
-        """The cheapest runs of neighbouring units; `steps` are the allowed numbers of units in a
-        run.
+        """Returns the cost of the cheapest split into runs of neighbouring units, and the runs;
+        `steps` are the allowed numbers of units per run.
         """
-        # Of the first units: the cost, and where the last run starts and its shape.
+        # For the first n units: the cost, and the last run's start and shape.
         best: list[tuple[float, Any]] = [(0.0, None)]
         for stop in range(1, len(units) + 1):
             choices = []
@@ -161,7 +161,7 @@ class Packer:
         return best[-1][0], runs[::-1]
 
     def _choose(self, wanted: Shape) -> tuple[float, Shape]:
-        """The shape to which rows are padded, and its cost."""
+        """Chooses the shape to which rows are padded; returns its cost and the shape."""
         if wanted not in self.chosen:
             extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
@@ -177,12 +177,14 @@ class Packer:
 
 
 def piece_tokens(parameters: int) -> int:
-    """The fixed cost of a micro-batch, in tokens, for a model with this many parameters."""
+    """Returns a micro-batch's fixed cost, in tokens, for a model with this many parameters."""
     return max(PIECE_TOKENS, number("launch") // parameters)
 
 
 def _row_counts(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, … up to `most`; any number of rows is the sum of a few of them."""
+    """Returns 1, 2, 3, 4, 6, 8, 12, … up to `most`; any number of rows is the sum of a few of
+    these.
+    """
     counts = {1 << k for k in range(most.bit_length())} | {3 << k for k in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
 
@@ -233,7 +235,7 @@ def split_batch(
         piece_tokens=piece_tokens,
     )
     rows = _rows_of(batch)
-    # The first micro-batch also counts what was left out of the batch.
+    # The first micro-batch also counts the rows that were omitted from the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
     batches = []
     for run in packer.pack(rows, share_prompts and batch.experts_blnk is None):
@@ -249,10 +251,10 @@ def split_batch(
 
 
 def halve_batch(piece: Batch) -> list[Batch]:
-    """Two micro-batches with half of the rows each, to save memory; a single row is returned
-    unchanged.
+    """Splits a micro-batch into two with half of the rows each, to save memory; a single row is
+    returned unchanged.
 
-    Both halves keep all shared prompts, and the counts of the halves add up to those of `piece`.
+    Both halves keep all shared prompts, and their counts add up to those of `piece`.
     """
     rows = piece.mask_bt.shape[0]
     if rows < 2:
@@ -271,7 +273,7 @@ def halve_batch(piece: Batch) -> list[Batch]:
 
 
 def shape_of(piece: Batch) -> Shape:
-    """The shape of a micro-batch created by `split_batch`."""
+    """Returns the shape of a micro-batch that `split_batch` created."""
     rows, width = piece.targets_bt.shape
     prompts = 0 if piece.prompt_index_b is None else piece.tokens_bl.shape[0]
     return Shape(prompts, piece.tokens_bl.shape[1], rows, width)
@@ -279,7 +281,7 @@ def shape_of(piece: Batch) -> Shape:
 
 def _rows_of(batch: Batch) -> list[Row]:
     number = batch.mask_bt.shape[0]
-    span_bt = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # masks may have holes
+    span_bt = batch.mask_bt * mx.arange(1, batch.mask_bt.shape[1] + 1)  # masks may have gaps
     columns = (
         on_host(batch.group_b) if batch.group_b is not None else range(number),
         on_host(batch.prompt_lengths_b),
@@ -293,8 +295,8 @@ def _rows_of(batch: Batch) -> list[Row]:
 
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
-    """The run's rows in its shape; with shared prompts, each of their distinct prompts occurs
-    once.
+    """Returns the run's rows, padded to its shape; if prompts are shared, each distinct prompt
+    occurs once.
     """
     numbers = [row.number for row in run.rows]
     shape = run.shape

@@ -1,4 +1,4 @@
-"""TrainState: a training run as one immutable value, and functions that sync its policies."""
+"""TrainState, a training run as one immutable value, and functions that sync its policies."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ class TrainState:
     """A run's state between two steps, as a tree of arrays. Functions return a new state.
 
     Rebind the name before anything is evaluated (`state, stats = grad_step(state, batch)`), so that
-    MLX can reuse the old state's buffers. Use `materialize` to evaluate it, because `mx.eval`
-    silently ignores it.
+    MLX can reuse the old state's buffers. Use `materialize` to evaluate a state, because `mx.eval`
+    silently ignores a state.
     """
 
     params: Tree  # π_θ: trainable leaves, master precision
@@ -27,15 +27,15 @@ class TrainState:
     opt_state: Tree
     accum_grads: Tree  # Σ of gradients of summed losses since the last update, float32
     accum_weight: mx.array  # Σ of their denominators, float32 0-d
-    step: mx.array  # calls of grad_step: batches, counting each pass over a rollout, int32 0-d
-    update_step: mx.array  # optimizer updates taken, int32 0-d
-    key: mx.array  # PRNG key; every random draw of the run descends from it
+    step: mx.array  # calls of grad_step: batches, counted once per pass over a rollout, int32 0-d
+    update_step: mx.array  # number of optimizer updates, int32 0-d
+    key: mx.array  # PRNG key, from which all of the run's random numbers are derived
 
 
 def init_state(
     params: Tree, optimizer: Optimizer, *, key: mx.array, ref_params: Tree | None = None
 ) -> TrainState:
-    """The state before the first step.
+    """Creates the state before the first step.
 
     Args:
         params: trainable leaves in master precision: float32, or 16 bits to save memory (see
@@ -59,8 +59,8 @@ def init_state(
 
 
 def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None) -> TrainState:
-    """π_old ← π_θ, through `transform` (a cast, a quantizer) if given. Without it, nothing is
-    copied.
+    """Sets π_old ← π_θ, through `transform` (a cast or a quantizer) if given. Without a transform,
+    nothing is copied.
     """
     return attrs.evolve(
         state, old_params=state.params if transform is None else transform(state.params)
@@ -70,13 +70,13 @@ def sync_old(state: TrainState, transform: Callable[[Tree], Tree] | None = None)
 def sync_ref(
     state: TrainState, mixup: float = 1.0, transform: Callable[[Tree], Tree] | None = None
 ) -> TrainState:
-    """π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
+    """Sets π_ref ← α·π_θ + (1−α)·π_ref (TRL's `sync_ref_model`, TR-DPO arXiv 2404.09656, eq. 6).
 
     `transform` is the function that created `ref_params` (a quantizer), if any; with a transform, α
     must be 1.
 
     Raises:
-        ValueError: there is no reference, `mixup` is outside (0, 1], or it is below 1 with a
+        ValueError: there is no reference, `mixup` is outside (0, 1], or `mixup` is below 1 with a
             transform.
     """
     if state.ref_params is None:
@@ -105,6 +105,7 @@ def sync_ref(
 
 
 def zeros_like(params: Tree) -> Tree:
-    """Float32 zeros in the shapes of `params`. The zeros need no memory, because each array is one
-    broadcast number."""
+    """Returns float32 zeros in the shapes of `params`. The zeros need no memory, because each array
+    is one broadcast number.
+    """
     return map_arrays(lambda a: mx.broadcast_to(mx.array(0.0), a.shape), params)

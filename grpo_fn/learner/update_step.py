@@ -1,5 +1,6 @@
-"""The update step: divides and clips the accumulated gradient, applies the optimizer. Pure,
-compiled once."""
+"""The update step, which divides and clips the accumulated gradient and applies the optimizer. The
+step is pure and is compiled once.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,17 +18,17 @@ from grpo_fn.trees import Tree, arrays_of
 
 
 class UpdateStats(NamedTuple):
-    """The statistics of one optimizer update: 0-d arrays."""
+    """Statistics for one optimizer update, as 0-d arrays."""
 
     grad_norm: mx.array  # global L2 norm before clipping, float32
-    learning_rate: mx.array  # of this update, float32
-    skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
+    learning_rate: mx.array  # rate of this update, float32
+    skipped: mx.array  # True if loss, gradient, rate or new values were not finite: discarded
 
 
 def make_update_step(
     optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
 ) -> Callable[..., tuple[TrainState, UpdateStats]]:
-    """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
+    """Creates the learner's second step, `update_step(state, rates=None) -> (state, stats)`.
 
     The step divides the accumulated gradient by its weight, clips it and applies the optimizer.
     `Rates` replace the optimizer's learning rate and constants, and the norm bound, for this
@@ -111,5 +112,7 @@ def make_update_step(
 
 
 def sum_of(x: mx.array) -> mx.array:
-    """The sum of all numbers, computed by column, because a CPU adds several columns at a time."""
+    """Returns the sum of all numbers, computed by column because a CPU adds several columns at a
+    time.
+    """
     return x.sum(axis=0).sum() if x.ndim > 1 else x.sum()

@@ -1,5 +1,4 @@
-"""A model as a pure function of a parameter tree: the policy, its head, quantized roles and
-decoding.
+"""A model as a pure function of a parameter tree: policies, heads, quantized roles and decoding.
 
 This package imports the backends' interface and the root helpers; not `grpo_fn.algorithm`,
 `grpo_fn.learner` or `grpo_fn.rollout`.

@@ -1,5 +1,5 @@
-"""Calibrated rounding: rounds weights to few bits while preserving a layer's outputs on its own
-inputs.
+"""Calibrated rounding, which rounds weights to few bits while preserving a layer's outputs on its
+own inputs.
 
 GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the
 largest inputs first, and later columns compensate for each error according to the inputs' second
@@ -23,27 +23,27 @@ from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, flat, materialize
 
-WIDTH = 1536  # columns of a block, at most
+WIDTH = 1536  # most columns per block
 TRACED = 64  # columns that one compiled program rounds
-FACTORED = 64  # rows of a matrix that mlx factors
-DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overstate correlations
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
-PART = 2**26  # weights that are rounded at a time
+FACTORED = 64  # rows of a matrix that mlx itself factors
+DAMPING = 0.1  # share by which each diagonal entry is increased: few tokens overstate correlations
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # factors for a group's range
+PART = 2**26  # number of weights rounded at a time
 
-# of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
+# for each weight's inputs: Σ x xᵀ for each block of columns, float32 [N,W,W]
 Moments = Mapping[str, mx.array]
 
 
 @attrs.frozen(eq=False)
 class Carry:
-    """Factors that distribute rounding errors. The factors are computed once from the moments of
-    blocks, and used by each rounding.
+    """Factors that distribute rounding errors: computed once from the blocks' moments, and used by
+    each rounding.
     """
 
-    order_nw: mx.array  # of the columns of each block: the largest inputs first
-    # row k: what later columns take over of column k's error; bfloat16, in this order
+    order_nw: mx.array  # order of each block's columns: the largest inputs first
+    # row k: the shares of column k's error that later columns take over; bfloat16, in this order
     share_nww: mx.array
-    weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
+    weight_nw: mx.array  # weight of each column's squared error, in the original order of columns
 
 
 # Of each weight: the carry of all layers with blocks of that width, and its layer's first block
@@ -59,22 +59,22 @@ def input_moments(
     names: Sequence[str],
     group: int,
 ) -> dict[str, mx.array]:
-    """Computes second moments of the inputs of these weights' layers over rows of tokens; moments
-    of several batches can be added.
+    """Computes the second moments of inputs to these weights' layers, over rows of tokens; moments
+    from several batches can be added.
 
     Args:
         policy, params: the model in full precision.
         tokens_bl: rows [B,L], padded on the right.
-        lengths_b: number of counted tokens of each row.
+        lengths_b: number of unmasked tokens in each row.
         names: the weights; experts, and layers that are not called as a product, have no moments.
         group: weights that share a scale; blocks are whole groups.
     """
     counts_bl1 = (mx.arange(tokens_bl.shape[1])[None] < lengths_b[:, None])[..., None]
     found: dict[str, mx.array] = {}
-    last: list[Any] = [None, None]  # layers that share their inputs share the moments
+    last: list[Any] = [None, None]  # layers that share inputs share moments
 
     def note(name: str, x: mx.array) -> None:
-        if tuple(x.shape[:-1]) != tuple(tokens_bl.shape):  # the tokens of an expert, say
+        if tuple(x.shape[:-1]) != tuple(tokens_bl.shape):  # for example, the tokens of an expert
             return
         if last[0] is not x:
             width = block_width(x.shape[-1], group)
@@ -95,9 +95,7 @@ def input_moments(
 
 
 def added(first: Moments, second: Moments) -> dict[str, mx.array]:
-    """The sum of both moments; empty moments add nothing. Layers that share moments continue to
-    share them.
-    """
+    """Adds two sets of moments; the first may be empty. Shared moments remain shared."""
     if not first:
         return dict(second)
     sums: dict[int, mx.array] = {}
@@ -109,7 +107,7 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
 
 
 def folded(moments: Moments) -> Moments:
-    """The moments in the form for saving: only upper triangles, [N,W/2,W+1]. Layers that share
+    """Converts moments to the form for saving: only upper triangles, [N,W/2,W+1]. Layers that share
     moments continue to share them.
     """
     kept = {id(found): _folded(found) for found in moments.values()}
@@ -118,9 +116,7 @@ def folded(moments: Moments) -> Moments:
 
 
 def _folded(moments_nww: mx.array) -> mx.array:
-    """The lower half of an upper triangle is rotated and stored below the diagonal of the upper
-    half.
-    """
+    """Stores an upper triangle's lower half, rotated, below the diagonal of its upper half."""
     half = moments_nww.shape[-1] // 2
     upper = mx.pad(moments_nww[:, :half], [(0, 0), (0, 0), (1, 0)])
     lower = mx.pad(moments_nww[:, ::-1, ::-1][:, :half], [(0, 0), (0, 0), (0, 1)])
@@ -128,7 +124,7 @@ def _folded(moments_nww: mx.array) -> mx.array:
 
 
 def _whole(moments: mx.array) -> mx.array:
-    """Moments [N,W,W] from these or folded ones."""
+    """Returns moments [N,W,W]; folded moments are unfolded."""
     if moments.shape[1] == moments.shape[2]:
         return moments
     triangle = mx.concatenate([moments[..., 1:], moments[:, ::-1, :-1][..., ::-1]], axis=1)
@@ -136,7 +132,7 @@ def _whole(moments: mx.array) -> mx.array:
 
 
 def block_width(columns: int, group: int) -> int:
-    """The width of the widest block that divides this number of columns: whole groups, at most
+    """Returns the largest block width that divides this number of columns: whole groups, at most
     `WIDTH` columns.
     """
     return max(
@@ -145,7 +141,7 @@ def block_width(columns: int, group: int) -> int:
 
 
 def carries_of(moments: Moments) -> Carries:
-    """The carries of the layers that have these moments. Layers that share their inputs share their
+    """Computes the carries for the layers that have these moments. Layers that share inputs share
     carries.
 
     Blocks of the same width are factored in parallel, at most an eighth of them and `PART` numbers
@@ -164,7 +160,7 @@ def carries_of(moments: Moments) -> Carries:
 
 
 def _stacked(moments: Sequence[mx.array]) -> Carry:
-    """The carry of the blocks of several layers."""
+    """Computes the carry for blocks from several layers."""
     moments_nww = mx.concatenate(list(moments)) if len(moments) > 1 else moments[0]
     blocks, width, _ = moments_nww.shape
     step = max(1, min(blocks // 8, PART // width**2))
@@ -176,8 +172,8 @@ def _stacked(moments: Sequence[mx.array]) -> Carry:
 
 
 def _carry_of(moments: mx.array) -> Carry:
-    """The carry for blocks with these moments: R divided by its diagonal, where H⁻¹ = RᵀR and R is
-    upper triangular.
+    """Computes the carry for blocks with these moments: R divided by its diagonal, where H⁻¹ = RᵀR
+    and R is upper triangular.
     """
     moments_nww = _whole(moments)
     diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
@@ -195,8 +191,8 @@ def _carry_of(moments: mx.array) -> Carry:
 
 
 def _inverse_root(h_nww: mx.array) -> mx.array:
-    """L⁻¹ of H = L Lᵀ, with L lower triangular. It is computed by halves, because mlx's own
-    function runs only on the CPU and is slow without a good BLAS.
+    """Computes L⁻¹ for H = L Lᵀ, where L is lower triangular. The halves are inverted recursively,
+    because mlx's function runs only on the CPU and is slow without a good BLAS.
     """
     half = h_nww.shape[-1] // 2
     if half < FACTORED:
@@ -217,8 +213,8 @@ def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
 def round_calibrated(
     weights: Mapping[str, mx.array], carries: Carries, mode: QuantMode
 ) -> dict[str, dict[str, mx.array]]:
-    """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with error
-    compensation.
+    """Rounds matrices [out,in] to packed weights, scales and biases, like `quantize`, but
+    compensates errors.
 
     Matrices of the same shape and dtype are rounded in parallel, at most `PART` weights at a time.
 
@@ -269,8 +265,8 @@ Columns = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 @functools.cache
 def _codes(bits: int, group: int) -> Callable[..., mx.array]:
-    """A function that returns codes [N,O,W], uint8, for w [N,O,W] and the scales and biases [N,O,G]
-    of its groups.
+    """Creates a function that returns codes [N,O,W], uint8, for w [N,O,W] and its groups' scales
+    and biases [N,O,G].
 
     Its further arguments are the index of each block, [N], and the carry's `order_nw` and
     `share_nww`.
@@ -311,8 +307,8 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
 def _rounded(
     w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left half passes its error to the right half. `columns`
-    rounds a few columns.
+    """Returns codes and errors for W columns; the left half passes its error to the right half.
+    `columns` rounds a few columns.
     """
     half = max(w_now.shape[-1] // 2 // few, 1) * few
     if w_now.shape[-1] <= few:
@@ -332,10 +328,11 @@ def _rounded(
 def _ranges(
     bits: int, group: int, dtype: mx.Dtype, shrinks: Sequence[float]
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """A function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] of each group of columns.
+    """Creates a function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] for each group of
+    columns.
 
-    They describe the group's range, multiplied by the factor in `shrinks` with the smallest
-    weighted error, and are rounded to this dtype.
+    Scale and bias describe the group's range, multiplied by the factor in `shrinks` with the
+    smallest weighted error, and are rounded to this dtype.
     """
     most = 2**bits - 1
 
@@ -364,7 +361,7 @@ def pack_codes(codes: mx.array, bits: int) -> mx.array:
     """Packs codes [...,n] of 2, 3, 4, 6 or 8 bits like mlx: a little-endian stream of bits in
     uint32.
     """
-    count = math.lcm(bits, 8) // bits  # of codes that fill whole bytes
+    count = math.lcm(bits, 8) // bits  # fewest codes that fill whole bytes
     shifted = (codes[..., at::count].astype(mx.uint32) << bits * at for at in range(count))
     filled = functools.reduce(mx.bitwise_or, shifted)
     stream = mx.stack(

@@ -1,5 +1,5 @@
-"""Converts a model's weights to the form used for decoding: the same function with fewer products
-to launch.
+"""Converts a model's weights to the form used for decoding, which computes the same function with
+fewer products.
 
 - Packed weights are unpacked if the model is small. A decoding step has tens of rows, which is too
   many for products with packed weights and too few to unpack every weight in each step.
@@ -37,7 +37,7 @@ MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones
 def unpacked_weights(
     module: nn.Module, compute: mx.Dtype | None = None
 ) -> Iterator[list[nn.Module]]:
-    """Inside the `with` block, the module has plain layers instead of packed ones.
+    """Inside the `with` block, the module has plain layers instead of packed layers.
 
     Nothing is replaced if the unpacked weights would be large, or if products with packed weights
     are fast for many rows (Metal). Nothing is computed yet. `compute` is the model's compute dtype;
@@ -52,7 +52,7 @@ def unpacked_weights(
 
 
 def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The packed layers that `unpacked_weights` unpacks, by path; determined from shapes."""
+    """Returns the packed layers that `unpacked_weights` unpacks, by path. Only shapes are used."""
     found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
     nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
     pays = enabled("unpacked_weights") and number("unpack_rows") > 0
@@ -74,7 +74,7 @@ def _dtype(layer: Any, module: nn.Module, compute: mx.Dtype | None) -> mx.Dtype:
 
 
 def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
-    """A plain layer with a packed layer's unpacked weights; not computed."""
+    """Returns a plain layer with a packed layer's unpacked weights, which are not computed yet."""
     kind = nn.Embedding if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear
     plain: Any = kind.__new__(kind)  # its constructor would draw from the global random state
     nn.Module.__init__(plain)
@@ -103,7 +103,9 @@ def merged_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
-    """The adapters that `merged_adapters` merges, by path, if the weights are cast to `compute`."""
+    """Returns the adapters, by path, that `merged_adapters` merges if the weights are cast to
+    `compute`.
+    """
     from mlx_lm.tuner.dora import DoRALinear
     from mlx_lm.tuner.lora import LoRALinear
 
@@ -121,7 +123,7 @@ def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers
 
 
 def _merged(layer: Any, key: mx.array) -> nn.Linear:
-    """A linear layer that computes the same as a layer with an adapter."""
+    """Returns a linear layer that computes the same as this layer with an adapter."""
     weight = layer.linear.weight
     delta = (layer.scale * layer.lora_b.T).astype(mx.float32) @ layer.lora_a.T.astype(mx.float32)
     whole = weight.astype(mx.float32) + delta
@@ -159,7 +161,8 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
 
 
 def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
-    """The additional bytes that `decode_weights` needs, for a model that computes in this dtype.
+    """Returns the number of additional bytes that `decode_weights` needs if the model computes in
+    this dtype.
 
     A dtype of None means each weight's own dtype. Only shapes are used; nothing is computed.
     """
@@ -171,8 +174,8 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
 
 
 def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
-    """Whether this machine's compiled decoding steps support a model that shares prefixes,
-    determined by a trial.
+    """Determines by a trial whether this machine's compiled decoding steps support a model that
+    shares prefixes.
 
     `compute` is the model's compute dtype; None means the weights' own dtype.
     """

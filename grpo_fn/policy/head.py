@@ -1,9 +1,9 @@
-"""The head of a model, which maps hidden states to logits, and its location in an mlx-lm model,
-found by trial.
+"""A model's head, which maps hidden states to logits. Its location in an mlx-lm model is found by
+trial.
 
 mlx-lm's models compute logits from the last hidden state in different ways: tied or untied, scaled,
-soft-capped. Nothing is reimplemented here: the head is the model itself, with its backbone replaced
-by an object that returns the given hidden states.
+soft-capped. Nothing is reimplemented here: the head is the model itself, in which an object that
+returns the given hidden states replaces the backbone.
 """
 
 import functools
@@ -20,14 +20,14 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL = 1e-2  # products far below every soft cap in use
-_LARGE = 1e3  # and far above
+_SMALL = 1e-2  # products far below all soft caps in use
+_LARGE = 1e3  # products far above them
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
 @attrs.frozen(eq=False)
 class Head:
-    """The function from hidden states to logits, with its trainable parameters.
+    """The function from hidden states to logits, and the function's trainable parameters.
 
     `function(params, hidden_nd) -> logits_nv`; frozen arrays are closed over and absent from
     `params`. If the logits are cap · tanh(scale · x / cap) of the product x with a matrix, or scale
@@ -41,7 +41,7 @@ class Head:
     cap: float | None = None
 
     def logit_gradient(self, product: mx.array) -> mx.array | float:
-        """∂ logit / ∂ product, computed from the product in float32."""
+        """Returns ∂ logit / ∂ product, computed from the product in float32."""
         if self.cap is None:
             return self.scale
         q = exp(-2 * mx.abs(product * (self.scale / self.cap)))
@@ -49,7 +49,7 @@ class Head:
 
 
 def linear_head(weight_vd: mx.array) -> Head:
-    """The head `hidden @ weight.T`, trainable."""
+    """Returns the trainable head `hidden @ weight.T`."""
     return Head(weight_vd, lambda w, h_nd: h_nd @ w.T, lambda w: w)
 
 
@@ -65,7 +65,7 @@ class HeadSplit:
             product x with this leaf, or scale · x without a cap; None if there is no such leaf.
         scale: the number `scale` in the formulas of `weight`.
         cap: the number `cap` in the first formula of `weight`; None without a cap.
-        over_caches: whether the model needs its own caches to compute what it decodes.
+        over_caches: whether forward passes use the model's own caches: see `needs_caches`.
     """
 
     path: tuple[str, ...] | None
@@ -76,7 +76,7 @@ class HeadSplit:
     over_caches: bool = False
 
     def backbone(self, module: nn.Module) -> Any:
-        """The part of `module` that maps token ids to hidden states."""
+        """Returns the part of `module` that maps token ids to hidden states."""
         for name in self.path or ():
             module = module[name]
         return module
@@ -87,7 +87,9 @@ class HeadSplit:
         return self.backbone(module)(tokens_bl, self.caches(module))
 
     def caches(self, module: nn.Module) -> Caches | None:
-        """The caches for a forward pass over whole rows."""
+        """Returns the caches for a forward pass over whole rows, or None if the model does not need
+        any.
+        """
         return plain_caches(module) if self.over_caches else None
 
     def logits(self, module: nn.Module, hidden_nd: mx.array) -> mx.array:
@@ -154,7 +156,7 @@ def _backbone_path(module: nn.Module) -> tuple[str, ...] | None:
 def _depends_on(
     split: HeadSplit, module: nn.Module, name: str, leaf: mx.array, probe: mx.array
 ) -> bool:
-    """Whether the head's output turns NaN when this leaf does."""
+    """Returns whether the head's output becomes NaN if this leaf is NaN."""
     with parameters_replaced(module, from_names({name: mx.full(leaf.shape, mx.nan, leaf.dtype)})):
         return bool(mx.isnan(split.logits(module, probe)).any())
 
@@ -162,8 +164,8 @@ def _depends_on(
 def _function_of_product(
     split: HeadSplit, module: nn.Module, weight_vd: mx.array, probe: mx.array
 ) -> tuple[float, float | None] | None:
-    """Scale and cap with which the product with this matrix equals the head's output; None if there
-    are none.
+    """Returns the scale and cap for which the product with this matrix results in the head's
+    output, or None if there are none.
     """
     unit = mx.maximum(mx.abs((probe @ weight_vd.T).astype(mx.float32)).mean(), 1e-6)
 
@@ -173,7 +175,7 @@ def _function_of_product(
         return (hidden @ weight_vd.T).astype(mx.float32), logits
 
     if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
-        return None  # there is a bias
+        return None  # the head has a bias
     product, logits = at(_SMALL)
     scale = float((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
     if not scale > 0:

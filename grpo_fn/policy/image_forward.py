@@ -1,5 +1,5 @@
-"""Images in a model's forward pass: features replace embeddings, and rotations use three positions
-per token.
+"""Forward passes with images: features replace embeddings, and rotations use three positions per
+token.
 
 Positions are passed through the caches, because a layer rotates by its cache's `offset`. For text,
 the offset is a number, or one number per row; here, it is a `Positions`.
@@ -55,7 +55,7 @@ def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
 
 
 def takes_images(module: nn.Module) -> bool:
-    """Whether `use_multimodal_rope` was called for this module."""
+    """Returns whether `use_multimodal_rope` was called for this module."""
     return any(hasattr(type(part), "sections") for part in module.modules())
 
 
@@ -83,7 +83,7 @@ def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
 def forward_with_images(
     backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches
 ) -> mx.array:
-    """Hidden states [B,L,D] of rows whose image tokens are replaced by the images' features.
+    """Computes hidden states [B,L,D] for rows in which features replace the image tokens.
 
     The offsets of `caches` are the rows' positions.
     """
@@ -103,11 +103,11 @@ class WholeRows:
         self.offset = Positions(positions_b3l)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """All keys and values."""
+        """Returns all keys and values unchanged."""
         return keys, values
 
     def make_mask(self, length: int, **kwargs: Any) -> str | None:
-        """Each token attends to itself and the tokens before it."""
+        """Returns a mask with which each token attends to itself and the tokens before it."""
         return "causal" if length > 1 else None
 
 

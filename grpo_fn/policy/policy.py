@@ -1,4 +1,4 @@
-"""Policy: a language model as a pure function of a parameter tree.
+"""Policy, a language model as a pure function of a parameter tree.
 
 An mlx-lm module provides the function: during a call, its leaves are replaced by the given
 parameters, and then restored. The module decides what is trainable (all leaves, or LoRA's
@@ -33,15 +33,15 @@ from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leav
 
 @attrs.frozen(eq=False)
 class Policy:
-    """A model without its parameters; create one with `Policy.from_module`.
+    """A model without its parameters. Use `Policy.from_module` to create one.
 
     During a call, the module contains the given parameters: use it in one thread at a time.
     """
 
     module: nn.Module  # the function; its leaves are replaced during a call
-    params: Tree  # trainable leaves as they were when the policy was made
-    frozen: Tree  # the other leaves, shared by all roles; {} if everything trains
-    # floating parameters are cast to it for the forward pass; None: not cast
+    params: Tree  # trainable leaves at the time the policy was created
+    frozen: Tree  # the other leaves, shared by all roles; {} if all leaves are trainable
+    # dtype to which floating parameters are cast for the forward pass; None means no cast
     compute_dtype: mx.Dtype | None
     split: HeadSplit  # the backbone and the head of this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
@@ -49,9 +49,9 @@ class Policy:
     supports_compiled_decode: bool  # whether the backend's compiled decoding steps support it
     # whether it decodes with `decode_weights`
     joins_weights: bool = attrs.field(default=True, kw_only=True)
-    # token ids are below it: rows of the embedding; None: the module has none of nn's
+    # exclusive bound on token ids: rows of the embedding; None if the module has no nn.Embedding
     vocabulary: int | None
-    # learned ones; None: any number
+    # number of learned positions; None means no limit
     positions: int | None = attrs.field(default=None, kw_only=True)
     compiled_programs: dict[str, Compiled] = attrs.field(init=False, repr=False, factory=dict)
 
@@ -78,8 +78,9 @@ class Policy:
 
     @classmethod
     def for_inference(cls, module: nn.Module) -> "Policy":
-        """A policy that samples with the weights in the module: `params` is {}, and nothing is
-        trainable."""
+        """Creates a policy that samples with the weights in the module: `params` is {}, and nothing
+        is trainable.
+        """
         check_process()
         patch_layers(module)
         return cls._probed(module, {}, {}, None)
@@ -107,7 +108,8 @@ class Policy:
         )
 
     def without_weights(self) -> "Policy":
-        """The same policy without the initial parameters, over a module without trainable weights.
+        """Returns the same policy without the initial parameters, over a module without trainable
+        weights.
 
         Use this method for long runs; otherwise, `params` and the module would keep the initial
         weights in memory. The weights are removed from the module in place; afterwards, use it
@@ -117,7 +119,8 @@ class Policy:
         return attrs.evolve(self, params=None)
 
     def twin(self) -> "Policy":
-        """The same policy over its own module, which shares all arrays with this policy's module.
+        """Returns the same policy over a separate module, which shares all arrays with this
+        policy's module.
 
         A call replaces the leaves of the policy's module. Therefore, two threads, or a learner and
         a rollout that is suspended between two steps, need separate modules.
@@ -125,7 +128,7 @@ class Policy:
         return attrs.evolve(self, module=twin_module(self.module))
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
-        """The backend's forward function of that name, compiled once for this policy."""
+        """Returns the backend's forward function with this name, compiled once for this policy."""
         if name not in self.compiled_programs:
             self.compiled_programs[name] = compiled(partial(forward, self.bound))
         return self.compiled_programs[name]
@@ -137,8 +140,8 @@ class Policy:
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:
-        """Like `bound`, for decoding this many rows. If `joins_weights` is set, the module has its
-        weights in the form of `decode_weights`.
+        """Like `bound`, but for decoding this many rows. If `joins_weights` is set, the weights
+        have the form that `decode_weights` creates.
         """
         with self.bound(params) as module:
             if not self.joins_weights:
@@ -149,12 +152,12 @@ class Policy:
 
     @contextmanager
     def learning(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
-        """Like `bound`, for a pass that has a gradient; see `learning_form`."""
+        """Like `bound`, but for a pass that has a gradient; see `learning_form`."""
         with self.bound(params, frozen) as module, learning_form(module):
             yield module
 
     def cast(self, params: Tree) -> Tree:
-        """The parameters for the forward pass, with floating leaves cast to the compute dtype."""
+        """Casts floating leaves to the compute dtype, for the forward pass."""
         dtype = self.compute_dtype
         if dtype is None:
             return params
@@ -163,9 +166,9 @@ class Policy:
         )
 
     def logits(self, params: Tree, tokens_bl: mx.array, cache: Any = None) -> mx.array:
-        """Next-token logits [B,L,V] in the compute dtype; extends the cache, if given.
+        """Computes next-token logits [B,L,V] in the compute dtype, and extends the cache, if given.
 
-        Raises ValueError if there is no cache and more tokens than learned positions.
+        Raises ValueError if there is no cache and there are more tokens than learned positions.
         """
         if cache is None:
             check_positions("tokens_bl", tokens_bl.shape[1], self.positions)
@@ -180,7 +183,7 @@ class Policy:
         images: ImageRows | None = None,
         experts_blnk: mx.array | None = None,
     ) -> mx.array:
-        """Final hidden states [B,L,D], after the last norm and before the head.
+        """Computes the final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments,
         because a traced function keeps the arrays that it closes over. `images` are the rows'
@@ -201,7 +204,7 @@ class Policy:
         frozen: Tree | None = None,
         experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """Like `hidden`, but also returns the router's logits [B,L,E] of each layer with experts,
+        """Like `hidden`, but also returns router logits [B,L,E] for each layer with experts,
         including the logits of excluded experts.
 
         Raises:
@@ -216,7 +219,7 @@ class Policy:
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
-        """The function from hidden states to logits, with its trainable parameters."""
+        """Returns the function from hidden states to logits, and its trainable parameters."""
         frozen = self.frozen if frozen is None else frozen
         leaves = named_leaves(params)
         used = from_names({name: leaves[name] for name in self.split.trainable})
@@ -236,8 +239,8 @@ class Policy:
 
 
 def _embedding_rows(module: nn.Module) -> int | None:
-    """Number of rows of the token embedding. If there are several tables (positions may have one),
-    it is the table with one row per logit.
+    """Returns the number of rows in the token embedding. If there are several tables (positions may
+    have one), the token embedding is the table with one row per logit.
     """
     rows = {
         part["weight"].shape[0]
@@ -245,7 +248,7 @@ def _embedding_rows(module: nn.Module) -> int | None:
         if isinstance(part, nn.Embedding | nn.QuantizedEmbedding)
     }
     if len(rows) > 1:
-        # its shape alone: nothing is computed
+        # only the shape is used: nothing is computed
         logits = module(mx.zeros((1, 1), mx.int32)).shape[-1]
         return logits if logits in rows else max(rows)
     return max(rows, default=None)

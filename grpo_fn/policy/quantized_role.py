@@ -1,10 +1,10 @@
-"""Quantized roles: the weights of the sampler or the reference can have few bits; the learner's are
-never rounded.
+"""Quantized roles. The weights of the sampler or the reference model can have few bits; the
+learner's weights are never rounded.
 
 The linear layers and experts inside the model's blocks are quantized, and optionally embeddings and
 head. Norms keep their precision. `dequantized` storage rounds the weights at each sync and computes
-with them at full speed; `packed` keeps them small (see `packed`). Both storages compute with the
-same rounded weights.
+with them at full speed; `packed` stores them packed, which needs less memory. Both storages compute
+with the same rounded weights.
 
 Each weight can have its own format, which is chosen by the effect of rounding on log-probs, within
 a budget of bits.
@@ -40,31 +40,31 @@ MODES: dict[str, QuantMode] = {
 STORAGES = ("dequantized", "packed")
 PROBES = 4  # gradients of the log-probs with random signs
 LEVELS = {3: "affine-3", 4: "affine-4", 6: "affine-6", 8: "affine-8"}
-GROUP_SIZES = (32, 64, 128)  # of affine modes; the other modes have fixed groups
+GROUP_SIZES = (32, 64, 128)  # for affine modes; the other modes have fixed group sizes
 
 
 @attrs.frozen(eq=False)
 class QuantizedRole:
-    """A policy with quantized weights, and the function that computes them from the learner's
+    """A policy with quantized weights, and the function that computes these from the learner's
     parameters.
     """
 
     policy: Policy
     # learner params -> this policy's params; for `sync_old`, `sync_ref`
     transform: Callable[[Tree], Tree]
-    modes: Mapping[str, QuantMode]  # of the weights that are quantized
-    unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
-    # (name, moments, formats, storage): the same, made in another way
+    modes: Mapping[str, QuantMode]  # formats of the quantized weights
+    unfit: tuple[str, ...]  # not quantized, because the row length is no multiple of the group size
+    # (name, moments, formats, storage) -> the same role, created with these arguments
     remade: Callable[..., "QuantizedRole"]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that are quantized."""
+        """Names of the quantized weights."""
         return tuple(self.modes)
 
     def bits(self, params: Tree) -> float:
-        """Average bits per quantized weight, including its share of scales; `params` determine the
-        sizes.
+        """Returns the average bits per quantized weight, including its share of scales; `params`
+        determine the sizes.
         """
         sizes = {
             name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes
@@ -84,7 +84,7 @@ def quantized_role(
     moments: Moments | None = None,
     formats: Mapping[str, str] | None = None,
 ) -> QuantizedRole:
-    """A policy of the same model whose block weights are quantized.
+    """Creates a policy for the same model, with quantized weights in its blocks.
 
     Args:
         policy: the policy with its `params` (before `without_weights()`).
@@ -93,9 +93,9 @@ def quantized_role(
         group_size: number of weights that share a scale; 0 means the mode's own.
         head: whether embeddings and head are also quantized; if they are tied, they are a single
             matrix.
-        moments: see `input_moments`; weights without moments, or all if it is None, are rounded to
-            nearest.
-        formats: the formats of weights that differ from `name`, with the same group size.
+        moments: see `input_moments`. Weights without moments are rounded to nearest; with None, all
+            weights are.
+        formats: the formats of weights that do not use `name`; the group size must be the same.
 
     Raises:
         ValueError: a name is unknown, the mode does not support the group or calibrated rounding,
@@ -157,7 +157,7 @@ def quantized_role(
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
-    """The mode of that name, optionally with a different group size (affine modes only).
+    """Returns the mode with this name, optionally with a different group size (affine modes only).
 
     Raises:
         ValueError: the name is unknown, or the mode does not support the group.
@@ -180,13 +180,13 @@ def quant_mode(name: str, group_size: int = 0) -> QuantMode:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether any layer's weights are packed."""
+    """Returns whether any layer's weights are packed."""
     return any(hasattr(part, "bits") for _, part in module.named_modules())
 
 
 def quantizable(path: str, module: nn.Module, head: bool) -> bool:
-    """Whether a role rounds this layer's weights, provided that its row length is a multiple of the
-    group size.
+    """Returns whether a role rounds this layer's weights, provided that its row length is a
+    multiple of the group size.
     """
     from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -199,9 +199,7 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
 def _packed_module(
     module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
-    """A copy of the module's structure without weights, with packed layers instead of the named
-    ones.
-    """
+    """Copies the module's structure without weights; packed layers replace the named layers."""
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
@@ -214,8 +212,8 @@ def _packed_module(
 
 
 def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
-    """The split for packed weights, where a head's matrix consists of several leaves and is not a
-    plain product.
+    """Returns the split for packed weights; the matrix of a packed head consists of several leaves,
+    and the head is not a plain product.
     """
     names = [
         packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable
@@ -263,8 +261,8 @@ def rounding_effects(
     lengths_b: mx.array,
     key: mx.array,
 ) -> dict[str, float]:
-    """The mean square of a token's change in log-prob if a single weight matrix is rounded, to
-    first order.
+    """Estimates, to first order, the mean square of the tokens' change in log-prob if a single
+    weight matrix is rounded.
 
     With random signs r, the gradient g of Σ r·log p satisfies E⟨g,δ⟩² = Σ (δ log p)² over the
     tokens for a change δ of a weight. The rows of a weight are treated as independent, which
@@ -319,14 +317,14 @@ def formats_within(
     group_size: int,
     budget: float,
 ) -> dict[str, str]:
-    """The format of each weight, chosen to minimize the sum of the effects within an average of
+    """Chooses a format for each weight that minimizes the sum of effects within an average of
     `budget` bits.
 
     An effect is assumed to decrease fourfold with each bit. Bits are assigned where they help most
     relative to their size.
 
     Args:
-        effects: the effect of rounding each weight to `bits` bits. sizes: the number of entries of
+        effects: the effect of rounding each weight to `bits` bits. sizes: the number of entries in
             each weight.
         group_size: number of weights that share a scale and a bias of 16 bits each.
         budget: average bits per weight, including scales and biases.

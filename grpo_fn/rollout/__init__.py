@@ -1,4 +1,4 @@
-"""From prompts to completions: prefill, decoding steps, the decode loop, sampling.
+"""Samples completions for prompts: prefill, decoding steps, the decode loop, sampling.
 
 This package imports `grpo_fn.policy`, the backends' interface and the root helpers; not
 `grpo_fn.algorithm` or `grpo_fn.learner`.

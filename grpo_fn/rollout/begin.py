@@ -33,7 +33,7 @@ def begin(
     *,
     few_sizes: bool = False,
 ) -> Prefill[list[RowBatch]]:
-    """Batches that are ready to sample their first token.
+    """Returns batches that are ready to sample their first token.
 
     `wanted` is `Decoding.share_prefix`, and `few_sizes` is `Decoding.few_sizes`, for rows that do
     not join others.
@@ -52,13 +52,15 @@ def begin(
 
 
 def _program(policy: Policy, starts: Sequence[Start]) -> Any:
-    """The backend's compiled steps for rows that share their prompts; None if there are none."""
+    """Returns the backend's compiled steps for rows that share their prompts, or None if there are
+    none.
+    """
     some = any(start.entry.images is not None for start in starts)
     return None if some or not policy.supports_compiled_decode else find("kernel_steps")
 
 
 def _spare(starts: Sequence[Start]) -> list[Start]:
-    """Padding rows, and prompts for them, that round both numbers up to a size."""
+    """Returns padding rows, and prompts for them, which round both numbers up to a size."""
     prompts = len(starts)
     rows = sum(len(start.rows) for start in starts)
     if (_size(prompts), _size(rows)) == (prompts, rows):
@@ -75,13 +77,13 @@ def _spare(starts: Sequence[Start]) -> list[Start]:
 
 
 def _size(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, …"""
+    """Rounds up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, …"""
     step = 1 << max(count.bit_length() - 2, 0)
     return -(-count // step) * step
 
 
 def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
-    """Whether the entry's rows are decoded with one copy of the prompt."""
+    """Returns whether the entry's rows are decoded with one copy of the prompt."""
     if entry.keep or not policy.shares_prefix:
         return False
     if entry.images is not None:
@@ -90,7 +92,7 @@ def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
 
 
 def _kind(policy: Policy, start: Start, shared: bool) -> tuple[Any, ...]:
-    """A value that is equal for all entries that can start in one prefill."""
+    """Returns a value that is equal for all entries that can start in one prefill."""
     entry = start.entry
     kept = start.caches is not None
     length = None
@@ -104,7 +106,9 @@ def _kind(policy: Policy, start: Start, shared: bool) -> tuple[Any, ...]:
 def prefilled(
     policy: Policy, model: nn.Module, starts: Sequence[Start], shared: bool
 ) -> Prefill[tuple[mx.array, Steps]]:
-    """Logits [P,V] after the prompts, and the steps for decoding from there."""
+    """Runs the prefill; returns the logits [P,V] after the prompts, and the steps for decoding from
+    there.
+    """
     prompts = [start.entry.prompt for start in starts]
     lengths = [len(prompt) for prompt in prompts]
     groups = [len(start.rows) for start in starts]
@@ -133,13 +137,13 @@ def prefilled(
 
 
 def _batch(starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
-    """The starting rows with their random bits."""
+    """Creates the batch of starting rows, with their random bits."""
     numbers = flat(start.rows for start in starts)
-    # Not from the queue: a row may have been cancelled during the prefill.
+    # Not taken from the queue, because a row may have been cancelled during the prefill.
     keys = dict(flat(start.entry.keyed_rows for start in starts))
     prompt_b = mx.array(group_numbers(len(start.rows) for start in starts))
     entry = starts[0].entry
-    # All at once on the device, because a number from the host at each step would be waited for.
+    # Generated at once on the device, because each step would wait for a number from the host.
     bits_nbw = draw_bits(
         mx.array([keys[row] for row in numbers], mx.uint32),
         mx.array([start.entry.drawn for start in starts], mx.int32)[prompt_b],

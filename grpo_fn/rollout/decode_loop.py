@@ -17,41 +17,41 @@ from grpo_fn.rollout.decode_step import RowBatch, T
 from grpo_fn.rollout.row_queue import RowQueue
 from grpo_fn.trees import Tree, on_host
 
-COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
+COMPACT_SHARE = 0.25  # finished rows are dropped once they are this share of the batch
 
 
 @attrs.frozen(eq=False)
 class Column:
-    """One decoding step: a token for each row of a batch, possibly not computed yet."""
+    """One decoding step's tokens, one for each row of a batch, possibly not computed yet."""
 
-    # Their numbers. Among them are some that ended in the last few steps, and −1 for places without
-    # a row.
+    # Row numbers, including some rows that ended in the last few steps, and −1 for places without a
+    # row.
     rows: tuple[int, ...]
     tokens_b: mx.array  # int32
     logp_b: mx.array  # float32
 
 
-# gives None after a piece of a prefill, and while it waits
+# yields None after each piece of a prefill, and while it waits
 Columns = Generator[Column | None, None, T]
 
 
 @attrs.frozen
 class Decoding:
-    """How completions are decoded. These settings affect only speed and memory; results are the
-    same up to rounding.
+    """Settings for decoding completions. These settings affect only speed and memory; results are
+    the same up to rounding.
 
     Attributes:
-        max_batch: the maximum number of rows decoded together; 0 for all. Groups are not split; at
-            least one group is decoded.
+        max_batch: the maximum number of rows decoded together; 0 means all. Groups are not split;
+            at least one group is decoded.
         check_every: steps between checks for finished rows and for rows that can start; a check
             waits for the device.
         pipelined: submit each step to the device before the previous one is finished. Pipelining
             hides launch time on a GPU, but requires a copy of the cache.
         share_prefix: keep a single copy of a prompt's keys and values for all its completions, if
-            the model supports it; None enables it on CPU and CUDA.
+            the model supports this; None means True on CPU and CUDA.
         turns_together: in conversations, start turns once no row is decoding and all replies have
-            arrived, so that numbers are bit-identical each time. If False, a turn starts as soon as
-            its reply has arrived, so that a slow reply does not delay other rows; rounding then
+            arrived, so that results are bit-identical in each run. If False, a turn starts as soon
+            as its reply has arrived, so that a slow reply does not delay other rows; rounding then
             depends on timing.
         few_sizes: with a backend's compiled steps, pad a batch with unused rows to one of few
             sizes. Use this option for servers: a program is compiled for each size, and any number
@@ -103,7 +103,7 @@ def decode_queue(
                 yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
             every = max(decoding.check_every, 1)
             rows = sum(len(batch.alive) for batch in batches)
-            # Few that wait are worth a copy of the caches only now and then, many at once.
+            # If few rows wait, the caches are copied only now and then; if many wait, at once.
             joins = every * queue.rows_due(rows, decoding.max_batch) >= rows
             look = joins or steps % every == 0 or any(batch.is_full for batch in batches)
             for batch in batches:
@@ -123,7 +123,7 @@ def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
 
 
 def compacts(batch: RowBatch) -> bool:
-    """Whether enough rows have finished for the batch to be compacted."""
+    """Returns whether enough rows have finished for the batch to be compacted."""
     return (
         enabled("row_compaction")
         and batch.steps.drops_rows
@@ -139,7 +139,7 @@ def _collect(batch: RowBatch, queue: RowQueue) -> None:
         name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]
     }
     batch.drawn = []
-    batch.alive &= queue.rows.keys()  # without those that were cancelled
+    batch.alive &= queue.rows.keys()  # without cancelled rows
     for place, number in enumerate(batch.rows):
         if number not in batch.alive:
             continue

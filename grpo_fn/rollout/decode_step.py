@@ -1,5 +1,4 @@
-"""Rows that are decoded together: prefill of given tokens (prompts and replies), and decoding
-steps.
+"""Decodes rows together: prefill for given tokens (prompts and replies), and decoding steps.
 
 A step feeds each row a token and returns the logits after it. `CacheSteps` calls the unmodified
 model, and works with any kind of caches. A backend may have a compiled program for steps with one
@@ -40,7 +39,7 @@ class Steps(Protocol):
     drops_rows: bool  # whether `keep_rows` may be called
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        """Feeds each row its token, and returns the logits [B,V] of the next one."""
+        """Feeds each row its token, and returns the logits [B,V] for the next token."""
         ...
 
     def keep_rows(self, rows: list[int]) -> None:
@@ -56,7 +55,7 @@ class Steps(Protocol):
             new: numbers for the new rows.
 
         Returns:
-            the row at each index; -1 for an unused index.
+            the row at each index; -1 means that the index is unused.
         """
         ...
 
@@ -67,7 +66,9 @@ class CacheSteps:
     drops_rows = True
 
     def __init__(self, model: nn.Module, caches: Caches, *, joins: bool = False) -> None:
-        """`joins`: whether rows of other lengths can join (`kv_caches.hold_all_tokens`)."""
+        """Creates the steps. `joins` is whether rows with other lengths can join
+        (`kv_caches.hold_all_tokens`).
+        """
         self._model, self.caches, self._joins = model, caches, joins
         self._joined = False
 
@@ -107,17 +108,17 @@ class RowBatch:
     """Rows that are decoded together, and their state."""
 
     steps: Steps
-    logits_bv: mx.array  # of the next token
-    bits_nbw: mx.array  # the random bits of each draw
-    rows: list[int]  # their numbers; -1: nobody's
+    logits_bv: mx.array  # logits of the next token
+    bits_nbw: mx.array  # random bits for each draw
+    rows: list[int]  # row numbers; -1 for padding rows
     distribution: Sampling = attrs.field(factory=Sampling, converter=distribution_of)
-    # the tokens that each row has had, if repeating them is penalized
+    # the tokens that each row contains, if repetition is penalized
     seen_bv: mx.array | None = None
     # Whether a row that ends has to be noticed before anything is fed after its last token.
     watched: bool = False
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last check
-    alive: set[int] = attrs.field(init=False)  # of `rows`, those that have not ended
-    count: int = attrs.field(init=False, default=0)  # random bits that were used
+    alive: set[int] = attrs.field(init=False)  # unfinished rows
+    count: int = attrs.field(init=False, default=0)  # used entries of `bits_nbw`
     _draw: Compiled = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -187,8 +188,8 @@ def prefill(
     """Runs prompts through the model; returns the logits [P,V] after each prompt's last token, and
     the caches.
 
-    `caches` contain the tokens before the prompts (ragged caches if these differ in length); None
-    if there are none.
+    `caches` contain the tokens before the prompts (ragged caches if the lengths of these tokens
+    differ); None means that there are no such tokens.
     """
     lengths = [len(prompt) - 1 for prompt in prompts]  # the last token is fed separately
     longest = max(lengths)
@@ -221,9 +222,10 @@ def prefill_once(
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None] | None = None,
 ) -> Prefill[tuple[mx.array, Caches]]:
-    """`prefill` of complete prompts, padded on the right: logits [P,V], and plain caches of P rows.
+    """Runs `prefill` on complete prompts, padded on the right; returns logits [P,V], and plain
+    caches of P rows.
 
-    `images` are the images of each prompt; None if no prompt has any.
+    `images` are the images of each prompt; None means that no prompt has images.
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -265,24 +267,27 @@ def computed(layers: Iterable[Any]) -> Prefill[None]:
 
 
 def caches_of_row(caches: Caches, place: int, surplus: int) -> Caches | None:
-    """Plain caches of one row of a batch, without its last `surplus` tokens; None if they cannot be
-    truncated."""
+    """Returns plain caches for one row of a batch, without its last `surplus` tokens, or None if
+    they cannot be truncated.
+    """
     return shortened([_row_of(cache, place) for cache in caches], surplus)
 
 
 def shortened(caches: Caches, surplus: int) -> Caches | None:
-    """The caches without their last `surplus` tokens; None if they cannot be truncated."""
+    """Returns the caches without their last `surplus` tokens, or None if they cannot
+    be truncated.
+    """
     from mlx_lm.models.cache import can_trim_prompt_cache
 
     if surplus and not can_trim_prompt_cache(caches):
-        return None  # windows and recurrent states cannot give back what they were fed
+        return None  # sliding windows and recurrent states cannot be truncated
     for cache in caches if surplus else ():
         cache.trim(surplus)
     return caches
 
 
 def _row_of(cache: Any, place: int) -> Any:
-    """A plain cache of one row of a batch."""
+    """Returns a plain cache for one row of a batch."""
     if hasattr(cache, "left_padding") and hasattr(cache, "extract"):  # rows of different lengths
         return cache.extract(place)
     index = mx.array([place], mx.int32)

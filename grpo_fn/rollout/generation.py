@@ -50,16 +50,16 @@ def generate(
         prompts: token ids of each prompt, at least one token each.
         sampling: G, the distribution, and how a completion ends.
         key: PRNG key; the n-th token of completion g of prompt p depends on (key, p, g).
-        prompt_numbers: the p of each prompt, if the prompts are part of a larger set; None means 0,
-            1, 2, …
-        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None if there is
-            none.
+        prompt_numbers: the number p of each prompt, if the prompts are part of a larger set; None
+            means 0, 1, 2, …
+        find_stop: finds `sampling.stop`, or another end, in a completion's tokens; None means that
+            completions end only at end tokens and the length limit.
         replies: returns the tokens that follow a finished turn; with None, turns have no replies.
             The random numbers of a conversation continue over its turns. Conversations are decoded
             with a copy of the prompt for each row.
-        images: for each prompt, its images or None; None if no prompt has images. Completions of
-            prompts with images are decoded with one copy of each prompt, and without a backend's
-            compiled steps.
+        images: for each prompt, its images or None; a single None means that no prompt has images.
+            Completions of prompts with images are decoded with one copy of each prompt, and without
+            a backend's compiled steps.
         decoding: settings for speed and memory; None means `Decoding()`. Results are the same up to
             rounding.
 
@@ -99,7 +99,7 @@ def decode(
     images: Sequence[PromptImages | None] | None = None,
     decoding: Decoding | None = None,
 ) -> Columns[Rollout]:
-    """`generate` step by step: yields each step's tokens, and returns the rollout.
+    """Runs `generate` step by step: yields each step's tokens, and returns the rollout.
 
     Between the steps, the policy's module contains the parameters. If `Interrupted` is thrown into
     the generator, it returns the tokens sampled up to the last check for finished rows.

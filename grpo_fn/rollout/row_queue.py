@@ -1,10 +1,11 @@
-"""The queue of rows to decode: waiting entries, decoding rows with their tokens, and kept caches.
+"""A queue of rows to decode, which contains waiting entries, decoding rows, their tokens, and kept
+caches.
 
     add ─→ entries that wait ─due→ rows that decode ─ended→ take
                   ↑  continues              │ keep
                   └────── kept caches ←─────┘
 
-The queue exists on the host and computes nothing. The queue tells `decode_queue` which rows start,
+The queue is kept on the host and computes nothing. The queue tells `decode_queue` which rows start,
 and `decode_queue` reports finished rows to it.
 """
 
@@ -28,7 +29,7 @@ from grpo_fn.rollout.decode_step import RowBatch, caches_of_row, shortened
 from grpo_fn.rollout.sampling import FindStop, Sampling
 from grpo_fn.trees import arrays_of
 
-LEAST = 32  # tokens that are worth a copy of kept caches
+LEAST = 32  # fewest shared tokens for which kept caches are copied
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -41,7 +42,7 @@ class Entry:
         keys: the PRNG key of each row, as returned by `completion_keys`, as plain numbers.
         sampling: the distribution, and how a row ends; its `num_generations` and
             `first_generation` are not used.
-        find_stop: finds `sampling.stop` in tokens; None if there is nothing to find.
+        find_stop: finds `sampling.stop` in tokens; None means that there is nothing to find.
         images: the images of the prompt, or None.
         drawn: number of tokens already sampled with these keys: the n-th token uses the (`drawn` +
             n)-th bits.
@@ -65,7 +66,7 @@ class Entry:
 
     @property
     def keyed_rows(self) -> Iterable[tuple[int, tuple[int, int]]]:
-        """The rows with their keys."""
+        """Pairs of a row's number and its key."""
         return zip(self.rows, self.keys, strict=True)
 
 
@@ -75,7 +76,7 @@ class Row:
 
     entry: Entry
     key: tuple[int, int]
-    done: Ended  # as far as it has come
+    done: Ended  # the row's state so far
 
     @property
     def has_begun(self) -> bool:
@@ -88,22 +89,22 @@ class Start:
     """An entry whose rows start now."""
 
     entry: Entry
-    rows: list[int]  # those that were not cancelled
+    rows: list[int]  # without cancelled rows
     caches: Caches | None  # plain caches of one row; None: nothing was kept
-    held: int  # tokens of the prompt that they hold
+    held: int  # prompt tokens in the caches
 
 
 class RowQueue:
     """Entries in the order in which they were added, and their rows until `take` returns them."""
 
     def __init__(self, policy: Policy) -> None:
-        """`policy` defines the valid token ids, positions and images."""
+        """Creates an empty queue; `policy` defines the valid token ids, positions and images."""
         self._policy = policy
-        self.rows: dict[int, Row] = {}  # those that wait or decode
-        self._entries: list[Entry] = []  # in no round yet
-        self._rounds: deque[list[Entry]] = deque()  # each begins when nothing decodes
+        self.rows: dict[int, Row] = {}  # waiting or decoding rows
+        self._entries: list[Entry] = []  # not yet in a round
+        self._rounds: deque[list[Entry]] = deque()  # a round begins when no row is decoding
         self._ended: dict[int, Ended] = {}
-        self._kept: dict[int, tuple[list[int], Caches]] = {}  # tokens that the caches hold
+        self._kept: dict[int, tuple[list[int], Caches]] = {}  # the tokens in the caches
 
     @property
     def busy(self) -> bool:
@@ -112,7 +113,7 @@ class RowQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether a waiting entry could start."""
+        """Whether any waiting entry could start."""
         return bool(self._entries or self._rounds)
 
     def add(self, entry: Entry) -> None:
@@ -138,7 +139,7 @@ class RowQueue:
     def cancel(self, rows: Iterable[int]) -> None:
         """Removes waiting rows and, at the next check, decoding rows.
 
-        Frees the kept caches of these rows, and of the rows that they would have continued.
+        Also frees the kept caches of these rows, and of the rows that they would have continued.
         """
         for row in rows:
             continued = self.rows[row].entry.continues if row in self.rows else None
@@ -158,25 +159,25 @@ class RowQueue:
             row.entry = attrs.evolve(row.entry, sampling=sampling)
 
     def take(self) -> dict[int, Ended]:
-        """The rows that finished since the last call."""
+        """Removes and returns the rows that finished since the last call."""
         ended = self._ended
         self._ended = {}
         return ended
 
     def so_far(self, row: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a row at the last check, if the row was not taken."""
+        """Returns a row's tokens and log-probs at the last check, if the row was not taken."""
         done = self._ended.get(row) or self.rows[row].done
         return [*done.tokens], [*done.logp]
 
     def widest(self, most: int) -> int:
-        """The maximum number of rows in a round, given the waiting entries; for `most`, see
+        """Returns the maximum number of rows in a round, given the waiting entries; for `most`, see
         `due`.
         """
         rounds = [*self._rounds, *_rounds(self._entries, most)]
         return max((sum(len(entry.rows) for entry in each) for each in rounds), default=1)
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """The entries that start now, given the number of decoding rows.
+        """Returns the entries that start now, given the number of decoding rows.
 
         If nothing is decoding, all waiting entries are split into rounds. Later entries join the
         decoding rows once every round has started. Entries that continue kept rows start first,
@@ -184,7 +185,7 @@ class RowQueue:
 
         Args:
             decoding: number of decoding rows.
-            most: the maximum number of rows decoded together; 0 for no limit.
+            most: the maximum number of rows decoded together; 0 means no limit.
         """
         self._entries = [entry for entry in self._entries if self._alive(entry)]
         if not decoding and not self._rounds:
@@ -197,7 +198,7 @@ class RowQueue:
         return self._starts(begun)
 
     def rows_due(self, decoding: int, most: int) -> int:
-        """The number of waiting rows that could start now; see `due`."""
+        """Returns the number of waiting rows that could start now; see `due`."""
         return sum(len(entry.rows) for entry in self._fitting(decoding, most))
 
     def _fitting(self, decoding: int, most: int) -> list[Entry]:
@@ -209,7 +210,8 @@ class RowQueue:
     def ended(self, batch: RowBatch, place: int, length: int, finished: bool) -> None:
         """Records that a row of a batch has ended after this many tokens.
 
-        Every token that it has sampled, except the last one, has been fed to the batch's steps.
+        Every token that the row has sampled, except the last one, has been fed to the batch's
+        steps.
         """
         number = batch.rows[place]
         row = self.rows.pop(number)
@@ -219,15 +221,15 @@ class RowQueue:
             del values[length:]
         if self._finish(number, row):
             held = max(length - 1, 0)
-            steps: Any = batch.steps  # over caches, as its rows are kept
+            steps: Any = batch.steps  # `CacheSteps`, because its rows are kept
             caches = caches_of_row(steps.caches, place, fed - held)
             if caches is not None:
-                # Computed now, otherwise they would hold the batch's buffers.
+                # Evaluated now, because lazy caches would keep the batch's buffers.
                 mx.eval(list(arrays_of([cache.state for cache in caches])))
                 self._kept[number] = [*row.entry.prompt, *row.done.tokens[:held]], caches
 
     def completions(self, rows: int) -> list[Ended]:
-        """The rows 0, 1, … in their current state; finished rows are taken."""
+        """Returns the rows 0, 1, … in their current state; finished rows are taken."""
         ended = self.take()
         return [ended.get(row) or self.rows[row].done for row in range(rows)]
 
@@ -252,8 +254,8 @@ class RowQueue:
         return starts
 
     def _resumed(self, entry: Entry) -> tuple[Caches | None, int]:
-        """The kept caches that the entry continues, cut to the tokens that they share with its
-        prompt, and the number of these tokens.
+        """Returns the kept caches that the entry continues, truncated to the tokens that they share
+        with its prompt, and the number of these tokens.
 
         The prompt's last token is not included.
         """
@@ -272,7 +274,7 @@ class RowQueue:
         return cut, 0 if cut is None else shared
 
     def _alike(self, entry: Entry) -> int | None:
-        """The kept row that shares the most tokens with the entry's prompt, if copying it pays
+        """Returns the kept row that shares the most tokens with the entry's prompt, if a copy pays
         off.
         """
         head = list(entry.prompt[:LEAST])
@@ -285,7 +287,7 @@ class RowQueue:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix of two lists of tokens."""
+    """Returns the length of the longest common prefix."""
     first = list(one)
     second = list(other)
     places = range(min(len(first), len(second)))
@@ -293,7 +295,7 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def nothing_yet(sampling: Sampling) -> Ended:
-    """A row without tokens."""
+    """Returns a row without tokens."""
     return Ended(tokens=[], logp=[], entropy=[] if sampling.with_entropy else None)
 
 
@@ -339,9 +341,7 @@ def check_images(policy: Policy, entry: Entry) -> None:
 
 
 def _rounds(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
-    """The entries, split into parts of at most `most` rows (0: no limit) with at least one entry
-    each.
-    """
+    """Splits entries into rounds of one entry or more and at most `most` rows; 0 means no limit."""
     room = most or math.inf
     left = list(entries)
     if sum(len(entry.rows) for entry in left) > room:
@@ -354,6 +354,6 @@ def _rounds(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
 
 
 def _first(entries: Sequence[Entry], room: float) -> list[Entry]:
-    """The first entries, as many as fit."""
+    """Returns the first entries, as many as fit."""
     totals = accumulate(len(entry.rows) for entry in entries)
     return [entry for entry, total in zip(entries, totals, strict=True) if total <= room]

@@ -1,5 +1,5 @@
-"""`Sampling`, and functions that sample with explicit random keys, one per row and step, so that a
-row's tokens do not depend on other rows.
+"""`Sampling`, and functions that sample with explicit random keys. Each row and step has its own
+key, so that a row's tokens do not depend on other rows.
 """
 
 import functools
@@ -14,18 +14,19 @@ from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_bits
 from grpo_fn.trees import flat, group_numbers
 
-WIDTH = 32  # tokens of a group, groups of a block
-RANDOM_NUMBERS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
+WIDTH = 32  # tokens per group, and groups per block
+RANDOM_NUMBERS = 3  # 32-bit random numbers per draw: for the token, its group and its block
 _WHOLE = 2.0**30
 
-# Takes a completion's tokens so far, and how many of them earlier calls have checked without
-# finding an end. Returns how many tokens to keep if it has ended, else None.
+# Takes a completion's tokens so far, and the number of them that earlier calls have checked without
+# finding an end. Returns the number of tokens to keep if the completion has ended, else None.
 FindStop = Callable[[Sequence[int], int], int | None]
 
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How completions are sampled: the distribution, their number per prompt, and how they end.
+    """Settings for sampling completions: the distribution, the number of completions per prompt,
+    and how a completion ends.
 
     Attributes:
         num_generations: completions per prompt, G.
@@ -34,8 +35,8 @@ class Sampling:
             all turns together.
         temperature: divides the logits; 0 uses the most likely token.
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
-        repetition_penalty: for tokens in the prompt and the completion so far, see `penalize`; 1
-            means none.
+        repetition_penalty: the penalty for tokens in the prompt and the completion so far, see
+            `penalize`; 1 means no penalty.
         eos_ids: tokens that end a completion; the completion and its length include the end token.
         stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the full distribution at each position.
@@ -72,10 +73,11 @@ class Sampling:
     def end_of(
         self, tokens: Sequence[int], start: int, find_stop: FindStop | None = None
     ) -> int | None:
-        """The number of tokens to keep if a completion has ended at or after `start`, otherwise
-        None.
+        """Returns the number of tokens to keep if a completion has ended at or after `start`,
+        otherwise None.
 
-        `find_stop` finds ends other than end tokens, such as `stop`; None if there are none.
+        `find_stop` finds ends other than end tokens, such as `stop`; None means that there are no
+        others.
 
         Raises ValueError if `find_stop` keeps more tokens than there are.
         """
@@ -94,8 +96,8 @@ class Sampling:
 
 
 def draw_bits(keys_b2: mx.array, first: int | mx.array, count: int) -> mx.array:
-    """The random bits [N,B,W] for the samples number `first` (int or [B]), `first` + 1, … of rows
-    with these keys.
+    """Returns random bits [N,B,W] for samples `first` (int or [B]), `first` + 1, … in rows with
+    these keys.
     """
     return random_bits(keys_b2, first, count, RANDOM_NUMBERS)
 
@@ -106,7 +108,7 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
     Args:
         logits_bv: [B,V], any floating dtype.
         bits_bw: random bits, from `draw_bits`.
-        sampling: its distribution is used, without the repetition penalty.
+        sampling: defines the distribution; its repetition penalty is not applied.
 
     Returns:
         "tokens" int32 [B], "logp" float32 [B] and, if requested, "entropy" float32 [B]. The
@@ -122,19 +124,20 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
 
 
 def distribution_of(sampling: Sampling) -> Sampling:
-    """Only the settings of the distribution; samplings that differ in limits, ends or G have equal
-    ones."""
+    """Keeps only the settings for the distribution, which are equal for samplings that differ in
+    limits, ends or G.
+    """
     return attrs.evolve(
         sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
     )
 
 
 def compiled_draw(sampling: Sampling) -> Compiled:
-    """`draw` with this sampling, compiled; one object per distribution, traced once per shape."""
+    """Compiles `draw` for this sampling: one object per distribution, traced once per shape."""
     return _compiled_draw(attrs.evolve(distribution_of(sampling), repetition_penalty=1.0))
 
 
-@functools.lru_cache(64)  # a server's clients have any distribution
+@functools.lru_cache(64)  # a server's clients choose any distribution
 def _compiled_draw(sampling: Sampling) -> Compiled:
     return compiled(lambda logits_bv, bits_bw: draw(logits_bv, bits_bw, sampling))
 
@@ -154,7 +157,7 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
 
 
 def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:
-    """The logits, with −inf for every token outside the kept set. All ties at a threshold are kept.
+    """Sets the logits of all tokens outside the kept set to −inf. All ties at a threshold are kept.
 
     In this order, as in transformers and TRL: top-k keeps the k largest; top-p keeps the smallest
     set with at least this probability after top-k, normalised again; min-p keeps those with at
@@ -173,14 +176,14 @@ def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 
             sorted_bv = mx.where(sorted_bv >= kth_b1, sorted_bv, -mx.inf)
         if top_p < 1:
             p_bv = softmax(sorted_bv)  # after top-k
-            before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability ahead of each token
+            before_bv = mx.cumsum(p_bv, axis=-1) - p_bv  # probability before each token
             included_bv = mx.where(before_bv < top_p, sorted_bv, mx.inf)
             least_b1 = mx.maximum(least_b1, included_bv.min(axis=-1, keepdims=True))
     return mx.where(z_bv >= least_b1, z_bv, -mx.inf)
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
-    """Whether each prompt contains each token: bool [P,V]."""
+    """Returns whether each prompt contains each token: bool [P,V]."""
     seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
     rows = mx.array(group_numbers(map(len, prompts)), mx.int32)
     seen_pv[rows, mx.array(flat(prompts), mx.int32)] = True
@@ -193,7 +196,8 @@ def mark_seen(seen_bv: mx.array, token_b: mx.array) -> mx.array:
 
 
 def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array:
-    """Logits with the repetition penalty: for seen tokens, z/penalty if z > 0, else z·penalty.
+    """Applies the repetition penalty to logits: for seen tokens, z/penalty if z > 0, else
+    z·penalty.
 
     The penalty is CTRL's (arXiv 1909.05858, section 4.1), in the sign-dependent form of
     transformers and mlx-lm.
@@ -203,14 +207,16 @@ def penalize(logits_bv: mx.array, seen_bv: mx.array, penalty: float) -> mx.array
 
 
 def entropy(logits_bv: mx.array, temperature: float = 1.0) -> mx.array:
-    """Entropy of each row's full distribution at a temperature > 0, nats, float32 [B]."""
+    """Computes the entropy of each row's full distribution at a temperature > 0, in nats, float32
+    [B].
+    """
     z_bv = logits_bv.astype(mx.float32)
     return softmax_sums(z_bv if temperature == 1 else z_bv / temperature).entropy
 
 
 def draw_tokens(weights_bv: mx.array, bits_bw: mx.array) -> tuple[mx.array, mx.array]:
-    """Samples a token for each row by inverting the cumulative distribution level by level; also
-    returns the weights' sum.
+    """Samples a token for each row by inverting the cumulative distribution level by level; returns
+    the tokens and the sum of each row's weights.
 
     A float32 running sum over a large vocabulary loses every weight below 2^−24 of the preceding
     sum, for example a third of 150,000 nearly equal tokens. Also, a random number in float32 has at
@@ -253,8 +259,8 @@ def _grouped(weights_bn: mx.array) -> mx.array:
 
 
 def _inverted(weights_bn: mx.array, total_b1: mx.array, word_b1: mx.array) -> mx.array:
-    """The first index whose cumulative count exceeds word / 2^32 of the total; its weight is never
-    zero.
+    """Returns the first index whose cumulative count exceeds word / 2^32 of the total; the weight
+    at this index is never zero.
     """
     scale_b1 = mx.where(total_b1 > 0, _WHOLE / total_b1, 0.0)  # 0 for NaN
     counts_bn = mx.where(weights_bn > 0, (weights_bn * scale_b1).astype(mx.int32) + 1, 0)

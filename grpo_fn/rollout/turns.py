@@ -1,5 +1,5 @@
-"""Conversations in the decode loop: which rows wait for replies, which continue, and all their
-tokens.
+"""Conversations in the decode loop: keeps track of rows that wait for replies, rows that continue,
+and all tokens.
 
     sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
@@ -19,13 +19,16 @@ from grpo_fn.rollout.row_queue import Entry, Row, RowQueue, Start, nothing_yet
 
 
 class Replies(Protocol):
-    """The decode loop's interface to replies. Rows are numbered as in the `Rollout`."""
+    """The interface through which the decode loop receives replies. Rows are numbered as in the
+    `Rollout`.
+    """
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """Called when a turn has ended with an end token or a stop string; `tokens` are the turn's
-        tokens, including its end.
+        """Receives a turn that has ended with an end token or a stop string; `tokens` are the
+        turn's tokens, including its end.
 
-        Returns whether a reply may follow; False ends the conversation. It must not wait.
+        Returns whether a reply may follow; False ends the conversation. An implementation must not
+        wait.
         """
         ...
 
@@ -42,8 +45,9 @@ class Respond:
     """`Replies` from a plain function, which is called for each row when its reply is collected."""
 
     def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
-        """`function(row, tokens)` returns the tokens that follow, or None to end the
-        conversation."""
+        """Stores `function(row, tokens)`, which returns the tokens that follow, or None to end the
+        conversation.
+        """
         self._function = function
         self._begun: dict[int, Sequence[int]] = {}
 
@@ -57,9 +61,9 @@ class Respond:
 
 @attrs.define(eq=False, kw_only=True)
 class _Talk:
-    """Sampled turns, and given tokens between them, without the prompt."""
+    """A conversation: sampled turns, and given tokens between them, without the prompt."""
 
-    entry: Entry  # of its first turn
+    entry: Entry  # entry of the first turn
     key: tuple[int, int]
     done: Ended
     sampled: list[bool] = attrs.field(factory=list)
@@ -88,12 +92,13 @@ class Turns(RowQueue):
     """
 
     def __init__(self, policy: Policy, replies: Replies, together: bool) -> None:
-        """`together`: turns start when no row is decoding; otherwise, as soon as their replies
-        arrive."""
+        """Creates an empty queue. If `together` is True, turns start when no row is decoding;
+        otherwise, they start as soon as their replies arrive.
+        """
         super().__init__(policy)
         self._replies, self._together = replies, together
         self.talks: list[_Talk] = []
-        # rows whose reply is still to come, by their conversations
+        # rows that wait for a reply, by conversation
         self._asked: dict[int, int] = {}
 
     @property
@@ -109,7 +114,8 @@ class Turns(RowQueue):
         ]
 
     def due(self, decoding: int, most: int) -> list[Start]:
-        """See `RowQueue`. First, turns after new replies are added to the waiting rows.
+        """Returns the entries that start now; see `RowQueue`. First, turns after new replies are
+        added to the waiting rows.
 
         Raises ValueError if replies belong to unexpected rows, or if token ids are out of range.
         """
@@ -118,13 +124,15 @@ class Turns(RowQueue):
         return super().due(decoding, most)
 
     def completions(self, rows: int) -> list[Ended]:
-        """The conversations 0, 1, … in their current state."""
+        """Returns the conversations 0, 1, … in their current state."""
         for number, row in self.rows.items():
             self.talks[number % rows].add(row.done)
         return [talk.done for talk in self.talks]
 
     def _finish(self, number: int, row: Row) -> bool:
-        """Requests a reply to a turn that has ended; its caches are kept if there may be one."""
+        """Requests a reply to a turn that has ended; the turn's caches are kept if a reply may
+        follow.
+        """
         talk_number = number % len(self.talks)
         talk = self.talks[talk_number]
         talk.add(row.done)
@@ -137,7 +145,7 @@ class Turns(RowQueue):
         return replies
 
     def _collect(self, least: int) -> None:
-        """Lets the turns after new replies wait for their start."""
+        """Collects new replies, and adds the turns after them to the waiting rows."""
         found = self._replies.collect(least)
         if not found.keys() <= self._asked.keys() or len(found) < least:
             raise ValueError(
@@ -151,7 +159,9 @@ class Turns(RowQueue):
                 self.cancel([row])
 
     def _continue(self, talk_number: int, row: int, tokens: Sequence[int]) -> bool:
-        """Adds the turn after these tokens; returns False if they leave no room for it."""
+        """Adds the turn after these tokens; returns False if the tokens leave no room for
+        a turn.
+        """
         talk = self.talks[talk_number]
         room = talk.entry.sampling.max_new_tokens - len(talk.done.tokens) - len(tokens)
         if room <= 0:

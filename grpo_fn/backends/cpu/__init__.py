@@ -1,7 +1,8 @@
-"""CPUs: the BLAS of a Linux machine, which is loaded when this package is imported, and functions
-that are faster than MLX's own.
+"""The CPU backend: functions that are faster than MLX's own, and a BLAS, which is loaded when this
+package is imported on Linux.
 
-Does not import MLX, because the BLAS must be loaded first; `find` imports the submodules.
+This package does not import MLX, because the BLAS must be loaded first; `find` imports the
+submodules.
 """
 
 from grpo_fn.backends.cpu.blas import Blas, load_blas, processor_flags
@@ -23,7 +24,7 @@ MECHANISMS = {
 NUMBERS = {
     "unpack_rows": 4,
     "shares_prompts": 1,
-    "block_rows": 8,  # of 16, the copy costs as much as it saves
+    "block_rows": 8,  # for 16 rows, the copy costs as much as it saves
     "metal_kernels": 0,
     "logits": 2**22,
     "logit_rows": 96,

@@ -1,7 +1,7 @@
-"""Attention over whole sequences in float32, with one BLAS product per head of keys.
+"""Computes attention over whole sequences in float32, with one BLAS product per key head.
 
 MLX uses one product for each row and head, and its softmax computes one exponential at a time.
-Here, heads that share keys are additional rows of the same product, and the softmax is from
+Here, query heads that share keys are additional rows of the same product, and the softmax is from
 `elementwise`.
 """
 
@@ -11,25 +11,26 @@ import mlx.core as mx
 
 from grpo_fn.backends.cpu.elementwise import softmax, softmax_gradient
 
-# more than these are left to MLX, whose softmax needs no second array of their size
+# more scores than this are left to MLX, whose softmax needs no second array of that size
 _MOST_SCORES = 2**23
 
 
 def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -> bool:
-    """Whether `attention` supports these arguments: float32, several tokens per row, a causal or
-    boolean mask."""
+    """Returns whether `attention` supports these arguments: float32, several tokens per row, a
+    causal or boolean mask.
+    """
     if not isinstance(keys, mx.array) or queries.dtype != mx.float32 or keys.dtype != mx.float32:
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
-    # a decoding step has one token a row
+    # a decoding step has one token per row
     return known and queries.shape[-2] > 1 and scores <= _MOST_SCORES
 
 
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """softmax(scale · Q Kᵀ where the mask is True) V ("Attention is all you need", arXiv
+    """Computes softmax(scale · Q Kᵀ where the mask is True) V ("Attention is all you need", arXiv
     1706.03762, eq. 1).
 
     Args:
@@ -54,7 +55,7 @@ def attention(
 
 @mx.custom_function
 def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
-    """Softmax of scores [B,K,H/K·L,S] where the mask, broadcast to [B,H,L,S], is True."""
+    """Computes softmax for scores [B,K,H/K·L,S] where the mask, broadcast to [B,H,L,S], is True."""
     rows, _, _, seen = scores.shape
     by_head = scores.reshape(rows, -1, mask.shape[-2], seen)
     return softmax(mx.where(mask, by_head, mx.finfo(mx.float32).min).reshape(scores.shape))

@@ -1,4 +1,4 @@
-"""The BLAS for MLX's products on a Linux CPU: the only side effect of `import grpo_fn`.
+"""Loads a BLAS for MLX's products on a Linux CPU; this is the only side effect of `import grpo_fn`.
 
 The reference BLAS in MLX's CPU wheel is about 30 times slower than OpenBLAS or MKL, and rounds
 differently. Another library replaces the reference BLAS only if its symbols are global before MLX
@@ -22,10 +22,10 @@ _LIBRARIES += ("libmkl_rt.so.2", "libmkl_rt.so.1", "libmkl_rt.so")
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 _VARIABLE = "GRPO_FN_BLAS"
 _KERNELS_VARIABLE = "OPENBLAS_CORETYPE"
-# What OpenBLAS takes for an x86 processor that it does not know: without AVX, some six times
+# The kernels that OpenBLAS chooses for an unknown x86 processor: without AVX, about six times
 # slower.
 _FALLBACK = b"Prescott"
-# Kernels of older processors, and what a newer one has to have for them; the fastest first.
+# Kernels for older processors, and the features that they require; the fastest first.
 _KERNELS = (
     ("SkylakeX", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     ("Haswell", {"avx2", "fma"}),
@@ -49,17 +49,17 @@ _found: list[Blas] = globals().setdefault("_found", [])  # kept by importlib.rel
 
 def load_blas() -> Blas:
     """Loads a fast BLAS globally, once per process. The environment variable GRPO_FN_BLAS can name
-    one; "none" loads none.
+    a BLAS; with "none", no BLAS is loaded.
 
-    Loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has already been
-    imported.
+    The function loads nothing on macOS, with a CUDA build of MLX, or (with a warning) if MLX has
+    already been imported.
 
     Raises ImportError if GRPO_FN_BLAS names something that is not a BLAS.
     """
     if not _found:
         _found.append(_search())
         if _found[0].reason == TOO_LATE:
-            # Level 5 is the line that imports grpo_fn.
+            # stacklevel 5 is the line that imports grpo_fn.
             warnings.warn(f"{TOO_LATE}; {_AS_IT_IS}", RuntimeWarning, stacklevel=5)
     return _found[0]
 
@@ -115,8 +115,8 @@ def _load_global(name: str) -> bool:
 def _choose_kernels(library: ctypes.CDLL) -> None:
     """Selects the fastest usable kernels in an OpenBLAS that is older than the processor.
 
-    A user's choice in OPENBLAS_CORETYPE is kept. OpenBLAS reads that variable when it selects
-    kernels, and is made to select again here; other libraries do not see the variable.
+    A user's choice in OPENBLAS_CORETYPE is kept. OpenBLAS reads this variable when it selects
+    kernels. The function makes OpenBLAS select again; other libraries do not see the variable.
     """
     needed = ("openblas_get_corename", "gotoblas_dynamic_quit", "gotoblas_dynamic_init")
     if _KERNELS_VARIABLE in os.environ or not all(hasattr(library, name) for name in needed):
@@ -135,7 +135,7 @@ def _choose_kernels(library: ctypes.CDLL) -> None:
 
 
 def processor_flags() -> set[str]:
-    """The processor's features as reported by Linux; empty on other systems."""
+    """Returns the processor's features as reported by Linux, or an empty set on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -144,7 +144,7 @@ def processor_flags() -> set[str]:
 
 
 def _is_ilp64(library: ctypes.CDLL) -> bool:
-    # If unsuffixed names take 64-bit integers, MLX would pass wrong sizes.
+    # If functions without a suffix take 64-bit integers, MLX would pass wrong sizes.
     if os.environ.get("MKL_INTERFACE_LAYER", "").upper().startswith("ILP64"):
         return hasattr(library, "MKL_Get_Max_Threads")
     if not hasattr(library, "openblas_get_config"):
@@ -154,8 +154,8 @@ def _is_ilp64(library: ctypes.CDLL) -> bool:
 
 
 def _global_blas() -> str | None:
-    """A BLAS that is already global, for example through LD_PRELOAD; private copies, such as
-    NumPy's, do not count.
+    """Returns "already loaded" if a BLAS is already global, for example through LD_PRELOAD;
+    otherwise None. Private copies, such as NumPy's, do not count.
     """
     try:
         program = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, vectorized for CPUs.
+"""exp, softmax, row sums, the SwiGLU gate and RMSNorm, vectorized for CPUs.
 
 MLX's CPU kernels call the C library's `exp` one element at a time, which takes most of a small
 model's time. The exponential here uses only sums and products, which `mx.compile` turns into vector
@@ -22,35 +22,38 @@ from grpo_fn.compile import recomputed
 
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction
-_LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # 2^n is 0 and infinity
+_LEAST, _MOST = _ROUNDER - 127, _ROUNDER + 128  # where 2^n is 0 and infinity
 _LOG2_E = 1.4426950408889634
-# their sum is ln 2; n · high is exact (Cody and Waite)
+# high + low = ln 2; n · high is exact (Cody and Waite)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 
 
 def on_cpu(*arrays: mx.array) -> bool:
-    """Whether the functions of this module support these arrays."""
+    """Returns whether this module's functions support these arrays."""
     return all(a.dtype == mx.float32 for a in arrays)
 
 
 def exp(x: mx.array) -> mx.array:
-    """e^x with a relative error of at most 2e-7; 0 below −88, infinity above 88.3."""
+    """Computes e^x with a relative error of at most 2e-7; the result is 0 below −88 and infinity
+    above 88.3.
+    """
     return cast(mx.array, _exp(x))
 
 
 def row_sum(x: mx.array) -> mx.array:
-    """Σ x along the last axis, which is removed. The sum is computed as a product with a column,
-    because MLX adds one number at a time."""
+    """Computes Σ x along the last axis, which is removed. The sum is computed as a product with a
+    column, because MLX adds one number at a time.
+    """
     return (x @ mx.ones((x.shape[-1], 1)))[..., 0]
 
 
 def softmax(x: mx.array) -> mx.array:
-    """Softmax along the last axis."""
+    """Computes softmax along the last axis."""
     return cast(mx.array, _softmax(x))
 
 
 def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
-    """The gradient with respect to softmax's argument."""
+    """Computes the gradient with respect to softmax's argument."""
     weighted_nd, flat_nd = (
         each.reshape(-1, each.shape[-1]) for each in (cotangent * output, output)
     )
@@ -58,19 +61,19 @@ def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, without a custom gradient."""
+    """Computes silu(gate) · x, without a custom gradient."""
     power, scale = _powers_of_minus(gate)
     return _gated(gate, x, power, scale)
 
 
 def swiglu_gradient(gate: mx.array, x: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
-    """The gradients with respect to `swiglu`'s gate and x."""
+    """Computes the gradients with respect to `swiglu`'s gate and x."""
     power, scale = _powers_of_minus(gate)
     return _gated_gradient(gate, x, power, scale, cotangent)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
+    """Computes x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
     return cast(mx.array, _rms_norm(x, weight, mx.array(eps)))
 
 
@@ -80,9 +83,10 @@ def add_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.arra
 
 
 def _rounded(x: mx.array, per_unit: float) -> mx.array:
-    """n of e^x in the lowest bits of a float32, bounded by -127 and 128; NaN stays NaN.
+    """Returns the exponent n for e^x in the lowest bits of a float32, bounded by -127 and 128; NaN
+    stays NaN.
 
-    `per_unit`: log2 e, or −log2 e for e^{−x}.
+    `per_unit` is log2 e, or −log2 e for e^{−x}.
 
     The bounds are compared after the sum: g++ does not vectorize arithmetic on a bounded number,
     because it computes the two constant results beforehand and branches to them.
@@ -92,16 +96,16 @@ def _rounded(x: mx.array, per_unit: float) -> mx.array:
 
 
 def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
-    """r = x − n ln 2, or −1/2 if x is far below the bounds of n, so that its power is finite.
+    """Returns r = x − n ln 2, or −1/2 if x is far below the bounds of n, so that e^r is finite.
 
-    The −1/2 is computed, for the same reason as above.
+    The −1/2 is computed, for the same reason as the bounds in `_rounded`.
     """
     n = rounded - _ROUNDER
     return mx.maximum((x - n * _LN2_HIGH) - n * _LN2_LOW, (rounded - rounded) - 0.5)
 
 
 def _power(r: mx.array) -> mx.array:
-    """e^r."""
+    """Computes e^r."""
     c = _COEFFICIENTS
     square = r * r
     low = (c[0] + c[1] * r) + square * (c[2] + c[3] * r)
@@ -109,7 +113,7 @@ def _power(r: mx.array) -> mx.array:
 
 
 def _scale_bits(rounded_bits: mx.array) -> mx.array:
-    """The bits of 2^n: 0 below −88, infinity above 88.3."""
+    """Returns the bits of 2^n: 0 below −88, infinity above 88.3."""
     return mx.left_shift(rounded_bits + 127, mx.array(23))
 
 
@@ -117,10 +121,11 @@ _MOST_AXES = 6
 
 
 def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[..., Any]:
-    """One kernel for a whole expression of arrays of the same shape and dtype, also in eager code.
+    """Compiles an expression to one kernel, also in eager code; its arrays must have the same shape
+    and dtype.
 
-    It is traced immediately, for any number of axes, because a trace inside `mx.grad` fixes the
-    shapes that constants are broadcast to and is then used for every shape.
+    The kernel is traced immediately, for any number of axes, because a trace inside `mx.grad` fixes
+    the shapes that constants are broadcast to and is then used for every shape.
     """
     fused = mx.compile(function, shapeless=True)
     for axes in range(_MOST_AXES + 1):
@@ -137,8 +142,7 @@ _fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))
 
 
 def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Two arrays whose product is e^(−gate), returned separately so that callers can fuse the
-    product.
+    """Returns two arrays whose product is e^(−gate), so that callers can fuse the product.
 
     The two views force a kernel boundary, because MLX limits a kernel's depth: if the chain up to
     SwiGLU exceeds it, the constants of its second half become strided inputs, and g++ does not
@@ -150,7 +154,7 @@ def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _scale(rounded: mx.array) -> mx.array:
-    """2^n."""
+    """Returns 2^n."""
     return _fused_scale_bits(rounded.view(mx.int32)).view(mx.float32)
 
 
@@ -191,10 +195,9 @@ def _gated_gradient(
 
 
 def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
-    """The product of attention weights and values, computed in float32 because that is faster on a
-    CPU.
+    """Multiplies attention weights and values in float32, which is faster on a CPU.
 
-    A sum of two such products is rounded to 16 bits once, like a single product over copied
+    The sum of two such products is rounded to 16 bits once, like a single product over copied
     prompts. If the sum were rounded twice, log-probs would differ from the learner's by up to 0.12
     nats.
     """
@@ -202,15 +205,13 @@ def weighted_values(weights: mx.array, values: mx.array) -> mx.array:
 
 
 def gather_mm(x: mx.array, weights: mx.array, **options: Any) -> mx.array:
-    """`mx.gather_mm` for any floating dtype, because MLX supports products with chosen experts on a
-    CPU only in float32.
-    """
+    """Computes `mx.gather_mm` for any floating dtype; on a CPU, MLX's own supports only float32."""
     return mx.gather_mm(x.astype(mx.float32), weights.astype(mx.float32), **options).astype(x.dtype)
 
 
-# On a CPU MLX takes a sum along the last axis, or a product that broadcasts, one number at a time;
-# the BLAS does not. So sums of rows are products with a column, and what scales rows and columns is
-# an outer product.
+# On a CPU, MLX computes a sum along the last axis, or a product that broadcasts, one number at a
+# time; the BLAS does not. Therefore, row sums are products with a column, and factors for rows and
+# columns are an outer product.
 @mx.custom_function
 def _rms_norm(x: mx.array, weight: mx.array, eps: mx.array) -> mx.array:
     flat_nd = x.reshape(-1, x.shape[-1])

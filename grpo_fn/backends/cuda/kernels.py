@@ -26,7 +26,7 @@ _TYPES = {
     mx.uint32: "unsigned int",
     mx.uint8: "unsigned char",
 }
-# The numbers of 16 bits, rounded to nearest, and what C++ has from a header.
+# 16-bit numbers, rounded to nearest, and definitions that C++ normally has in a header.
 _PRELUDE = """
 #define INFINITY __int_as_float(0x7f800000)
 struct float16 {
@@ -51,26 +51,29 @@ _SIZE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 
 
 def takes_dtype(dtype: mx.Dtype) -> bool:
-    """Whether this machine has CUDA, and the dtype is one of the three floating dtypes of the
-    kernels."""
+    """Returns whether this machine has CUDA and the kernels support this dtype (one of three
+    floating dtypes).
+    """
     return has_cuda() and dtype in (mx.float16, mx.bfloat16, mx.float32)
 
 
 def literal(number: float) -> str:
-    """A number as text in a kernel's source. As an argument, the number would be in host memory,
-    and each launch would wait for it. Each distinct number requires a separate kernel.
+    """Returns a number as text for a kernel's source. If the number were an argument, it would be
+    in host memory, and each launch would wait for it. Each distinct number requires a separate
+    kernel.
     """
     return f"({number:.9e}f)"
 
 
 class CudaKernel:
-    """A CUDA kernel; the source is the body of a function that refers to inputs and outputs by
-    name."""
+    """A CUDA kernel. Its source is the body of a function that refers to inputs and outputs by
+    name.
+    """
 
     def __init__(
         self, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str
     ) -> None:
-        """`source` may refer to sizes of inputs, for example `x_shape[0]`."""
+        """Stores the source, which may refer to sizes of inputs, for example `x_shape[0]`."""
         self._name, self._inputs, self._outputs = name, inputs, outputs
         self._sizes = tuple(
             dict.fromkeys((found[1], int(found[2])) for found in _SIZE.finditer(source))
@@ -90,7 +93,7 @@ class CudaKernel:
         init_value: float | None = None,
         shared_memory: int = 0,
     ) -> list[mx.array]:
-        """The outputs of one launch.
+        """Launches the kernel and returns its outputs.
 
         Args:
             inputs: arrays in the order of their names, copied if they are not contiguous.
@@ -134,7 +137,7 @@ class CudaKernel:
         outputs: Sequence[mx.Dtype],
         threads: int,
     ) -> tuple[str, str]:
-        """A unique name for the kernel with these types and threads per block, and its complete
+        """Returns a unique name for the kernel, given types and threads per block, and the complete
         source.
 
         MLX caches programs by name, so the name contains a checksum of the source.
@@ -156,8 +159,8 @@ class CudaKernel:
 
 @functools.cache
 def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str) -> Any:
-    """Creates a kernel: a `CudaKernel` or, without NVRTC, an `mx.fast.cuda_kernel`, which is called
-    in the same way.
+    """Creates a `CudaKernel` or, without NVRTC, an `mx.fast.cuda_kernel`, which is called in the
+    same way.
     """
     if _nvrtc() is not None:
         return CudaKernel(name, inputs, outputs, source)
@@ -167,8 +170,9 @@ def cuda_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], so
 
 
 def compiles(least: str) -> bool:
-    """Whether NVRTC compiles sources for a device with at least this architecture, such as
-    "sm_80"."""
+    """Returns whether NVRTC is available and the device has at least this architecture, such as
+    "sm_80".
+    """
     architecture = str(mx.device_info().get("architecture", ""))
     return _nvrtc() is not None and _generation(architecture) >= _generation(least)
 
@@ -183,12 +187,12 @@ class DeviceLimits:
     """The device limits that a kernel may depend on."""
 
     multiprocessors: int
-    shared_bytes: int  # of a block of threads that asks for them
+    shared_bytes: int  # per block of threads that requests them
 
 
 @functools.cache
 def device_limits() -> DeviceLimits | None:
-    """The limits of MLX's device; None if CUDA's driver does not report them."""
+    """Returns the limits of MLX's device, or None if CUDA's driver does not report them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -208,7 +212,7 @@ def device_limits() -> DeviceLimits | None:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """CUDA's compiler: the library that MLX has loaded."""
+    """Returns CUDA's compiler, which is the library that MLX has loaded."""
     for name in _LIBRARIES:
         try:
             return ctypes.CDLL(name)
@@ -221,7 +225,7 @@ def compiled_source(source: str, architecture: str) -> bytes:
     """Compiles CUDA source to machine code for an architecture such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC rejects the source; contains its message.
+        RuntimeError: NVRTC rejects the source; the error contains NVRTC's message.
     """
     library = _nvrtc()
     assert library is not None

@@ -1,4 +1,5 @@
-"""Two CUDA kernels over a chunk of a head's products: log-probs and entropies, and their gradient.
+"""Two CUDA kernels for a chunk of the head's products: one computes log-probs and entropies, the
+other their gradient.
 
 A block of threads computes one row. MLX's composed form needs about a dozen passes over float32
 copies of the logits. Here, each number of a product is read once and, for its gradient, written
@@ -13,12 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 
-# `takes_dtype` is the predicate of both.
+# `takes_dtype` is the predicate for both.
 from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401
 
 _THREADS = 512
 
-# The common start of both. A capped or scaled logit is rounded as in the model: after each
+# The start of both kernels. A capped or scaled logit is rounded as in the model, after each
 # operation.
 _LOGITS = """
     constexpr int N = V % (16 / sizeof(T)) == 0 ? 16 / sizeof(T) : 1;  // numbers that are read at once
@@ -168,13 +169,14 @@ def row_logprobs(
     scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """For each row, log softmax at the target, the entropy, and log Σ e^z; float32 [C], nats.
+    """Computes for each row log softmax at the target, the entropy, and log Σ e^z; each is float32
+    [C], in nats.
 
     Args:
         product_cv: hidden states times the head's matrix.
         targets_c: token ids.
         scale_cap: the logits are cap · tanh(scale · product / cap); without a cap, scale · product.
-        temperature: divides the logits.
+        temperature: the logits are divided by it.
     """
     kernel = cuda_kernel("row_logprobs", _GIVEN, ("logp", "entropy", "lse"), _LOGPROBS)
     outputs = [((product_cv.shape[0],), mx.float32)] * 3
@@ -192,14 +194,14 @@ def row_gradients(
     scale_cap: tuple[float, float | None],
     temperature: float | mx.array,
 ) -> mx.array:
-    """The gradient with respect to the products [C,V], in their dtype, of Σ upstream · (logp,
-    entropy).
+    """Computes the gradient of Σ upstream · (logp, entropy) with respect to the products [C,V], in
+    their dtype.
 
     Args:
         product_cv, targets_c, scale_cap, temperature: as in `row_logprobs`.
         found: log Σ e^z and the entropy, from `row_logprobs`.
-        upstream: gradients of log-probs and entropies, float32 [C]; None if entropies are
-            constants.
+        upstream: gradients with respect to log-probs and entropies, float32 [C]; None means that
+            entropies are constants.
     """
     lse_c, entropy_c = found
     by_logp_c, by_entropy_c = upstream

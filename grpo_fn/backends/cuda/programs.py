@@ -1,4 +1,5 @@
-"""Programs that MLX compiles at their first use on CUDA, each triggered by a small computation.
+"""Compiles programs that MLX would compile at their first use on CUDA; a small computation triggers
+each of them.
 
 MLX (0.32) generates the source of every gather, scatter and fused chain of elementwise operations,
 and NVRTC compiles it. Each program takes two to six seconds on one core, and the first update
@@ -19,13 +20,12 @@ _DTYPES = {
 }
 _DTYPES["bool"] = mx.bool_
 
-# Reads of a table by an index: rows of embeddings and of log-probs, keys of random streams,
-# positions.
+# Reads from a table by index: rows of embeddings and log-probs, keys of random streams, positions.
 _GATHERS = (
     "{0}_uint32_1", "{0}_int32_1", "{0}_int32_2", "uint32_uint32_1", "uint32_int32_1",
     "float32_uint32_1", "int32_uint32_1", "bool_int32_1", "int32_int32_1", "float32_int32_1",
 )  # fmt: skip
-# Results that are written into their rows, and gradients of reads.
+# Results that are written to their rows, and gradients of reads.
 _SCATTERS = (
     "float32_int64_Assign_2", "int32_int64_Assign_2", "int32_int32_Assign_1", "float32_int32_Sum_1",
     "float32_uint32_Sum_1", "{0}_int32_Sum_1",
@@ -39,7 +39,7 @@ _CODES = {"bfloat16": "V2", "float16": "f2", "float32": "f4"}
 _FLOATS = ((4, 8), mx.float32)
 _INTEGERS = ((4, 8), mx.int32)
 _WORDS = ((4, 1), mx.uint32)
-_FLOAT = ((4, 1), mx.float32)  # of each row
+_FLOAT = ((4, 1), mx.float32)  # for each row
 _INTEGER = ((4, 1), mx.int32)
 
 
@@ -55,8 +55,8 @@ def _not_above(upto: mx.array, most: mx.array, word: mx.array) -> mx.array:
 
 
 # Chains of elementwise operations: a compiled computation, and its arguments as (shape, dtype). {0}
-# is the code of the compute dtype, None that dtype. The last number of a name stands for the
-# constants.
+# is the compute dtype's code, and None stands for that dtype. The last number in a name stands for
+# the constants.
 _CHAINS: dict[
     str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], mx.Dtype | None], ...]]
 ] = {
@@ -69,7 +69,7 @@ _CHAINS: dict[
         lambda a, b: a + b,
         (((4,), mx.int32), ((), mx.int32)),
     ),
-    # A draw: softmax, counts, the place in them, and the token's log-prob, as in
+    # Sampling a token: softmax, counts, the index in them, and the token's log-prob, as in
     # rollout/sampling.py.
     "Cf4IBroadcastBDf4OSubtractAC_VV_f4f4_6142509188972423790": (
         lambda z, top: z - top,
@@ -101,8 +101,9 @@ _CHAINS: dict[
 
 
 def names(dtype: str) -> tuple[str, ...]:
-    """The programs that a rollout and a gradient need in this compute dtype, named as in MLX's
-    cache."""
+    """Returns the names, as in MLX's cache, of the programs that a rollout and a gradient need in
+    this compute dtype.
+    """
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
     chains = [chain.format(_CODES[dtype]) for chain in _CHAINS]

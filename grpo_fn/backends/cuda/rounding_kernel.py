@@ -1,5 +1,5 @@
-"""Kernels for calibrated rounding. One kernel rounds: a block of threads processes some rows of a
-block of columns. The other kernel computes ranges: each thread processes one group of columns.
+"""Kernels for calibrated rounding. One kernel rounds: each block of threads processes several rows
+of a block of columns. The other kernel computes ranges: each thread processes one group of columns.
 """
 
 import functools
@@ -9,11 +9,11 @@ import mlx.core as mx
 
 from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
 
-_THREADS = 128  # of a block for ranges
-_TILE = 64  # rows and columns at a time, of a block of 256 threads
-# Of each tile of columns first the errors of all columns before it are carried over, as a product
-# on tensor cores. Then its columns are rounded one after another: four neighbouring threads share a
-# row.
+_THREADS = 128  # threads per block, for ranges
+_TILE = 64  # rows and columns that a block of 256 threads processes at a time
+# For each tile of columns, the errors of all earlier columns are first carried over by a product on
+# tensor cores. Then the tile's columns are rounded one after another; four neighbouring threads
+# share a row.
 _COLUMNS = """
 #define EACH (COLUMNS / 4)
 const int out = w_shape[1], width = w_shape[2], per_block = (out + ROWS - 1) / ROWS;
@@ -134,19 +134,19 @@ for (int n = 0; n < TRIED; n++) {
 
 
 def tensor_cores() -> bool:
-    """Whether `round_columns` supports this device."""
+    """Returns whether `round_columns` supports this device."""
     return compiles("sm_80")
 
 
 def round_columns(bits: int, group: int) -> Callable[..., mx.array]:
-    """Computes the same as `policy.calibration._codes`."""
+    """Returns a function that computes the same as that of `policy.calibration._codes`."""
     return functools.partial(_round_columns, bits, group)
 
 
 def group_ranges(
     bits: int, group: int, dtype: mx.Dtype, shrinks: tuple[float, ...]
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Computes the same as `policy.calibration._ranges`."""
+    """Returns a function that computes the same as that of `policy.calibration._ranges`."""
     return functools.partial(_group_ranges, bits, group, dtype, shrinks)
 
 

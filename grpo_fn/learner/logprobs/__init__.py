@@ -1,3 +1,3 @@
-"""Computes the log-probs of a batch's tokens: their positions, shared prompts, and log-probs from
-hidden states.
+"""Computes log-probs for a batch's tokens: from positions and shared prompts to hidden states, and
+from hidden states to log-probs.
 """

@@ -1,4 +1,5 @@
-"""The hidden states (and router inputs) from which a batch's completion tokens are predicted.
+"""Computes the hidden states (and router logits) from which a batch's completion tokens are
+predicted.
 
 With shared prompts, a group's prompt is computed once, and its completions attend to it:
 
@@ -23,7 +24,7 @@ from grpo_fn.trees import Tree
 
 
 def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [B,T,D] from which the completions' tokens are predicted.
+    """Computes the hidden states [B,T,D] from which the completions' tokens are predicted.
 
     Raises:
         ValueError: the batch shares prompts and has `experts_blnk`, which requires whole rows.
@@ -82,8 +83,8 @@ def completion_hidden_and_routing(
 
 
 def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
-    """States [B,T,D]: the first token is predicted at the prompt's last position. States past a
-    row's end are arbitrary.
+    """Selects the states [B,T,D] that predict the completion; the prompt's last position predicts
+    the first token. States past a row's end are arbitrary.
 
     The gradient also picks rows. The gradient of an indexed read would be summed row by row,
     atomically on a GPU.
@@ -107,21 +108,22 @@ def _predicting(batch: Batch, states_bld: mx.array) -> mx.array:
 
 
 def _taken(values_bnd: mx.array, column_bm: mx.array) -> mx.array:
-    """The values of each row at these columns, [B,M,D]."""
+    """Returns each row's values at these columns, [B,M,D]."""
     rows, columns, width = values_bnd.shape
     index_bm = mx.arange(0, rows * columns, columns)[:, None] + column_bm
     return values_bnd.reshape(-1, width)[index_bm.reshape(-1)].reshape(rows, -1, width)
 
 
 def _last(size: int) -> mx.array:
-    """The last index as an array, because a fused kernel contains its numbers and would be compiled
-    for each one.
+    """Returns the last index as an array, because a fused kernel contains its numbers and would be
+    compiled for each number.
     """
     return mx.arange(size - 1, size)
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether every layer has its own plain key-value cache and accepts a mask for each row.
+    """Returns whether every layer has its own plain key-value cache and accepts a mask for each
+    row.
 
     Prompts cannot be shared with sliding windows, recurrent states, or layers that use other
     layers' caches.
@@ -133,7 +135,7 @@ def can_share(module: nn.Module) -> bool:
 
 
 class _PromptLayer:
-    """Stores a layer's keys and values of the prompts."""
+    """Stores a layer's keys and values for the prompts."""
 
     def __init__(self, offset: int | Positions = 0) -> None:
         self.offset = offset
@@ -152,7 +154,7 @@ class _PromptLayer:
 
 
 class _CompletionLayer:
-    """Prepends the row's prompt to a layer's keys and values of the completions."""
+    """Prepends the row's prompt to a layer's keys and values for the completions."""
 
     def __init__(
         self,
@@ -178,8 +180,8 @@ class _CompletionLayer:
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """The mask [B,1,T,L+T]: the prompt without its padding, and the completion up to the
-        current token.
+        """Returns the mask [B,1,T,L+T], which allows the prompt without its padding, and the
+        completion up to the current token.
         """
         padded = self._prompt.keys.shape[2]
         position = mx.arange(padded)[None, None, None]
@@ -195,6 +197,6 @@ class _CompletionLayer:
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:
-    """True if a token may attend to the token `back` positions before it."""
+    """Returns whether a token may attend to the token `back` positions before it."""
     seen = back >= 0
     return seen & (back < window_size) if window_size else seen

@@ -1,4 +1,5 @@
-"""Log-probabilities of given tokens, and the KL to a teacher, without keeping all logits in memory.
+"""Computes log-probabilities for given tokens, and the KL to a teacher, without keeping all logits
+in memory.
 
 The logits of N positions × V tokens are the largest arrays of the learner. Here, logits are
 computed for a chunk of positions at a time, and again in the backward pass, with the gradient in
@@ -23,7 +24,7 @@ from grpo_fn.trees import Tree, arrays_of, map_arrays
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """The default number of positions per chunk.
+    """Returns the default number of positions per chunk.
 
     On a CPU, a chunk has 96 positions, or fewer if their logits exceed 16 MB, or more if their
     logits need less than 1 MB. On a GPU, a chunk has as many positions as fit in 128 MB (Metal) or
@@ -43,7 +44,7 @@ def token_logprobs(
     temperature: float | mx.array = 1.0,
     chunk: int | None = None,
 ) -> mx.array:
-    """log softmax(head(hidden)/temperature) at the target tokens.
+    """Computes log softmax(head(hidden)/temperature) at the target tokens.
 
     Args:
         hidden_btd: final hidden states [B,T,D], any floating dtype.
@@ -70,8 +71,8 @@ def token_logprobs_and_entropy(
     chunk: int | None = None,
     entropy_gradient: bool = True,
 ) -> tuple[mx.array, mx.array]:
-    """`token_logprobs`, and the entropy of the whole distribution at each position: (logp_bt,
-    entropy_bt).
+    """Like `token_logprobs`, but also returns the entropy of the full distribution at each
+    position: (logp_bt, entropy_bt).
 
     Both arrays are float32, in nats, at the given temperature. With `entropy_gradient=False`, the
     entropy is treated as a constant, which saves two passes over the logits.
@@ -118,8 +119,9 @@ def _apply(
 def _chunked(
     head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
 ) -> Callable[..., Any]:
-    """A custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n,
-    lse_n]."""
+    """Creates a custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n,
+    lse_n].
+    """
 
     def divided(x: mx.array) -> mx.array:
         """Divides by the temperature. A temperature of 1 is skipped, because each pass over a
@@ -191,7 +193,7 @@ def reverse_kl(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> mx.array:
-    """KL(π ‖ μ) = Σ_j p_j (log p_j − log q_j) at each position, over the vocabulary.
+    """Computes KL(π ‖ μ) = Σ_j p_j (log p_j − log q_j) over the vocabulary, at each position.
 
     p = softmax(head(hidden)/temperature), and q is the teacher's.
 
@@ -256,8 +258,10 @@ BackwardChunk = Callable[
 def in_chunks(
     forward: ForwardChunk, backward: BackwardChunk, constants_n: mx.array, chunk: int
 ) -> Any:
-    """A custom function (hidden_nd, head params) -> columns [N], computed and differentiated
-    `chunk` positions at a time. No gradient flows to `constants_n`, [N] or [N,…]."""
+    """Creates a custom function (hidden_nd, head params) -> columns [N], which is computed and
+    differentiated for `chunk` positions at a time. No gradient flows to `constants_n`, [N] or
+    [N,…].
+    """
     starts = range(0, constants_n.shape[0], chunk)
 
     @mx.custom_function
@@ -281,11 +285,11 @@ def in_chunks(
             h_cd = hidden_nd[rows]
             ct_c = [c[rows] for c in cotangents]
             out_c = [o[rows] for o in outputs]
-            # an order, so that the gradient of the weights grows in place, chunk after chunk
+            # enforces an order, so that the weights' gradient accumulates in place, chunk by chunk
             if dh_parts:
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
             dh_cd, grads = backward(params, h_cd, constants_n[rows], out_c, ct_c)
-            if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
+            if len(starts) > 1:  # many small terms: summed in float32, whatever the weights' dtype
                 grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
             dh_parts.append(dh_cd)
@@ -299,7 +303,9 @@ def in_chunks(
 def autodiff(
     forward: ForwardChunk, params: Tree, h_cd: mx.array, constants_c: mx.array, ct: list[mx.array]
 ) -> tuple[mx.array, Tree]:
-    """A chunk's gradient by automatic differentiation, for functions without a closed form."""
+    """Computes a chunk's gradient by automatic differentiation, for functions without a closed
+    form.
+    """
 
     def inner(h_cd: mx.array, params: Tree) -> mx.array:
         outs = forward(params, h_cd, constants_c)

@@ -1,1 +1,1 @@
-"""Several ranks: sums gradients and distributes rows."""
+"""Training on several ranks: distributes rows and sums gradients."""

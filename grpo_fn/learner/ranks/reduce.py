@@ -26,7 +26,7 @@ def deal(batch: Batch, number: int) -> list[Batch]:
 
     The largest groups are assigned first, each to the part with the fewest tokens so far. The
     parts' counts add up to the batch's, and the first part also counts the rows that were dropped.
-    Parts without a row are omitted, except the first. Waits for the device.
+    Parts without a row are omitted, except the first. The function waits for the device.
 
     Raises:
         ValueError: number < 1.
@@ -59,8 +59,8 @@ def deal(batch: Batch, number: int) -> list[Batch]:
 
 
 def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]:
-    """The micro-batches of a batch that a rank computes, with about the same number of tokens on
-    each rank.
+    """Returns the micro-batches that a rank computes; each rank has about the same number of
+    tokens.
 
     If there are fewer micro-batches than ranks, the largest ones are halved. Each rank receives at
     least one micro-batch, possibly without rows.
@@ -76,12 +76,12 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         cutting[widest : widest + 1] = halves
     cost = {place: max(shape_of(piece).tokens, 1) for place, piece in enumerate(cutting)}
     mine = [cutting[place] for place in sorted(_dealt(cost, size)[rank])]
-    return mine or [counted_alone(take_part(cutting[0], [], []))]  # without rows it counts nothing
+    return mine or [counted_alone(take_part(cutting[0], [], []))]  # without rows, all counts are 0
 
 
 def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
-    """Distributes the keys to `number` parts of about the same cost: the largest first, each to the
-    cheapest part.
+    """Distributes the keys over `number` parts of about the same cost: the most expensive key
+    first, each to the cheapest part.
     """
     parts: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number
@@ -92,37 +92,39 @@ def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
     return parts
 
 
-BUCKET_BYTES = 128 * 2**20  # of arrays that are sent as one
+BUCKET_BYTES = 128 * 2**20  # bytes of arrays that are sent together
 
 
 class Collectives(Protocol):
-    """The operations that training requires of a group of ranks; `collectives` creates them from
+    """Operations that training requires from a group of ranks; `collectives` creates them from
     MLX's group.
 
     Every rank must call the same methods in the same order, with arrays of the same shapes.
     """
 
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """Returns this process's number, from 0."""
         ...
 
     def size(self) -> int:
-        """N, the number of ranks."""
+        """Returns N, the number of ranks."""
         ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of the arrays over all ranks, evaluated; every rank receives it."""
+        """Returns the sum of the arrays over all ranks, evaluated; every rank receives the sum."""
         ...
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """The arrays [n] of all ranks, concatenated to [N·n] in rank order and evaluated."""
+        """Concatenates the arrays [n] from all ranks to [N·n], in rank order, and evaluates the
+        result.
+        """
         ...
 
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
-    """`mx.distributed` on one stream. Arrays are evaluated before they are sent, and results after
-    they are received.
+    """`Collectives` that use `mx.distributed` on one stream. Arrays are evaluated before they are
+    sent, and results after they are received.
 
     If arrays were not evaluated, a command buffer of a Metal GPU would wait for the slowest rank,
     and macOS ends a buffer that waits for several seconds.
@@ -151,8 +153,8 @@ class MlxCollectives:
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
-    """Creates the collectives of a group. Collectives run on the GPU (NCCL) if MLX is built for
-    CUDA, otherwise on the CPU.
+    """Creates a group's collectives, which run on the GPU (NCCL) if MLX is built for CUDA,
+    otherwise on the CPU.
 
     For any other combination (such as ring on a machine with CUDA), pass an `MlxCollectives` with
     its own stream.
@@ -163,7 +165,7 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
 
 
 def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
-    """The state with its gradients and their denominators summed over all ranks.
+    """Sums the state's gradients and their denominators over all ranks; returns the new state.
 
     Call `all_reduce` between the grad step and the update step, once per update. With one rank, it
     returns the state unchanged. Gradients are sent in buckets of about `BUCKET_BYTES` that combine
@@ -208,8 +210,8 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
 
 
 def _by_buckets(tree: Tree, act: Callable[[Sequence[mx.array]], list[mx.array]]) -> Tree:
-    """Applies `act` to the leaves of each bucket, and returns the tree; only one bucket is in
-    memory twice.
+    """Applies `act` to the leaves of each bucket, and returns the tree; only one bucket at a time
+    is in memory twice.
     """
     leaves = list(arrays_of(tree))
     made = []
@@ -226,7 +228,7 @@ def _words(leaf: mx.array) -> mx.array:
 
 
 def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
-    """The sums of a bucket's arrays (all of the same dtype) over the ranks."""
+    """Returns the sums over the ranks for a bucket's arrays, which have the same dtype."""
     total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
     bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
     return [
@@ -235,8 +237,9 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The bounds [low, high) of each bucket: consecutive leaves of at most `BUCKET_BYTES` in total,
-    or a single leaf."""
+    """Yields the bounds [low, high) of each bucket: consecutive leaves of at most `BUCKET_BYTES` in
+    total, or a single leaf.
+    """
     low = held = 0
     for place, size in enumerate(sizes):
         if place > low and held + size > BUCKET_BYTES:

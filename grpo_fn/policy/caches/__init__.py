@@ -1,3 +1,3 @@
-"""Keys and values of rows: shared prompts, the rows' own tokens, and tokens that are added
+"""Caches for keys and values: shared prompts, the rows' own tokens, and tokens that are added
 later.
 """

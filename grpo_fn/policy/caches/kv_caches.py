@@ -1,6 +1,4 @@
-"""Operations on all kinds of mlx-lm's caches for decoding: create them, fork them, keep some
-rows.
-"""
+"""Creates, forks and joins mlx-lm's caches of all kinds for decoding, and selects their rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,13 +30,13 @@ def ragged_caches(model: nn.Module, rows: int) -> Caches:
 
 
 def merged(rows: Sequence[Caches]) -> Caches:
-    """Combines plain caches of one row each into caches of all these rows."""
+    """Combines plain caches with one row each into caches for all these rows."""
     return [type(per_row[0]).merge(list(per_row)) for per_row in zip(*rows, strict=True)]
 
 
 def takes_ragged(model: nn.Module) -> bool:
-    """Whether rows of different lengths can share a batch: both the caches and the model must
-    support it.
+    """Returns whether rows of different lengths can share a batch; both the caches and the model
+    must support such rows.
 
     The function builds a call without evaluating it, because some attention layers do not accept a
     mask for each row. Only a model for which `shares_keys` is true is evaluated, because it may
@@ -65,13 +63,15 @@ def _keep_keys(caches: Caches) -> bool:
 
 
 def shares_keys(model: nn.Module) -> bool:
-    """Whether some layers attend to keys and values from other layers' caches. Such a model has
-    fewer caches than layers."""
+    """Returns whether some layers attend to keys and values from other layers' caches. Such a model
+    has fewer caches than layers.
+    """
     return len(plain_caches(model)) < len(getattr(model, "layers", None) or [])
 
 
 def needs_caches(model: nn.Module) -> bool:
-    """Whether logits with and without caches differ, so that training would not match sampling.
+    """Returns whether logits with and without caches differ, so that training would not match
+    sampling.
 
     Only models for which `shares_keys` is true are checked, on a few tokens. For example, without
     shared caches, layers of gemma3n use their own keys.
@@ -89,8 +89,8 @@ _PROBE = list(range(1, 13))  # token ids
 
 
 def _ragged_is_right(model: nn.Module) -> bool:
-    """Whether a long and a short row have the same logits when decoded together as when decoded
-    separately.
+    """Returns whether a long and a short row have the same logits when decoded together as when
+    decoded separately.
     """
     rows = [_PROBE, _PROBE[:3]]
     caches = ragged_caches(model, 2)
@@ -107,7 +107,7 @@ def _ragged_is_right(model: nn.Module) -> bool:
 
 
 def _same_numbers(one: mx.array, other: mx.array) -> bool:
-    """Whether two arrays of logits are equal up to rounding."""
+    """Returns whether two arrays of logits are equal up to rounding."""
     tolerance = 1e-2 if one.dtype == mx.float32 else 0.1
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     finite = mx.isfinite(one) & mx.isfinite(other)
@@ -137,8 +137,8 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
 
 
 def hold_all_tokens(caches: Caches) -> bool:
-    """Whether caches contain keys and values of every token, so they can be truncated and
-    joined.
+    """Returns whether caches contain the keys and values of every token, so that they can be
+    truncated and joined.
     """
     from mlx_lm.models.cache import BatchKVCache, KVCache
 
@@ -181,7 +181,7 @@ def _padded(cache: Any) -> Any:
 
 
 def _drop_spare_room(cache: Any) -> None:
-    """Cuts a KV buffer to its used part, so that keeping rows does not copy the spare part."""
+    """Truncates a KV buffer to its used part, so that selecting rows copies nothing else."""
     from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
     if isinstance(cache, CacheList):

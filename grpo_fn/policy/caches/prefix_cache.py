@@ -1,4 +1,4 @@
-"""Decoding G completions of a prompt with one copy of the prompt's keys and values.
+"""Decodes G completions of a prompt with one copy of the prompt's keys and values.
 
     attention of a row = softmax over [its prompt's keys | its own keys]
 
@@ -23,29 +23,29 @@ from grpo_fn.trees import group_numbers
 
 Pair = tuple[mx.array, mx.array]  # keys and values
 
-ROOM = 64  # tokens by which the rows' own part grows
+ROOM = 64  # number of tokens by which the rows' own part grows
 
 
 @attrs.frozen(eq=False)
 class Layout:
-    """The assignment of rows to prompts; the same for all layers."""
+    """The assignment of rows to prompts, which is the same for all layers."""
 
-    prompt_of: tuple[int, ...]  # B: each row's prompt; the rows of a prompt are neighbours
+    prompt_of: tuple[int, ...]  # B: each row's prompt; rows of the same prompt are adjacent
     lengths: tuple[int, ...]  # P: tokens of each prompt
-    # row at each place of a P × largest group grid, flat; None: the rows fill it
+    # row at each place in a flat grid of P × largest group; None means that the rows fill the grid
     grid_n: mx.array | None
     place_b: mx.array | None  # place of each row in that grid
-    seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
-    starts: tuple[int, ...]  # B: position that the rows' first own column has in each row
-    start: int | mx.array  # the same: of all rows, or [B]
-    firsts: tuple[int, ...]  # B: each row's first own column; the ones before are padding
+    seen_p11l: mx.array | None  # each prompt's valid positions; None: equal lengths
+    starts: tuple[int, ...]  # B: position of the first own column in each row
+    start: int | mx.array  # the same: one number for all rows, or [B]
+    firsts: tuple[int, ...]  # B: each row's first own column; earlier ones are padding
     first_b111: mx.array | None  # the same; None: no row has padding
 
     @classmethod
     def of(
         cls, prompt_of: list[int], lengths: list[int], starts: list[int], firsts: list[int]
     ) -> "Layout":
-        """The layout of rows that are sorted by prompt; each prompt has at least one row."""
+        """Creates a layout for rows that are sorted by prompt; each prompt has at least one row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
         grid = place = None
@@ -79,7 +79,7 @@ class Layout:
         return row_bx.reshape(len(self.lengths), -1, *row_bx.shape[1:])
 
     def by_row(self, grid_pgx: mx.array) -> mx.array:
-        """The inverse: [P,G,...] to [B,...]."""
+        """Converts [P,G,...] to [B,...]; the inverse of `by_prompt`."""
         flat = grid_pgx.reshape(-1, *grid_pgx.shape[2:])
         return flat if self.place_b is None else flat[self.place_b]
 
@@ -88,7 +88,7 @@ class PrefixCache:
     """One layer's cache: one copy of each prompt, and each row's own tokens."""
 
     def __init__(self, prompt: Pair, layout: Layout) -> None:
-        """`prompt` contains keys and values, [P,K,L,D] each."""
+        """Creates a cache whose `prompt` contains keys and values, [P,K,L,D] each."""
         from mlx_lm.models.cache import KVCache
 
         self.prompt, self.layout = prompt, layout
@@ -96,11 +96,11 @@ class PrefixCache:
         self.own.step = ROOM
         prompt_of_b = mx.array(layout.prompt_of, mx.int32)
         self.own.keys, self.own.values = (array[prompt_of_b, :, :0] for array in prompt)
-        self.attended = False  # whether it was ever asked to attend
+        self.attended = False  # whether `attend` was ever called
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the next token: one for all rows, or [B]."""
+        """Position of the next token: one number for all rows, or [B]."""
         return self.layout.start + self.own.offset
 
     @property
@@ -122,12 +122,14 @@ class PrefixCache:
         return self.own.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] of each row's newest token over its prompt and its own tokens."""
+        """Computes attention [B,H,1,D] from each row's newest token to its prompt and its own
+        tokens.
+        """
         self.attended = True
         rows, heads, _, width = queries.shape
         layout, (prompt_keys, prompt_values) = self.layout, self.prompt
         prompts, shared, columns, _ = prompt_keys.shape
-        # Heads that share keys are further rows of one product.
+        # Heads that share keys are additional rows of one product.
         q_bknd = (queries * scale).reshape(rows, shared, heads // shared, width)
         q_pgknd = layout.by_prompt(q_bknd)
         grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
@@ -181,14 +183,15 @@ class PrefixCache:
 
 
 def sharing_pays() -> bool:
-    """Whether sharing one copy of each prompt was measured to be faster on this kind of device;
-    this is the default of `generate`."""
+    """Returns whether sharing one copy of each prompt was measured to be faster on this kind of
+    device; this is the default for `generate`.
+    """
     return enabled("shared_prefix") and bool(number("shares_prompts"))
 
 
 def shares_prefix(module: nn.Module) -> bool:
-    """Whether a model can decode over `PrefixCache`: plain keys and values, and `attention`, in
-    every layer.
+    """Returns whether a model can decode over `PrefixCache`. Every layer must have plain keys and
+    values and call `attention`.
 
     The function builds a call without evaluating it. Every layer must let its cache compute
     attention: a layer that reads the keys and computes attention itself (phi3small) would miss the
@@ -213,8 +216,8 @@ def shares_prefix(module: nn.Module) -> bool:
 def fork(
     caches: Caches, lengths: list[int], groups: Sequence[int], shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
-    """Converts plain caches of P prompts, padded on the right, to caches of their rows, `groups`
-    rows per prompt.
+    """Converts plain caches for P prompts, padded on the right, to caches for the prompts' rows;
+    `groups` contains the number of rows per prompt.
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
@@ -225,7 +228,7 @@ def fork(
     forked = []
     for cache in caches:
         keys, values = cache.keys_and_values()
-        # A copy without the buffer's spare room.
+        # Copies without the buffer's unused part.
         cut = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
         forked.append(PrefixCache(cut, layout))
     return forked
@@ -266,7 +269,7 @@ def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> No
 
 
 def _stacked(one: mx.array, other: mx.array) -> mx.array:
-    """Concatenates both, [P,K,L,D]; the shorter L is padded with zeros."""
+    """Concatenates two arrays [P,K,L,D]; the shorter L is padded with zeros."""
     longest = max(one.shape[2], other.shape[2])
     widths = [(0, 0), (0, 0), (0, longest), (0, 0)]
     return mx.concatenate([mx.pad(each, widths)[:, :, :longest] for each in (one, other)])

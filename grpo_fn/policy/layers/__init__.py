@@ -1,5 +1,5 @@
-"""Variants of a model's layers for the policy: the same functions, but faster, differentiable, or
-with few bits.
+"""Variants of a model's layers that compute the same functions, but are faster or differentiable,
+or have few-bit weights.
 
 Functions that change layers affect a single module instance. Nothing here depends on caches or
 decoding.

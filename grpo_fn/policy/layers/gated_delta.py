@@ -3,7 +3,7 @@ gradient.
 
     S_t = S_{t−1}·Diag(g_t) + β_t (v_t − S_{t−1}·Diag(g_t)·k_t) k_tᵀ        y_t = S_t q_t
 
-("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, it is Kimi Delta
+("Gated Delta Networks", arXiv 2412.06464, eq. 10; with one g per channel, the rule is Kimi Delta
 Attention, arXiv 2510.26692.)
 
 mlx-lm computes token by token, and its backward pass stores a few states [Dv,Dk] for each head and
@@ -25,7 +25,7 @@ import mlx.nn as nn
 from grpo_fn.backends import enabled, number
 
 CHUNK = 32  # tokens; a power of two
-CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
+CHANNEL_CHUNK = 16  # tokens with per-channel decays, which are [C,C,Dk] in a chunk
 
 
 def gated_delta_update(
@@ -49,7 +49,7 @@ def gated_delta_update(
     mlx-lm's function is still used for one token, and for inputs of its Metal kernel. The Metal
     kernel has no gradient; a layer requests the kernel with `use_kernel` only outside training.
     """
-    # what its kernel takes
+    # inputs that the kernel supports
     kernel = use_kernel and number("metal_kernels") and q.shape[-1] % 32 == 0
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
@@ -90,12 +90,12 @@ def chunked_gated_delta(
     *,
     chunk: int | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """The gated delta rule over T tokens: outputs and the final state, differentiable in all
-    floating inputs.
+    """Computes the gated delta rule over T tokens: outputs and the final state, both differentiable
+    with respect to all floating inputs.
 
     Args:
-        q: queries [B,T,Hk,Dk]; like keys, each is used by Hv / Hk heads of values. Nothing is
-            scaled here.
+        q: queries [B,T,Hk,Dk]; each head of queries and keys is used by Hv / Hk value heads.
+            Nothing is scaled here.
         k: keys [B,T,Hk,Dk].
         v: values [B,T,Hv,Dv].
         log_g: ln of the decay, ≤ 0: [B,T,Hv], or [B,T,Hv,Dk] for one per channel.
@@ -106,8 +106,8 @@ def chunked_gated_delta(
             less for short sequences.
 
     Returns:
-        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, otherwise
-        float32). It computes in float32.
+        (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, or in float32 if
+        none was given). All arithmetic is in float32.
     """
     rows, length, key_heads, key_width = q.shape
     heads, value_width = v.shape[2:]
@@ -146,7 +146,7 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    written = []  # by each token
+    written = []  # u of each token
     read = []  # what its query finds of its chunk's first state
     # mx.split, because the gradient of an index would be an array of zeros as large as the whole
     # for each chunk.
@@ -166,7 +166,7 @@ def chunked_gated_delta(
 def _decayed_products(
     queries: mx.array, keys: mx.array, logs: mx.array, later: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The products and decays between the tokens of a chunk.
+    """Computes products and decays between the tokens of a chunk.
 
     Args:
         queries, keys: [...,C,D].
@@ -194,11 +194,12 @@ def _decayed_products(
 
 @mx.custom_function
 def _inverse_with_ones(lower: mx.array) -> mx.array:
-    """(I + A)⁻¹ of matrices [...,C,C] that are zero on and above the diagonal; C is a power of two.
+    """Computes (I + A)⁻¹ for matrices [...,C,C] that are zero on and above the diagonal; C is a
+    power of two.
 
-    The blocks on the diagonal are inverted first and then joined in pairs: the lower left block of
-    the inverse of [[P,0],[R,Q]] is −Q⁻¹RP⁻¹. The shorter product (I − A)(I + A²)(I + A⁴)… loses all
-    digits if keys repeat.
+    The blocks on the diagonal are inverted first and then joined in pairs: the inverse of
+    [[P,0],[R,Q]] has −Q⁻¹RP⁻¹ as its lower left block. The shorter product (I − A)(I + A²)(I + A⁴)…
+    loses all digits if keys repeat.
     """
     size = lower.shape[-1]
     place = mx.arange(size)
@@ -215,6 +216,6 @@ def _inverse_with_ones(lower: mx.array) -> mx.array:
 
 @_inverse_with_ones.vjp
 def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
-    """dA = −Xᵀ dX Xᵀ. Its entries on and above the diagonal belong to constants."""
+    """Computes dA = −Xᵀ dX Xᵀ. Entries on and above the diagonal belong to constants."""
     inverse_t = inverse.swapaxes(-1, -2)
     return cast(mx.array, -(inverse_t @ cotangent @ inverse_t))

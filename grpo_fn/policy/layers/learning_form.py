@@ -1,11 +1,12 @@
-"""The form of a model for the learner: layers with a gradient, and blocks that save memory.
+"""Prepares a model for the learner: turns on layers that have a gradient, and makes blocks save
+memory.
 
 If `self.training` is False, as in a loaded model, some of mlx-lm's layers use a fused Metal kernel
 that has no gradient. Only these layers are switched; dropout, which also depends on `training`, is
 unchanged.
 
-Gradient checkpointing saves memory in the learner and takes about 1.4 × its time. If only gated
-MLPs are checkpointed, most of that memory is saved, for less additional time.
+Gradient checkpointing saves memory in the learner, but makes it about 1.4 times slower. If only
+gated MLPs are checkpointed, most of that memory is saved, for less additional time.
 """
 
 import functools
@@ -25,8 +26,7 @@ _GATED = {"gate_proj", "up_proj", "down_proj"}  # the parts of a gated MLP
 
 @contextmanager
 def learning_form(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside the `with` block, `training` is turned on in the layers of mlx-lm that depend on
-    it."""
+    """Inside the `with` block, `training` is turned on in those mlx-lm layers that depend on it."""
     switched = [
         part for part in module.modules() if asks_for_training(type(part)) and not part.training
     ]
@@ -41,8 +41,8 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def asks_for_training(kind: type[nn.Module]) -> bool:
-    """Whether a layer (from mlx-lm's models folder, or derived from one here) depends on
-    `self.training`.
+    """Returns whether a layer (from mlx-lm's models folder, or derived from such a layer here)
+    depends on `self.training`.
     """
     values = flat(
         vars(base).values()
@@ -74,8 +74,8 @@ def checkpoint_layers(module: nn.Module) -> int:
 
 
 def checkpoint_mlps(module: nn.Module) -> int:
-    """Like `checkpoint_layers`, but only for gated MLPs, and only while learning; returns their
-    number.
+    """Makes gated MLPs recompute like `checkpoint_layers`, but only while learning; returns the
+    number of MLPs.
     """
     gated = gated_mlps(module)
     for part in gated:
@@ -85,7 +85,7 @@ def checkpoint_mlps(module: nn.Module) -> int:
 
 
 def gated_mlps(module: nn.Module) -> list[nn.Module]:
-    """The MLPs that consist of a gate and two projections, except the MLPs of experts."""
+    """Returns the MLPs that consist of a gate and two projections, except those of experts."""
     return [part for part in module.modules() if set(part.children()) == _GATED]
 
 
@@ -100,8 +100,8 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             call = super().__call__
 
             # mx.checkpoint silently gives no gradient to arrays that it closes over, so they are
-            # arguments. It takes a gradient of every argument, which packed weights do not have,
-            # hence stop_gradient.
+            # arguments. mx.checkpoint differentiates every argument, which packed weights do not
+            # allow, hence stop_gradient.
             def inner(params: Any, trainable: Any, args: Any, kwargs: Any) -> Any:
                 # The backward pass runs this again, after the policy's `learning` has ended.
                 with (
@@ -120,6 +120,6 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether the value is a cache that keeps a layer's keys and values."""
+    """Returns whether the value is a cache that keeps a layer's keys and values."""
     caches = hasattr(value, "update_and_fetch") or hasattr(value, "make_mask")
     return caches and not hasattr(value, "keeps_nothing")

@@ -1,4 +1,4 @@
-"""Fixes faults in mlx-lm's experts, in one of its models, and in tables of positions; only one
+"""Fixes faults in mlx-lm's experts, in one mlx-lm model, and in tables of positions. Only one
 module instance changes.
 
 MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes
@@ -16,7 +16,7 @@ from grpo_fn.layers import CANNOT_CALL, calls_noted
 from grpo_fn.trees import on_host
 
 _PROBED = 3  # tokens
-_SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
+_SORTED_FROM = 64  # mlx-lm sorts pairs of token and expert from this number on
 
 
 def fix_known_faults(module: nn.Module) -> None:
@@ -25,9 +25,9 @@ def fix_known_faults(module: nn.Module) -> None:
 
     if type(module).__module__ == "mlx_lm.models.kimi_k3":
         _fix_kimi_k3(module)
-    # mlx-lm's experts sort pairs of token and expert from 64 on. If they are not sorted, the
-    # gradient of MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96
-    # on).
+    # mlx-lm's experts sort pairs of token and expert if there are 64 or more. If they are not
+    # sorted, MLX's gradient with respect to the weights is an error on CUDA (0.32.4, float32, from
+    # 64 × 96 on).
     _replace_classes(module, {kind: _sorting(kind) for kind in (SwitchGLU, SwitchMLP)})
 
 
@@ -38,8 +38,8 @@ def _replace_classes(module: nn.Module, classes: dict[type[Any], type[Any]]) -> 
 
 @functools.cache
 def _sorting(kind: type[Any]) -> type[Any]:
-    """A class that repeats a small number of tokens in the learner's pass; only the first copy is
-    used.
+    """Creates a class that repeats a small number of tokens in the learner's pass; only the first
+    copy is used.
     """
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
@@ -53,8 +53,8 @@ def _sorting(kind: type[Any]) -> type[Any]:
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
-    """Outside training, the layer caches products of two weights at the first call and, on Metal, a
-    compiled step with a layer's weights; neither is refreshed after an update.
+    """Fixes kimi_k3. Outside training, its layer caches products of two weights at the first call
+    and, on Metal, a compiled step with a layer's weights; neither is refreshed after an update.
     """
     from mlx_lm.models import kimi_k3
 
@@ -77,7 +77,8 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 
 
 def bound_positions(module: nn.Module) -> int | None:
-    """The number of positions that the module has learned; None if it has no table of positions.
+    """Returns the number of positions that the module has learned, or None if the module has no
+    table of positions.
 
     A table is recognized because the model indexes it with the tokens' positions, in a call in
     which only the positions are evaluated. Afterwards, positions beyond the table, which occur only
@@ -110,13 +111,13 @@ def bound_positions(module: nn.Module) -> int | None:
 
 
 def is_position_table(layer: Any) -> bool:
-    """Whether `bound_positions` has identified the layer as a table of positions."""
+    """Returns whether `bound_positions` has identified the layer as a table of positions."""
     return "bounded" in vars(type(layer))
 
 
 @functools.cache
 def _bounded(kind: type[Any], last: int) -> type[Any]:
-    """A class that uses the row `last` for every position beyond it."""
+    """Creates a class that uses the row `last` for every position beyond `last`."""
     if "bounded" in vars(kind):
         return kind
 

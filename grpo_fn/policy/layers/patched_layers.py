@@ -48,7 +48,8 @@ def patch_layers(module: nn.Module) -> int:
 
 
 def attends_through_cache(module: nn.Module) -> bool:
-    """Whether every attention layer of the model lets its cache compute attention if the cache can.
+    """Returns whether every attention layer in the model lets a cache compute attention if the
+    cache has a method `attend`.
 
     The function counts attention layers, because each block contains one.
     """
@@ -72,13 +73,13 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """softmax(scale · Q Kᵀ + mask) V, with the signature of mlx-lm's
+    """Computes softmax(scale · Q Kᵀ + mask) V. The signature is that of mlx-lm's
     `scaled_dot_product_attention`.
 
     A cache with a method `attend(queries, keys, values, scale)` computes the attention itself,
     because its keys and values are not in one array.
 
-    Raises ValueError for a mask or sinks with such a cache, which supports neither.
+    Raises ValueError if there is a mask or sinks and such a cache, which supports neither.
     """
     if hasattr(cache, "attend"):
         if mask is not None or sinks is not None:
@@ -100,7 +101,7 @@ def _gather_mm(*arrays: mx.array, **options: Any) -> mx.array:
 
 
 class _Module:
-    """An mlx module with one function replaced, for the globals of a layer's module."""
+    """An mlx module in which one function is replaced, for the globals in a layer's module."""
 
     def __init__(self, module: Any, name: str, function: Callable[..., mx.array]) -> None:
         self.module, self.name = module, name
@@ -146,13 +147,13 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class _PackedLinear(_QuantizedLinear):
-    """A linear layer of a quantized role. It does not set `computes_as`, so that no rollout unpacks
-    it.
+    """A quantized role's linear layer. The class does not set `computes_as`, so that no rollout
+    unpacks the layer.
     """
 
 
 class _PackedEmbedding(_QuantizedEmbedding):
-    """An embedding of a quantized role; its rows have the role's dtype."""
+    """A quantized role's embedding; its rows have the role's dtype."""
 
     dtype: mx.Dtype
 
@@ -163,8 +164,8 @@ class _PackedEmbedding(_QuantizedEmbedding):
 
 
 def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Module:
-    """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's
-    experts.
+    """Creates a packed layer without weights, which replaces an `nn.Linear`, an `nn.Embedding` or
+    mlx-lm's experts.
 
     `dtype` is the dtype of an embedding's rows.
     """
@@ -172,7 +173,7 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
 
     linear = QuantizedSwitchLinear if isinstance(plain, SwitchLinear) else _PackedLinear
     kind = _PackedEmbedding if isinstance(plain, nn.Embedding) else linear
-    layer: Any = kind.__new__(kind)  # its constructor would draw from the global random state
+    layer: Any = kind.__new__(kind)  # its constructor would use the global random state
     nn.Module.__init__(layer)
     layer.mode, layer.bits, layer.group_size = mode.mode, mode.bits, mode.group_size
     layer.dtype = dtype
@@ -206,8 +207,8 @@ def _originals() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def _patched(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose `__call__` uses our functions instead of mlx-lm's; `kind` itself if there
-    are none.
+    """Returns a subclass whose `__call__` uses our functions instead of mlx-lm's, or `kind` itself
+    if it calls none of them.
     """
     call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
     if hasattr(kind, "patched") or not isinstance(call, FunctionType):

@@ -1,9 +1,9 @@
-"""Layers with few-bit weights that choose the method for a product by the number of rows.
+"""Layers with few-bit weights, which choose how to compute a product by the number of rows.
 
 mlx's quantized products read little memory, but on a CPU and on CUDA their time grows with each
-row. Therefore, from `unpack_rows` rows on, the weight is unpacked for a dense product. The numbers
-are the same, only a part of one layer is in memory at a time, and the cost of unpacking does not
-depend on the rows.
+row. Therefore, from `unpack_rows` rows on, the weight is unpacked for a dense product. Results are
+the same, only a part of one layer is in memory at a time, and the cost of unpacking does not depend
+on the rows.
 """
 
 import functools
@@ -16,17 +16,19 @@ import mlx.core as mx
 from grpo_fn.backends import enabled, number
 from grpo_fn.compile import recomputed
 
-PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
+PART_BYTES = 64e6  # bytes of a weight unpacked at a time: a head may have gigabytes
 
 
 def unpack_rows() -> int:
-    """The number of rows from which a packed weight is unpacked first, on this machine; 0 means
-    never."""
+    """Returns the number of rows from which this machine unpacks a packed weight before the
+    product; 0 means never.
+    """
     return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
 def is_unpacked(x: mx.array, group_size: int) -> bool:
-    """Whether a product of these rows, [...,width], and a packed weight unpacks the weight first.
+    """Returns whether a product of these rows, [...,width], and a packed weight unpacks the weight
+    first.
 
     If a row of the weight is a single group, the weight is always unpacked: for such weights, the
     packed product of MLX 0.32.4 on CUDA is wrong for more than one row
@@ -38,7 +40,7 @@ def is_unpacked(x: mx.array, group_size: int) -> bool:
 
 @attrs.frozen
 class QuantMode:
-    """One of mlx's quantized formats."""
+    """A quantized format supported by mlx."""
 
     mode: str  # affine | mxfp4 | mxfp8 | nvfp4
     bits: int
@@ -46,20 +48,20 @@ class QuantMode:
 
     @property
     def bits_stored(self) -> float:
-        """Bits per weight, including its share of an 8-bit scale or, in affine modes, of two 16-bit
-        numbers.
+        """Bits per weight, including the weight's share of an 8-bit scale or, in affine modes, of
+        two 16-bit numbers.
         """
         return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
 
 
 def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
-    """Packs a matrix [out,in] as weights, scales and, in affine modes, biases."""
+    """Quantizes a matrix [out,in] to packed weights, scales and, in affine modes, biases."""
     packed = mx.quantize(weight, group_size=mode.group_size, bits=mode.bits, mode=mode.mode)
     return dict(zip(("weight", "scales", "biases"), packed, strict=False))
 
 
 def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype) -> mx.array:
-    """The matrix for the result of `quantize`."""
+    """Returns the matrix that `quantize` has packed, up to rounding."""
     return mx.dequantize(
         packed["weight"],
         packed["scales"],
@@ -73,8 +75,8 @@ def dequantize(packed: Mapping[str, mx.array], mode: QuantMode, dtype: mx.Dtype)
 
 @functools.cache
 def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
-    """A function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in] in
-    parts.
+    """Creates a function (x, weight, scales[, biases]) -> x Wᵀ, x [...,in], that unpacks W [out,in]
+    in parts.
 
     The backward pass unpacks W again; otherwise, all layers' weights would be in memory in full
     size. Packed weights have no gradient.
@@ -110,7 +112,7 @@ def _unpacked(packed: Sequence[mx.array], mode: QuantMode, dtype: mx.Dtype) -> I
 
 
 def packed_names(name: str, mode: QuantMode) -> list[str]:
-    """The names of the leaves that replace the weight `name` when it is packed."""
+    """Returns the names of the leaves that replace the weight `name` when the weight is packed."""
     stem = name.removesuffix("weight")
     return [
         stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))

@@ -1,4 +1,4 @@
-"""Records or replaces the decisions of a model's routers, in one instance during a call.
+"""Records or replaces the routers' decisions in one model instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with its largest
 outputs. During a call, this layer is replaced by a layer that records the outputs, or that excludes
@@ -14,9 +14,10 @@ import mlx.nn as nn
 
 from grpo_fn.layers import calls_replaced
 
-# mlx-lm's block -> its router, its attribute for the number of experts a token, whether it weights
-# experts by a softmax over all of them: if some are excluded, the weights of the others would be
-# larger. Other blocks weight by shares of the chosen ones, unless they have norm_topk_prob = false.
+# mlx-lm's block -> its router, its attribute for the number of experts per token, and whether it
+# weights experts by a softmax over all experts: if some are excluded, the weights of the others
+# would be larger. Other blocks weight by shares of the chosen experts, unless norm_topk_prob =
+# false.
 _ROUTERS = {
     "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "top_k", False),
     "mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock": ("gate", "top_k", True),
@@ -24,17 +25,17 @@ _ROUTERS = {
     "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok", False),
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k", False),
 }
-# with the names of its router and of k, and the last of the above
+# with the names of its router and of k, and whether it uses a softmax over all experts
 _Blocks = list[tuple[Any, str, str, bool]]
 
 
 def has_routers(module: nn.Module) -> bool:
-    """Whether the model has experts that are chosen in a supported way."""
+    """Returns whether the model has experts that are chosen in a supported way."""
     return bool(_blocks(module))
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """The number of experts per token, k, of the model's first router.
+    """Returns k, the number of experts per token, for the model's first router.
 
     Raises:
         ValueError: see `recorded_routing`.
@@ -113,8 +114,8 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
 def _through(
     blocks: _Blocks, function: Callable[[int, mx.array], mx.array]
 ) -> AbstractContextManager[None]:
-    """Inside the block, each router's logits are replaced by a function of the router's number and
-    the logits.
+    """Inside the `with` block, each router's logits are replaced by a function of the router's
+    number and the logits.
     """
     gates = [(block, name, block[name]) for block, name, _, _ in blocks]
     return calls_replaced(
@@ -136,8 +137,8 @@ def _known_blocks(module: nn.Module) -> _Blocks:
 
 
 def _blocks(module: nn.Module) -> _Blocks:
-    """Blocks with experts, from the first to the last layer. A block's class may be derived from a
-    known one.
+    """Returns the blocks with experts, from the first to the last layer. A block's class may be
+    derived from a known class.
     """
     found: _Blocks = []
     for layer in getattr(module, "layers", None) or []:

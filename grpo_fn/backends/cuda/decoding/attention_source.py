@@ -1,10 +1,10 @@
-"""CUDA source of attention for one token per row, on tensor cores, for `prefix_attention` and
-`block_kernel`.
+"""CUDA source code for attention on tensor cores, one token per row. `prefix_attention` and
+`block_kernel` use it.
 
-A warp computes attention for one row and one key head, with all query heads that share this key
-head. If n warps share this work, each processes every n-th tile of 16 keys. A warp keeps a running
-softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the warps' sums are combined, so the
-last bits depend on the number of warps. Keys and values bypass shared memory: the order of a head's
+A warp computes attention for one row, one key head and all query heads that share this key head. If
+n warps share this work, each processes every n-th tile of 16 keys. A warp keeps a running softmax
+(Milakov and Gimelshein, arXiv 1805.02867); at the end, the warps' sums are combined, so the last
+bits depend on the number of warps. Keys and values bypass shared memory: the order of a head's
 numbers in a product is arbitrary, so a lane reads 16 consecutive bytes of a key. Weights are
 rounded to the values' dtype, as in FlashAttention (arXiv 2205.14135).
 
@@ -14,24 +14,24 @@ SCALE, and MMA (the dtype's name in PTX).
 
 import mlx.core as mx
 
-MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # the dtypes that it takes, as PTX names them
+MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # supported dtypes and their names in PTX
 HEAD_WIDTHS = (64, 128)
-MOST_SHARING = 8  # query heads
-_WARPS = (1, 2, 4, 8)  # numbers of warps that may share the keys of a row
-_PREPARATION = 4  # a warp's other work, in tiles of keys
-_TILES = 16  # tiles of a usual row
+MOST_SHARING = 8  # most query heads per key head
+_WARPS = (1, 2, 4, 8)  # allowed numbers of warps per row
+_PREPARATION = 4  # a warp's other work, as a number of tiles
+_TILES = 16  # tiles of a typical row
 
 
 def warps_of_row(items: int, room: int) -> int:
-    """The fastest number of warps per item (a row and a key head), for `items` items and `room`
-    warps that run at the same time.
+    """Returns the fastest number of warps per item (a row and a key head) if there are `items`
+    items and `room` warps run at the same time.
     """
     return min(
         _WARPS, key=lambda warps: -(-items * warps // room) * (_PREPARATION + _TILES / warps)
     )
 
 
-# c += a b: of 16 × 16 and 16 × 8 numbers, as mma.m16n8k16 spreads them over a warp.
+# c += a b for 16 × 16 and 16 × 8 numbers, distributed over a warp as in mma.m16n8k16.
 PRODUCT = """
     auto mma = [](float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.MMA.MMA.f32 "
@@ -41,10 +41,10 @@ PRODUCT = """
     };
 """
 
-# A lane is number `g` of 8 and `t` of 4. Of 16 keys it reads, for the scores, the 8 numbers from
-# 32i + 8t on of the keys g and 8 + g; for the sums, the 8 numbers from 64i + 8g on of the values
-# 2t, 2t + 1, 8 + 2t and 9 + 2t. The scores of head g come out where the second product wants its
-# weights.
+# A lane has the numbers `g` (of 8) and `t` (of 4). Among 16 keys, it reads for the scores 8
+# numbers, from 32i + 8t, of the keys g and 8 + g. For the sums, it reads 8 numbers, from 64i + 8g,
+# of the values 2t, 2t + 1, 8 + 2t and 9 + 2t. The scores of head g are then where the second
+# product needs its weights.
 ATTENTION = """
     // To `warps` warps, of which this is `which`: the tops, totals [R,warps] and sums [R,warps,HD] of a row.
     // query(head, at, to) gives 8 numbers; find(j, key, value) where the j-th of `length` begin.
@@ -153,8 +153,8 @@ ATTENTION = """
     };
 """
 
-# Of the tops, totals and sums that the warps of a row have left, on tensor cores or not: its n-th
-# number.
+# Combines the tops, totals and sums that the warps of a row have stored, on tensor cores or not:
+# returns the n-th number of the row.
 COMBINATION = """
     auto combined = [](int n, int warps, const float* tops, const float* totals, const float* parts) {
         const int r = n / HD * warps;

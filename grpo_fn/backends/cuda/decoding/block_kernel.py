@@ -1,5 +1,5 @@
-"""One CUDA kernel for a whole decoder block at one token per row: norms, products, attention and
-MLP.
+"""A CUDA kernel that computes a whole decoder block for one token per row: norms, products,
+attention and MLP.
 
 In MLX, a decoding step launches about 300 operations. Each operation costs the host 5 to 13 µs,
 which adds up to twice the time that the device needs. The kernel here computes a whole block in a
@@ -31,13 +31,13 @@ from grpo_fn.backends.cuda.kernels import (
 )
 from grpo_fn.backends.mechanisms import has_cuda
 
-# Multiplications of a block for all rows. By estimate the kernel's products run at a sixth of
+# Most multiplications per block, for all rows. The kernel's products run at an estimated sixth of
 # cuBLAS's rate: with more work, the kernel costs the device more time than it saves the host.
 MOST_PRODUCTS = 8e9
-_TILE_ROWS = 128  # of a product: fewer rows take the same time
-MOST_WIDTH = 4096  # numbers of x: a row is normalised by one block of threads
+_TILE_ROWS = 128  # rows per tile; fewer rows take the same time
+MOST_WIDTH = 4096  # largest D: one block of threads normalises a row
 _THREADS = 512  # of a block
-_STAGE = (128 + 64) * 128  # bytes of a stage of the ring
+_STAGE = (128 + 64) * 128  # bytes per stage of the ring buffer
 _MOST_STAGES, _LEAST_STAGES = 6, 3
 
 
@@ -47,24 +47,26 @@ class BlockShape:
 
     width: int  # D
     heads: int
-    shared: int  # heads of keys
+    shared: int  # key heads
     head_width: int
     hidden: int  # F
     gated: bool  # silu(gate) · up; else relu(up)²
     biased: bool  # queries, keys and values
-    # of queries and keys: 0 none, 1 with weights before the rotation, 2 without after it
+    # norms of queries and keys: 0 none, 1 weighted, before the rotation, 2 unweighted, after it
     head_norms: int
     scale: float
     eps: float
 
     @property
     def products(self) -> int:
-        """The number of multiplications per row, which is the number of weights."""
+        """Number of multiplications per row, which equals the number of weights."""
         heads = self.head_width * (2 * self.heads + 2 * self.shared)
         return self.width * (heads + self.hidden * (3 if self.gated else 2))
 
     def fault(self) -> str | None:
-        """The reason why the kernel does not support this shape; None if it does."""
+        """Returns the reason why the kernel does not support this shape, or None if the kernel
+        supports it.
+        """
         queries, keys = (number * self.head_width for number in (self.heads, self.shared))
         sizes = {"width": self.width, "queries": queries, "keys": keys, "hidden": self.hidden}
         for name, size in sizes.items():
@@ -81,7 +83,9 @@ class BlockShape:
 
 
 class Weights(NamedTuple):
-    """The weights of a block; matrices are [out,in]. A weight that the block does not have is None."""
+    """The weights of a decoder block. Matrices are [out,in]; None means that the block does not
+    have this weight.
+    """
 
     q: mx.array
     k: mx.array
@@ -107,7 +111,7 @@ _CACHE_NAMES += ("prompt_of", "lengths", "own_lengths", "barrier")
 
 
 def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
-    """Whether the kernel supports this device, block and number of rows."""
+    """Returns whether the kernel supports this device, block and number of rows."""
     dtypes = {weight.dtype for weight in weights if weight is not None}
     return (
         has_cuda()
@@ -133,8 +137,8 @@ def block_step(
     own_length_b: mx.array,
     barrier: mx.array,
 ) -> mx.array:
-    """The block's output [B,1,D] for one token per row; its key and value are written into the
-    rows' buffers.
+    """Computes the block's output [B,1,D] for one token per row, and writes the token's key and
+    value into the row's buffers.
 
     Args:
         shape, weights: the block; `takes_block` must accept it.
@@ -142,8 +146,8 @@ def block_step(
         turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
         prompt, own, prompt_of_b, lengths_p, own_length_b: see
             `prefix_attention.append_and_attend`.
-        barrier: uint32 [64], initially zeros; not shared with another launch that may run at the
-            same time.
+        barrier: uint32 [64], initially zeros. Launches that may run at the same time must not share
+            it.
     """
     device = device_limits()
     assert device is not None
@@ -198,8 +202,8 @@ def block_step(
 
 
 def _split(columns: int, depth: int, groups: int) -> int:
-    """The number of parts of K with which there are about as many items as multiprocessors for 128
-    rows.
+    """Returns the number of parts into which K is split, so that there are about as many items as
+    multiprocessors for 128 rows.
     """
     steps = depth // 64
     parts = max(1, min(steps, groups // (columns // 64)))
@@ -207,5 +211,7 @@ def _split(columns: int, depth: int, groups: int) -> int:
 
 
 def _stages(limits: DeviceLimits) -> int:
-    """The number of ring-buffer stages that fit in shared memory, minus 1 KiB that is reserved."""
+    """Returns the number of ring-buffer stages that fit in shared memory, of which 1 KiB is
+    reserved.
+    """
     return min(_MOST_STAGES, (limits.shared_bytes - 1024) // _STAGE)

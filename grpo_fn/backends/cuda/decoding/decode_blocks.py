@@ -20,13 +20,13 @@ from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
-_TOKENS = 5  # of the comparison
-_TOLERANCE = 0.03  # the largest share of what a block adds to its input
-Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
+_TOKENS = 5  # tokens per comparison
+_TOLERANCE = 0.03  # largest difference, relative to what a block adds to its input
+Rope = Callable[..., mx.array]  # takes [B,H,L,HD] and the first position
 
 
 class Parts(NamedTuple):
-    """The parts of a block."""
+    """The parts that a block consists of."""
 
     shape: BlockShape
     weights: Weights
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """The parts of a block of a supported family; None for any other block."""
+    """Returns the parts of a block if its family is supported, otherwise None."""
     try:
         parts = _llama_parts(block) if "self_attn" in block else _nanochat_parts(block)
     except (AttributeError, KeyError, TypeError):
@@ -134,15 +134,19 @@ def _nanochat_parts(block: Any) -> Parts | None:
 
 
 def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.array:
-    """[rows,length,width] float32: cosines, then sines of a rotation of pairs (i, i + width/2)."""
-    # Joined, not compared: a comparison is a program to compile.
+    """Returns the cosines, then the sines, for rotating pairs (i, i + width/2): float32
+    [rows,length,width].
+    """
+    # Concatenated, not selected by a comparison, which would be one more program to compile.
     half = mx.ones((rows, 1, length, width // 2))
     pairs = mx.concatenate([half, mx.zeros_like(half)], axis=-1)
     return rope(pairs, offset=offset).reshape(rows, length, width)
 
 
 def composed_block(parts: Parts, x: mx.array) -> mx.array:
-    """The kernel's specification, for whole sequences [B,L,D] starting at position 0."""
+    """Computes a block in MLX operations, for whole sequences [B,L,D] starting at position 0. This
+    is the kernel's specification.
+    """
     shape, weights, rope = parts
     rows, length, _ = x.shape
     turns = turns_at(rope, shape.head_width, 1, length, 0)
@@ -174,13 +178,13 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
 
 
 def _gated(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up  # nn.silu is a program that NVRTC compiles
+    return gate * mx.sigmoid(gate) * up  # nn.silu would be one more program for NVRTC to compile
 
 
 @functools.lru_cache(maxsize=64)
 def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
-    """Whether a block computes `composed_block`; they are compared on random weights, once per
-    class and shape.
+    """Returns whether a block computes the same as `composed_block`; both are compared on random
+    weights, once per class and shape.
     """
     module = block.module
 
@@ -207,7 +211,7 @@ def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById")
 
 @attrs.frozen(hash=False, eq=False)
 class _ById:
-    """A module that a cache treats as equal to others."""
+    """Wraps a module so that a cache treats it as equal to others."""
 
     module: nn.Module
 
@@ -219,10 +223,10 @@ class _ById:
 
 
 class DecodeBlock(nn.Module):
-    """Replaces a block: decoding steps use the kernel, and all other calls the block itself."""
+    """Replaces a block: decoding steps use the kernel, and all other calls use the block itself."""
 
     def __init__(self, block: nn.Module, rotation: tuple[float, ...], barrier: mx.array) -> None:
-        """`rotation` differs for blocks whose heads are rotated differently."""
+        """Wraps a block; `rotation` differs for blocks whose heads are rotated differently."""
         super().__init__()
         self.block = block
         self._rotation, self._barrier = rotation, barrier
@@ -246,7 +250,7 @@ class DecodeBlock(nn.Module):
             or not takes_block(parts.shape, parts.weights, rows)
         ):
             return self.block(x, mask=mask, cache=cache)
-        if self._rotation not in cache.turns:  # of this step, by the first such block
+        if self._rotation not in cache.turns:  # computed once per step, by the first such block
             cache.turns[self._rotation] = turns_at(
                 parts.rope, parts.shape.head_width, rows, 1, cache.offset
             )[:, 0]
@@ -266,7 +270,7 @@ class DecodeBlock(nn.Module):
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """Inside the `with` block, `DecodeBlock`s replace the module's blocks for this many rows; on
+    """Inside the `with` block, `DecodeBlock`s replace the module's blocks for this many rows, on
     CUDA only.
 
     If the kernel does not support this many rows, the blocks stay unchanged, and other decoding
@@ -286,8 +290,8 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
 
 
 def _rotation(parts: Parts | None) -> mx.array:
-    """The rotations at some positions, which are equal for two blocks that rotate their heads in
-    the same way.
+    """Returns the rotations at some positions; they are equal for two blocks that rotate their
+    heads in the same way.
     """
     assert parts is not None
     turns = [turns_at(parts.rope, parts.shape.head_width, 1, 4, first) for first in (0, 5000)]
@@ -295,7 +299,7 @@ def _rotation(parts: Parts | None) -> mx.array:
 
 
 def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
-    """The blocks that the kernel supports for this many rows, with their paths."""
+    """Returns the blocks that the kernel supports for this many rows, and their paths."""
     found: NamedLayers = []
     for name, block in module.named_modules():
         parts = parts_of(block) if "mlp" in block else None

@@ -1,5 +1,5 @@
-"""Decoding steps on CUDA over one copy of each prompt: a compiled program whose attention kernel
-also writes the row's new key and value in place, so that nothing is copied.
+"""Decoding steps on CUDA that share one copy of each prompt. The steps are a compiled program whose
+attention kernel also writes each row's new key and value in place, so that nothing is copied.
 
 A step on a GPU consists of about 300 small kernels, and launching them takes longer than running
 them. A compiled program is launched without running the Python code that describes it. If the
@@ -21,9 +21,9 @@ from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.trees import Tree, group_numbers
 
-FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
+FIRST_ROOM = 256  # initial buffer size in own tokens; doubled each time the buffers are full
 _ROOM_STEP = 64
-_PLACES = 16  # of rows that join: each number of them is a program of its own
+_PLACES = 16  # rows are padded to multiples of at least this: each number is a separate program
 
 
 class KernelSteps:
@@ -31,7 +31,7 @@ class KernelSteps:
     are written in place.
     """
 
-    drops_rows = False  # each number of rows would be a program of its own
+    drops_rows = False  # each number of rows would be a separate program
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class KernelSteps:
             step: the policy's `kernel_forward`, compiled.
             params: all leaves of the model, as used in the forward pass.
             caches: plain caches of P prompts, padded on the right; their unused columns are used.
-            lengths: number of tokens of each prompt.
-            groups: number of rows of each prompt.
+            lengths: number of tokens in each prompt.
+            groups: number of rows for each prompt.
             room: the maximum number of tokens that can be fed to a row.
         """
         self._step, self._params = step, params
@@ -58,9 +58,9 @@ class KernelSteps:
         self._lengths = list(lengths)
         self._most = room
         self._room = 0
-        self._fed = [0] * len(self._prompt_of)  # own tokens of each row when the buffers were made
-        self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: the same, at each step from then on
-        self._steps = 0  # since then
+        self._fed = [0] * len(self._prompt_of)  # own tokens of each row when buffers were created
+        self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: own tokens at each later step
+        self._steps = 0  # steps since then
         self._own = [(keys[:0, :, :0], values[:0, :, :0]) for keys, values in self._prompts]
 
     def __call__(self, token_b: mx.array) -> mx.array:
@@ -72,7 +72,7 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """See `Steps`. New rows, which have only been prefilled, replace finished rows."""
+        """See `Steps.join`. New rows, which have only been prefilled, replace finished rows."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -86,7 +86,7 @@ class KernelSteps:
         self._prompt_of = [slot_of[prompt_of[row]] if row >= 0 else 0 for row in places]
         self._lengths = [lengths[prompt] if prompt >= 0 else 1 for prompt in slots]
         self._fed = [fed[row] if row >= 0 else 0 for row in places]
-        self._counts = self._counts[:0]  # the next step makes new buffers
+        self._counts = self._counts[:0]  # the next step creates new buffers
         self._steps = 0
         index = mx.array([slot_of[prompts + p] for p in range(len(other._lengths))], mx.int32)
         self._prompts = [
@@ -130,12 +130,12 @@ class KernelSteps:
             self._counts[0],
             mx.zeros((rows,), mx.int32),
         )
-        self._fixed = leaves[:-2]  # each step brings its own counts and tokens
+        self._fixed = leaves[:-2]  # counts and tokens differ in each step
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
-    """The entry at each index: old entries keep their indices, new ones are put between and after
-    them; -1 marks an unused index.
+    """Returns the entry at each index. Old entries keep their indices, and new entries are put
+    between and after them; -1 marks an unused index.
     """
     at = {place: place for place in old}
     if (needed := len(at) + len(new)) > size:
@@ -164,7 +164,7 @@ def _inserted(array: mx.array, new: mx.array, places: mx.array, rows: int) -> mx
 
 @attrs.frozen(eq=False)
 class KernelCache:
-    """One layer's cache while a step is traced; it updates `own` in place."""
+    """One layer's cache while a step is traced; `own` is updated in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
     own: tuple[mx.array, mx.array]  # [B,K,T,D]
@@ -172,7 +172,7 @@ class KernelCache:
     lengths_p: mx.array
     start_b: mx.array  # position of the first own token
     used_b: mx.array  # own tokens so far
-    # rotations of this step, of all layers: `decode_blocks`
+    # this step's rotations, for all layers: see `decode_blocks`
     turns: dict[Any, mx.array] = attrs.field(factory=dict)
 
     @property
@@ -194,7 +194,9 @@ class KernelCache:
         return keys, values
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] over the prompt, the row's own tokens so far, and the new token."""
+        """Computes attention [B,H,1,D] over the prompt, the row's own tokens so far, and the new
+        token.
+        """
         return append_and_attend(
             queries,
             keys,
@@ -219,8 +221,9 @@ def kernel_forward(
     used_b: mx.array,
     token_b: mx.array,
 ) -> mx.array:
-    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the
-    model."""
+    """Runs one decoding step. A policy compiles this function for `KernelSteps`; `params` are all
+    leaves of the model.
+    """
     turns: dict[Any, mx.array] = {}
     prompt_of_b, lengths_p, start_b = rows
     caches = [
@@ -232,10 +235,10 @@ def kernel_forward(
 
 
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
-    """Whether `KernelSteps` can decode a model that shares prefixes.
+    """Returns whether `KernelSteps` can decode a model that shares prefixes.
 
     The function builds a compiled step without evaluating it, because a model that reads values
-    while it runs cannot be compiled. `caches` are plain and empty.
+    while it runs cannot be compiled. `caches` must be plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:

@@ -1,11 +1,11 @@
-"""One CUDA kernel for attention over a shared prompt and a row's own tokens, which also stores the
-newest token's key and value.
+"""A CUDA kernel that computes attention over a shared prompt and a row's own tokens, and also
+stores the newest token's key and value.
 
-A block of threads computes one row and one head of keys, with all query heads that share it; 16-bit
-numbers use tensor cores (`attention_source`). Other dtypes and narrow heads do not use tensor
-cores: groups of lanes process keys in turn, 8 numbers of each key per lane, prefetch the next keys,
-and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the groups' sums
-are combined. The rows of a prompt read the same keys, mostly from the device's cache.
+A block of threads computes one row, one key head and all query heads that share this key head;
+16-bit numbers use tensor cores (`attention_source`). Other dtypes and narrow heads do not use
+tensor cores: groups of lanes process keys in turn, 8 numbers of each key per lane, prefetch the
+next keys, and keep a running softmax (Milakov and Gimelshein, arXiv 1805.02867); at the end, the
+groups' sums are combined. The rows of a prompt read the same keys, mostly from the device's cache.
 
 The new key and value are written into the row's own buffers, which are inputs; MLX does not know
 this. Writing in place is correct only if no other code uses these buffers and steps do not overlap.
@@ -139,7 +139,7 @@ _PLAIN = """
 """
 
 
-# of a multiprocessor, for heads of so many numbers: by their registers
+# warps that fit into a multiprocessor's registers, by head size
 _WARPS_AT_A_TIME = {64: 20, 128: 12}
 _INPUTS = (
     *(
@@ -168,8 +168,8 @@ def append_and_attend(
     own_length_b: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attention [B,H,1,D] of one token per row; its key and value are written to the row's own
-    buffers.
+    """Computes attention [B,H,1,D] for one token per row, and writes the token's key and value to
+    the row's own buffers.
 
     Args:
         queries: [B,H,1,D].
@@ -205,7 +205,7 @@ def append_and_attend(
         source = _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES
         source = source.replace("MMA", MMA[queries.dtype])
     else:
-        # more would not fit into the registers of one multiprocessor
+        # more threads would not fit into the registers of one multiprocessor
         threads = 512 if group <= 2 else 256
         name = "attention_over_a_shared_prompt"
         source = _ROW + COMBINATION + _PLAIN
