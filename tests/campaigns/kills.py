@@ -214,7 +214,7 @@ class Harness:
             # With samplers apart, a rank whose sampler is gone may save between a batch step and its update.
             between = len({each["trainer_state"]["loop"]["update"] for each in (found, straight)}) > 1
             if found != straight and not (between and "ranks.samplers=1" in self.settings):
-                problems.append(f"{path.name} differs")
+                problems.append(f"{path.name} differs in {', '.join(differing(found, straight))}"[:500])
         lines = [json.loads(line) for line in whole_lines(run / "training_log.jsonl")]
         known = [line for line in lines if "fault" not in line]  # which names a rank that failed
         log = self.fixed(without_noise(known))
@@ -223,6 +223,16 @@ class Harness:
         if not self.outcome["completions"].startswith(b"".join(whole_lines(run / "completions.jsonl"))):
             problems.append("the completions are not the beginning of the straight run's")
         return problems
+
+
+def differing(one: Any, other: Any, place: str = "") -> list[str]:
+    """Where two trees of dicts and lists differ."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [each for key in one for each in differing(one[key], other[key], f"{place}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        parts = zip(one, other, strict=True)
+        return [each for i, pair in enumerate(parts) for each in differing(*pair, f"{place}/{i}")]
+    return [] if one == other else [place]
 
 
 def is_saving(run: Path) -> bool:
