@@ -157,7 +157,7 @@ with StopSignals(say) as signals:
 @pytest.mark.parametrize(
     ("name", "gap", "ends"),
     [
-        ("SIGINT", 0.6, True),
+        ("SIGINT", 1.5, True),
         ("SIGTERM", 0.05, False),
         ("SIGHUP", 0.6, False),
         ("SIGTERM asked", 0.6, False),
