@@ -70,7 +70,7 @@ def test_tests_may_be_a_list_in_the_data_and_answer_no_other_form(tmp_path):
     assert with_answers_of(config, rows).data.answer == "answer"
     assert config.reward.functions == ("correctness_reward_func",)
     assert "```python" in config.data.system_prompt
-    with pytest.raises(UserError, match="tests of a program"):
+    with pytest.raises(UserError, match="tests for programs"):
         with_answers_of(other, rows)
 
 
