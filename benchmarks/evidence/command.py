@@ -8,8 +8,6 @@ import functools
 import itertools
 import os
 import re
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +113,6 @@ def evidence(
             until = time.monotonic() + (60 * minutes or float("inf"))
             # Each run takes the GPU's memory for its own.
             jobs = jobs or (max((os.cpu_count() or 1) // 2, 1) if backend() == "cpu" else 1)
-            before = signal.signal(signal.SIGTERM, _end)  # by an exception, which ends the runs as well
             with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as work:
                 trials: dict[str, tuple[Trial, Job]] = {}
                 for case, seed in itertools.product(wanted, seeds[:1] if quick else seeds):
@@ -127,10 +124,7 @@ def evidence(
                     if command:
                         job = Job(name=trial.name, command=command, printed=printed, until=until)
                         trials[trial.name] = (trial, job)
-                try:
-                    yield from _run_all(trials, jobs, read)
-                finally:
-                    signal.signal(signal.SIGTERM, before)
+                yield from _run_all(trials, jobs, read)
 
         return run
 
@@ -165,10 +159,6 @@ def taken(usage: Usage) -> list[Figure]:
     """Time and memory of a process."""
     note = f"{usage.cores} core{'s' if usage.cores > 1 else ''}"
     return [Figure(SECONDS, usage.seconds, "s", note=note), Figure(RESIDENT, usage.resident / 1e6, "MB")]
-
-
-def _end(number: int, _: object) -> None:
-    sys.exit(128 + number)
 
 
 def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:

@@ -52,8 +52,12 @@ def over_time(lines: Lines) -> list[Figure]:
     The seconds exclude the start and evaluations.
     """
     steps = steps_of(lines)
-    seconds = np.cumsum([step["step_time"] for step in steps]).tolist()
-    rewards = [step["reward"] for step in steps]
+    if not steps:
+        raise UserError("the log has no update with a reward")
+    updates = [line for line in lines if "step_time" in line]
+    seconds = np.cumsum([each["step_time"] for each in updates]).tolist()
+    timed = zip(seconds, updates, strict=True)
+    points = [(at, each["reward"]) for at, each in timed if each.get("reward") is not None]
     figures = []
     for key, before, after in (("eval/reward", HELD_OUT_BEFORE, HELD_OUT_AFTER), ("em", BEFORE, AFTER)):
         found = [line for line in lines if key in line]
@@ -62,7 +66,7 @@ def over_time(lines: Lines) -> list[Figure]:
         for name, line in ((before, found[0]), (after, found[-1])) if found else ():
             note = f"{line['em_subset']} problems, {line['update']} updates"
             figures.append(Figure(name, scale * line[key], unit, note=note))
-    curve = at_grid(list(zip(seconds, rewards, strict=True)), 2.0)
+    curve = at_grid(points, 2.0)
     trained = Figure(TRAINED, seconds[-1], "s")
     return [*figures, *step_figures(steps, curve), trained]
 

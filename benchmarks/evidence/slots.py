@@ -17,6 +17,7 @@ from typing import TextIO
 
 import click
 
+from benchmarks.evidence.watched import TO_SAVE
 from benchmarks.harness.command import say
 from benchmarks.harness.runs import Job, side_by_side
 from runners.commands.base import HELP, ends_with_a_line
@@ -35,6 +36,7 @@ def jobs_of(text: str, gpus: int, out: Path, until: float) -> list[Job]:
             environment={"CUDA_VISIBLE_DEVICES": str(number % gpus)},
             cwd=out,
             until=until,
+            grace=2 * TO_SAVE,  # the commands end their own runs, which may save
         )
         for number, line in enumerate(filter(None, lines))
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -69,7 +71,9 @@ def benchmark(
         @click.option(
             "--out",
             type=click.Path(path_type=Path, file_okay=False),
-            help=f"Folder of the result [benchmarks/{home.relative_to(RESULTS.parent)}; with "
+            help=f"Folder of the result [{other}]."
+            if work == ()
+            else f"Folder of the result [benchmarks/{home.relative_to(RESULTS.parent)}; with "
             f"--quick or other work {other}].",
         )
         @ends_with_a_line
@@ -77,7 +81,7 @@ def benchmark(
         def run(quick: bool, check: bool, out: Path | None, **options: Any) -> None:
             usual = [key for key in options if key not in (*parts, "repeats")]
             settings = given(usual if work is None else [key for key in work if key in options])
-            folder = out or (other if quick or settings else home)
+            folder = out or (other if quick or settings or work == () else home)
             click.get_current_context().obj = folder
             last = load_records(folder / f"{name}.json").get(backend())
             for notice in startup.prepare().notices:
@@ -99,13 +103,14 @@ def benchmark(
                 )
                 return save_record(folder, backend(), record, parts=replaced, arranged=arranged)[1]
 
-            found = function(quick=quick, **options)
             figures: list[Figure] = []
             record: Record | None = None
-            for lot in found if isinstance(found, Iterator) else [found]:
-                if lot:
-                    figures += lot
-                    record = save(lot, {figure.part for figure in lot})
+            with ending_by_exception():
+                found = function(quick=quick, **options)
+                for lot in found if isinstance(found, Iterator) else [found]:
+                    if lot:
+                        figures += lot
+                        record = save(lot, {figure.part for figure in lot})
             if not adds and figures:  # figures that are not measured any more go
                 chosen = [options[key] for key in parts if options[key]]
                 replaced: Sequence[str] | None = () if chosen else None
@@ -127,6 +132,20 @@ def benchmark(
         return run
 
     return decorate
+
+
+@contextlib.contextmanager
+def ending_by_exception() -> Iterator[None]:
+    """Lets SIGTERM raise an exception inside the block, which ends all processes as well."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def given(names: Sequence[str]) -> dict[str, str]:

@@ -128,7 +128,8 @@ def running(job: Job, cores: Sequence[int] = ()) -> Generator[None, None, Usage]
     started = time.perf_counter()
     resident = 0
     ended = 0
-    with job.printed.open("wb") as printed, job.printed.open("rb") as output:
+    with job.printed.open("ab") as printed, job.printed.open("rb") as output:
+        output.seek(0, os.SEEK_END)  # a resumed run adds to its earlier output
         process = subprocess.Popen(
             [*pinned, *job.command],
             cwd=job.cwd,
@@ -173,9 +174,9 @@ def _listened(job: Job, seconds: float, text: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Ends a process and all that it started; with `grace`, it may first save its state."""
+    """Ends a process and all that it started; with `grace`, they may first save their state."""
     if grace:
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(grace)
             return

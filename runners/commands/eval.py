@@ -76,7 +76,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
         )
     )
     for name in filter(None, (out, json_file)):
-        folder = Path(name).expanduser().parent
+        folder = Path(name).expanduser().resolve().parent
         refuse(
             (not folder.is_dir(), f"{name}: no such folder: {Path(name).parent}"),
             (

@@ -12,7 +12,7 @@ from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 
 _CONDITION = re.compile(
-    r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"(?:\s+for\s+(\d{1,9}))?\s*"
 )
 

@@ -211,7 +211,7 @@ def structure(value: Any, kind: Any) -> Any:
             raise Mismatch(value, words(kind))
         exact = arguments[1] in (int, float)
         return {
-            str(k): structure(item, arguments[1] if exact else type(item))
+            structure(str(k), str): structure(item, arguments[1] if exact else type(item))
             for k, item in value.items()
         }
     if kind is float:

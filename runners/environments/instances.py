@@ -78,9 +78,10 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
                 f"method, whose public methods are the tools"
             )
         methods = _methods(environment)
-        for twice in sorted(methods.keys() & store["tools"].keys()):
+        twice = sorted(methods.keys() & store["tools"].keys())
+        if twice:
             raise UserError(
-                f"{key} has a method {twice}, and env.tools contains a function with the same name"
+                f"{key} has a method {twice[0]}, and env.tools contains a function with the same name"
             )
         named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
         rewards = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
 from typing import Any
 
 import attrs
@@ -77,10 +76,16 @@ class CallReader:
             if whole:
                 return "", [whole]
         end = rf"(?:{re.escape(self.end)}|\Z)" if self.end else r"\Z"
-        pattern = re.compile(f"{re.escape(self.start)}(.*?){end}", re.DOTALL)
-        parts = pattern.split(text, MAX_CALLS)  # other text and calls alternate
-        calls = chain.from_iterable(map(self._parsed, parts[1::2]))
-        return "".join(parts[::2]).strip(), [*islice(calls, MAX_CALLS)]
+        around = []
+        calls = []
+        place = 0
+        for found in re.finditer(f"{re.escape(self.start)}(.*?){end}", text, re.DOTALL):
+            if len(calls) >= MAX_CALLS:
+                break
+            around.append(text[place : found.start()])
+            calls += self._parsed(found[1])
+            place = found.end()
+        return ("".join(around) + text[place:]).strip(), calls[:MAX_CALLS]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:

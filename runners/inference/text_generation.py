@@ -71,6 +71,20 @@ def sample(
     return generate(engine, requests, sampling, should_stop=should_stop), None
 
 
+def texts_of(
+    examples: Sequence[Example],
+    completions: Sequence[Sequence[int]],
+    decoder: TextDecoder,
+    nudge: str,
+) -> list[str]:
+    """Returns the completions' texts, which start with the prompts' openings and the nudge."""
+    size = len(completions) // len(examples)
+    return [
+        example.opening + nudge + decoder.decode(tokens)
+        for example, tokens in zip(repeated(examples, size), completions, strict=True)
+    ]
+
+
 def sample_batches(
     engine: Engine,
     examples: Sequence[Example],
@@ -118,12 +132,7 @@ def sample_batches(
             cut = True
         if played is None:
             sampled = rollout.completions()
-            texts = [
-                example.opening + nudge + decoder.decode(tokens)
-                for example, tokens in zip(
-                    repeated(part, sampling.num_generations), sampled, strict=True
-                )
-            ]
+            texts = texts_of(part, sampled, decoder, nudge)
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from runners.errors import UserError, show
+from runners.errors import UserError, listed, show
 from runners.machine.bounded_process import BoundedFunction
 from runners.models import json_keys
 
@@ -134,7 +134,9 @@ def to_peft(
         embeds = layer.endswith(_EMBEDDING)
         if embeds and part == "m":
             raise UserError(f"{layer}: PEFT cannot represent DoRA of an embedding; use LoRA")
-        theirs = _OF_EMBEDDING[part] if embeds else _OF_LAYER[part]
+        theirs = (_OF_EMBEDDING if embeds else _OF_LAYER).get(part)
+        if theirs is None:
+            raise UserError(f"{name}: expected a name that ends with {listed([*_OF_LAYER])}")
         made[f"{_BEFORE}{_in_peft(layer)}.{theirs}"] = leaf if leaf.ndim == 1 else leaf.T
     blocks = [re.search(r"\.layers\.(\d+)\.(.+)", layer) for layer in layers]
     first = {block[2] for block in blocks if block and block[1] == "0"}

@@ -105,7 +105,7 @@ def judge_program(
     inputs = [case for case in cases if isinstance(case, dict)]
     if inputs:
         return _printed(code, inputs, limits, whole=whole)
-    wanted = [read_test(case) for case in cases if isinstance(case, str)]
+    wanted = [_read_test(case) for case in cases if isinstance(case, str)]
     mark = secrets.token_hex(8)
     outcome = run_program(
         code,
@@ -149,8 +149,9 @@ def score_programs(
             raise
 
 
-# Cached, because rewards and evaluation judge the same programs.
+# Cached, because rewards and evaluation judge the same programs, and a group shares its tests.
 _known = functools.lru_cache(maxsize=4096)(judge_program)
+_read_test = functools.lru_cache(maxsize=4096)(read_test)
 
 
 def _is_python(text: str) -> bool:

@@ -183,12 +183,14 @@ def read_json(body: bytes) -> dict[str, Any]:
 def read_chat(body: Mapping[str, Any]) -> Asked:
     """Parses the body of a /v1/chat/completions request."""
     given = read_fields(body, CHAT)
-    effort = {name: given[name] for name in ("reasoning_effort",) if name in given}
+    kwargs = dict(given.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in given:
+        kwargs["reasoning_effort"] = given["reasoning_effort"]
     tools = _tools(given.get("tools", []))
     chat = Chat(
         messages=_messages(given.get("messages")),
         tools=() if body.get("tool_choice") == "none" else tools,
-        template_kwargs={**given.get("chat_template_kwargs", {}), **effort},
+        template_kwargs=kwargs,
     )
     return Asked(given=given, chat=chat, logprobs=given.get("logprobs", False))
 
@@ -211,7 +213,10 @@ def read_generate(body: Mapping[str, Any]) -> Asked:
     more = read_fields(given.get("sampling_params", {}), {**USED, "logprobs": (Any, "")})
     whole = {**more, **given, "return_token_ids": True}
     return Asked(
-        given=whole, prompts=(_prompt([*given.get("token_ids", ())]),), ids=True, logprobs=True
+        given=whole,
+        prompts=(_prompt([*given.get("token_ids", ())], "token_ids"),),
+        ids=True,
+        logprobs=True,
     )
 
 
@@ -248,17 +253,17 @@ def checked(param: str, value: Any, kind: Any, within: str = "") -> Any:
         if within and not rules.is_within(found, within):
             raise rules.Mismatch(value, f"{rules.words(kind)}, {within}")
     except rules.Mismatch as error:
-        wanted = error.expected.replace("a table", "an object")
+        wanted = error.expected.replace("a table", "an object").replace("tables", "objects")
         raise ApiError(f"{param}: expected {wanted}, found {show(value)}", param) from error
     return found
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def _prompt(value: Any, name: str = "prompt") -> str | tuple[int, ...]:
     """Parses a prompt: text or token ids. Whether the model has these ids is checked later."""
     ids = isinstance(value, list)
-    found = checked("prompt", value, tuple[int, ...] if ids else str, _IDS if ids else "")
+    found = checked(name, value, tuple[int, ...] if ids else str, _IDS if ids else "")
     if not found:
-        raise ApiError("prompt: expected a text or token ids, found an empty one", "prompt")
+        raise ApiError(f"{name}: expected a text or token ids, found an empty one", name)
     return found
 
 

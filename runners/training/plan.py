@@ -2,7 +2,7 @@
 splitting a batch into micro-batches, and the work after a rollout or an update.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import attrs
 import mlx.core as mx
@@ -35,12 +35,30 @@ _SMALL = 2_500_000
 
 
 @attrs.frozen(eq=False)
+class Lesson:
+    """An experience that is being converted to micro-batches."""
+
+    experience: Experience
+    batch: g.Batch
+    micro_batch_tokens: int  # the budget; smaller after memory has run out
+    parts: tuple[Pieces, ...] = ()  # for each minibatch
+
+
+BeforeLearn = Callable[["Plan", RunState, Lesson], Lesson]
+AfterRollout = Callable[["Plan", RunState, Experience], RunState]
+AfterUpdate = Callable[["Plan", RunState], RunState]
+
+
+@attrs.frozen(eq=False)
 class Plan:
-    """The parts of a run that its steps use and never change."""
+    """The unchanging parts of a run's steps, and the optional phases of the steps."""
 
     run: Run
     micro_batches: MicroBatches
     supervised: MicroBatches  # for reference completions
+    before_learn: tuple[BeforeLearn, ...]
+    after_rollout: tuple[AfterRollout, ...]
+    after_update: tuple[AfterUpdate, ...]
     shown: Diary  # receives messages about the steps
     times: PartTimes = attrs.field(factory=PartTimes)
 
@@ -101,10 +119,18 @@ def plan_of(run: Run, shown: Diary) -> Plan:
         longest=LONGEST if mx.metal.is_available() else 0.0,
         advance=shown.advanced,
     )
+    before_learn = [cut_to_micro_batches, with_old_logprobs]
+    if run.config.loss.router_replay:
+        before_learn.insert(1, with_replayed_experts)
+    if run.learner.grader is not None:
+        before_learn.insert(0, graded_by_teacher)
     return Plan(
         run=run,
         micro_batches=micro_batches,
         supervised=attrs.evolve(micro_batches, grad_step=run.learner.sft_step),
+        before_learn=tuple(before_learn),
+        after_rollout=(calibrated,) if calibrated_roles(run) else (),
+        after_update=(moved_reference, started_grpo),
         shown=shown,
     )
 
@@ -112,11 +138,19 @@ def plan_of(run: Run, shown: Diary) -> Plan:
 # before learning: splitting a batch into micro-batches
 
 
-def cut_to_micro_batches(
-    plan: Plan, state: RunState, batch: g.Batch, budget: int
-) -> tuple[Pieces, ...]:
-    """Splits each minibatch into micro-batches of at most `budget` tokens. Rows without a gradient
-    are omitted.
+def graded_by_teacher(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
+    """Adds the teacher's part of the advantages, or its prompts."""
+    grader = plan.run.learner.grader
+    assert grader is not None
+    graded = grader.graded(
+        lesson.batch, lesson.experience, plan.micro_batches, lesson.micro_batch_tokens
+    )
+    return attrs.evolve(lesson, batch=graded.value, micro_batch_tokens=graded.micro_batch_tokens)
+
+
+def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
+    """Splits each minibatch into micro-batches within the budget. Rows without a gradient are
+    omitted.
     """
     run, config = plan.run, plan.config
     learner = run.learner
@@ -125,7 +159,7 @@ def cut_to_micro_batches(
     in_loss = learner.grader is not None and learner.grader.in_loss
     shapes = set(state.shapes)
     parts = []
-    for part in g.minibatches(batch, 1 if gold else config.optim.minibatches):
+    for part in g.minibatches(lesson.batch, 1 if gold else config.optim.minibatches):
         # If the loss has one of these terms, every row has a gradient.
         if gold or not (config.loss.router_aux_coef or in_loss):
             part = g.drop_inactive(part, learner.spec)
@@ -133,7 +167,7 @@ def cut_to_micro_batches(
         for share in deal(part, run.ranks.count):
             pieces += g.split_batch(
                 share,
-                max_tokens=budget,
+                max_tokens=lesson.micro_batch_tokens,
                 share_prompts=learner.share_prompts and not gold,
                 known=shapes,
                 new_shape_tokens=new_shape_tokens(parameters, run.order.epoch(state.position)),
@@ -141,12 +175,10 @@ def cut_to_micro_batches(
             )
         shapes |= shapes_of(pieces)
         parts.append(pieces)
-    return tuple(parts)
+    return attrs.evolve(lesson, parts=tuple(parts))
 
 
-def with_replayed_experts(
-    plan: Plan, state: RunState, parts: Sequence[Pieces]
-) -> tuple[Pieces, ...]:
+def with_replayed_experts(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     """Adds the sampler's expert choices to each micro-batch, which requires an additional forward
     pass.
     """
@@ -161,23 +193,23 @@ def with_replayed_experts(
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
 
-    return tuple([replayed(piece) for piece in pieces] for pieces in parts)
+    return attrs.evolve(
+        lesson, parts=tuple([replayed(piece) for piece in pieces] for pieces in lesson.parts)
+    )
 
 
-def with_old_logprobs(
-    plan: Plan, state: RunState, parts: tuple[Pieces, ...], budget: int
-) -> tuple[tuple[Pieces, ...], int]:
+def with_old_logprobs(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     """Adds log π_old to each micro-batch if π_θ will differ from π_old, because a rollout is used
     for several updates or the sampler's weights are older than the learner's.
 
-    Returns the micro-batches and the budget, which is smaller if memory has run out. π_old is the
-    learner at the start of a rollout's updates, or at the sampler's last sync. A row that was
-    sampled with older weights is corrected by π_old/μ.
+    π_old is the learner at the start of a rollout's updates, or at the sampler's last sync. A row
+    that was sampled with older weights is corrected by π_old/μ.
     """
     if plan.uses == 1 and state.sampler.version == state.update:
-        return parts, budget
-    done = []
-    for pieces in parts:
+        return lesson
+    budget = lesson.micro_batch_tokens
+    parts = []
+    for pieces in lesson.parts:
         found = plan.micro_batches.logprobs(
             plan.run.learner.logprob_step, state.train.old_params, pieces, budget
         )
@@ -185,8 +217,8 @@ def with_old_logprobs(
         cut = list(found.steps[0])
         for place, logp_bt in found.value.items():
             cut[place] = attrs.evolve(cut[place], old_logp_bt=logp_bt)
-        done.append(cut)
-    return tuple(done), budget
+        parts.append(cut)
+    return attrs.evolve(lesson, parts=tuple(parts), micro_batch_tokens=budget)
 
 
 # after a batch step
@@ -204,14 +236,13 @@ def calibrated(plan: Plan, state: RunState, experience: Experience) -> RunState:
     that, the moments determine how the roles' weights are rounded.
     """
     config, learner = plan.config, plan.run.learner
-    roles = calibrated_roles(plan.run)
-    is_due = roles and state.sampler.moments is None
-    if not is_due or plan.is_supervised(state) or not experience.rollout.prompts:
+    gold = plan.is_supervised(state)
+    if state.sampler.moments is not None or gold or not experience.rollout.prompts:
         return state
     params = state.train.old_params
     with plan.times.timing("sync"):
         batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
-        moments = measured_moments(learner.policy, roles[0], params, batch)
+        moments = measured_moments(learner.policy, calibrated_roles(plan.run)[0], params, batch)
         sampler = attrs.evolve(state.sampler, moments=moments)
         name = config.rollout.quantization
         if learner.quantized is not None and is_calibrated(config, name):

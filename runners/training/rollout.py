@@ -26,7 +26,7 @@ from runners.engines.engine import Engine, ShouldStop, Weights, never
 from runners.environments.environments import Player
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
-from runners.inference.text_generation import sample
+from runners.inference.text_generation import sample, texts_of
 from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
@@ -254,10 +254,7 @@ class Collector:
         size = sampling.num_generations
         sampled = time.perf_counter()
         completions = rollout.completions()
-        texts = [
-            example.opening + self.config.data.nudge + self.decoder.decode(tokens)
-            for example, tokens in zip(repeated(examples, size), completions, strict=True)
-        ]
+        texts = texts_of(examples, completions, self.decoder, self.config.data.nudge)
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in repeated(examples, size)],

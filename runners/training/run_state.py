@@ -213,10 +213,11 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         estimates = initial  # the training data differ
     rollout = was.get("rollout", {})
     learner = run.learner
-    sampler = restored(state.sampler, run.config, learner.quantized)
     if any(rollout.get(key, now["rollout"][key]) != now["rollout"][key] for key in _ROUNDING):
         # What the run has learned about its sampler applies to a different format.
         sampler = attrs.evolve(learner.sampler, version=state.sampler.version)
+    else:
+        sampler = restored(state.sampler, run.config, learner.quantized)
     return attrs.evolve(
         state,
         train=train,

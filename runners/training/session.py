@@ -230,7 +230,7 @@ class Session:
     def check_output(self) -> None:
         """Saves the run and raises OutputLost if the display's output was closed."""
         if self._lost is not None:
-            end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
+            end = OutputLost(self.shown.fault or OSError(self._lost))
             self.shown.note(f"{end}: the run ends")
             self.save_to_stop("interrupted: ")
             self.ranks.agreed_to_end()

@@ -17,16 +17,7 @@ from runners.data.stream import PromptOrder, Weighted, drawn, gold_batch
 from runners.engines.engine import Engine
 from runners.rewards.experience import Experience, all_rows
 from runners.telemetry.run_statistics import Tally
-from runners.training.plan import (
-    Plan,
-    calibrated,
-    cut_to_micro_batches,
-    moved_reference,
-    shapes_of,
-    started_grpo,
-    with_old_logprobs,
-    with_replayed_experts,
-)
+from runners.training.plan import Lesson, Plan, shapes_of
 from runners.training.rollout import Draw, gold_experience
 from runners.training.run_state import RunState
 from runners.training.sampler import fallback_line, given_up, judged, weights_of
@@ -92,16 +83,9 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
     with plan.times.timing("learner"):
         quantile = 1.0 if gold else config.loss.top_entropy_quantile
         batch = batch_of(plan, experience, top_entropy_quantile=quantile)
-        budget = state.micro_batch_tokens
-        grader = plan.run.learner.grader
-        if grader is not None:  # the teacher's part of the advantages, or its prompts
-            graded = grader.graded(batch, experience, plan.micro_batches, budget)
-            batch = graded.value
-            budget = graded.micro_batch_tokens
-        parts = cut_to_micro_batches(plan, state, batch, budget)
-        if config.loss.router_replay:
-            parts = with_replayed_experts(plan, state, parts)
-        parts, budget = with_old_logprobs(plan, state, parts, budget)
+        lesson = Lesson(experience, batch, state.micro_batch_tokens)
+        for phase in plan.before_learn:
+            lesson = phase(plan, state, lesson)
     if not (gold or config.rollout.max_staleness):  # otherwise, the step did not wait
         for name in ("rollout", "reward"):
             plan.times.add(name, experience.seconds[name])
@@ -130,12 +114,14 @@ def learn(plan: Plan, state: RunState, experience: Experience) -> RunState:
         sampler=sampler,
         tallies=(*state.tallies, tally),
         curriculum=estimates,
-        waiting=(*state.waiting, parts),
-        shapes=state.shapes.union(*map(shapes_of, parts)),
+        waiting=(*state.waiting, lesson.parts),
+        shapes=state.shapes.union(*map(shapes_of, lesson.parts)),
         experiences=(*state.experiences, experience),
-        micro_batch_tokens=budget,
+        micro_batch_tokens=lesson.micro_batch_tokens,
     )
-    return calibrated(plan, state, experience)
+    for phase in plan.after_rollout:
+        state = phase(plan, state, experience)
+    return state
 
 
 def reload_sampler(plan: Plan, before: RunState, learned: RunState) -> None:
@@ -223,7 +209,9 @@ def sync(plan: Plan, state: RunState) -> RunState:
             )
             if state.batch_step >= plan.run.length.supervised:  # supervised steps sample nothing
                 plan.load(state)
-    return started_grpo(plan, moved_reference(plan, state))
+    for phase in plan.after_update:
+        state = phase(plan, state)
+    return state
 
 
 def batch_of(plan: Plan, experience: Experience, top_entropy_quantile: float = 1.0) -> g.Batch:

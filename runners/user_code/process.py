@@ -161,8 +161,9 @@ class _Server:
         if coroutine:  # the call's thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
         elif mode != MAIN:
-            error = ctypes.py_object(SystemExit)  # ignored for thread id 0, which does not exist
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), error)
+            if thread:
+                error = ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
             self.send(json.dumps([number, None, "the call was cancelled"]))
         elif thread:
             signal.pthread_kill(thread, signal.SIGINT)

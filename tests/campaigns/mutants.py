@@ -20,7 +20,6 @@ import builtins
 import copy
 import functools
 import os
-import queue
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,47 +236,33 @@ def run_tests(folder: Path, tests: Iterable[str], *options: str) -> subprocess.C
     )
 
 
-def hunt(chosen: list[Mutant], report=print, workers: int = os.cpu_count() or 1) -> list[str]:
+def hunt(chosen: list[Mutant], report=print) -> list[str]:
     """Run the tests of each mutant, report each, and return those that survived, and tests that are red."""
-    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-
-    def tried(mutant: Mutant, file: Path, text: str) -> list[str]:
-        """The tests that notice a mutant."""
-        folder = copies.get()
-        begin = time.perf_counter()
-        (folder / file).write_text(text, encoding="utf-8")
-        result = run_tests(folder, mutant.tests, "-x", "--timeout=300")  # some hang
-        shutil.copy(ROOT / file, folder / file)
-        copies.put(folder)
-        failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
-        # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
-        verdict = {0: "SURVIVED", 1: " ".join(failed)}.get(result.returncode, result.stdout[-300:])
-        report(f"{mutant.name:32} {time.perf_counter() - begin:5.1f} s  {verdict}")
-        return failed if result.returncode == 1 else []
-
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(workers) as pool:
-        for number in range(workers):
-            copies.put(copy_tree(Path(place) / str(number)))
-        # Here, because CPython 3.11's parser can fail in threads: "recursion depth mismatch".
-        files, texts = zip(*map(mutated, chosen), strict=True)
-        noticed = list(pool.map(tried, chosen, files, texts))
-        wrong = [mutant.name for mutant, tests in zip(chosen, noticed, strict=True) if not tests]
-        every = sorted({test for tests in noticed for test in tests})
-        healthy = run_tests(copies.get(), every) if every else None
+    wrong, noticed = [], set()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, folder / name)
+        for mutant in chosen:
+            begin, (file, text) = time.perf_counter(), mutated(mutant)
+            (folder / file).write_text(text, encoding="utf-8")
+            result = run_tests(folder, mutant.tests, "-x", "--timeout=300")  # some hang
+            shutil.copy(ROOT / file, folder / file)
+            failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
+            # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
+            verdict = {0: "SURVIVED", 1: " ".join(failed)}.get(result.returncode, result.stdout[-300:])
+            if result.returncode == 1 and failed:
+                noticed.update(failed)
+            else:
+                wrong.append(mutant.name)
+            report(f"{mutant.name:32} {time.perf_counter() - begin:5.1f} s  {verdict}")
+        healthy = run_tests(folder, sorted(noticed)) if noticed else None
     if healthy and healthy.returncode:
         wrong.append(f"red without any mutant:\n{healthy.stdout}{healthy.stderr}")
     return wrong
-
-
-def copy_tree(folder: Path) -> Path:
-    """A copy of what the tests need."""
-    folder.mkdir()
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    return folder
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """200 clients, a fifth of them bad, at one server: every good request is answered, and memory stays flat.
 
-GRPO_FN_LOAD_SECONDS and GRPO_FN_LOAD_CLIENTS say how long (30) and how many (200).
+GRPO_FN_LOAD_SECONDS and GRPO_FN_LOAD_CLIENTS say how long (60) and how many (200).
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ from runners.serve.service import Limits
 from tests.runners.serve.test_wire import CHAT, TEXT
 from tests.support.serving import Client, embedded, served, serving
 
-SECONDS = float(os.environ.get("GRPO_FN_LOAD_SECONDS", "30"))
+SECONDS = float(os.environ.get("GRPO_FN_LOAD_SECONDS", "60"))
 CLIENTS = int(os.environ.get("GRPO_FN_LOAD_CLIENTS", "200"))
 
 

@@ -62,6 +62,7 @@ def test_logits_are_those_of_transformers_in_float32(run):
     theirs.eval()
     ours, _ = load_model(Path(settings["model"]))
     ours.set_dtype(mx.float32)
+    assert settings["test"]
     for example in settings["test"]:
         with torch.no_grad():
             wanted = theirs(torch.tensor([example["tokens"]])).logits.numpy()

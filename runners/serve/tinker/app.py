@@ -274,7 +274,8 @@ class TrainingServer(HttpServer):
             while slot.next in slot.held:
                 self._trainer.put(*slot.held.pop(slot.next))
                 slot.next += 1
-            slot.timer = restarted(slot.timer, self._limits.gap, self._skip, slot)
+            gap = self._limits.gap if slot.held else 0.0  # a running timer keeps the model alive
+            slot.timer = restarted(slot.timer, gap, self._skip, slot)
         return self._futures[name].said
 
     def _skip(self, slot: Slot) -> None:

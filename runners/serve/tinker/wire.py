@@ -224,7 +224,7 @@ def sampling_of(given: Any, model: ServedModel, prompt: int) -> tuple[g.Sampling
             f"{model.length} together",
             "max_tokens",
         )
-    stop = [asked["stop"]] if isinstance(asked["stop"], str) else asked["stop"] or []
+    stop = asked["stop"] or []
     numbers = isinstance(stop, list) and all(type(each) is int for each in stop)
     ids = checked("stop", stop if numbers else [], tuple[int, ...], _IDS)
     sampling = g.Sampling(

@@ -137,3 +137,8 @@ def test_a_table_and_a_picture_are_made_of_results(tmp_path):
     parts = [Figure("sync, first: moments", 2, "s"), Figure("sync, first: all", 3)]
     step = Record(name="gpu_step", figures=parts, machine=machine)
     assert "| sync, first | 2          | 3   |" in report.overview(step)
+
+
+def test_pages_contain_the_results():
+    """`python -m benchmarks.report` would change nothing."""
+    assert report.refresh(write=False) == []

@@ -184,6 +184,14 @@ def test_changes_that_affect_the_weights_must_be_allowed(copy, finished):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 
+def test_a_changed_quantization_of_the_sampler_takes_effect(copy):
+    """The checkpoint's format, here none, is not one that the new config can build."""
+    shutil.rmtree(copy.folder / "checkpoint-3")
+    config = copy("rollout.quantization=affine-8", "loss.correction=token_truncate")
+    result = run_training(config, report=Quiet(), resume=True, allow_config_change=True)
+    assert result.updates == 3
+
+
 def test_resuming_from_an_older_checkpoint_starts_a_branch(copy, finished, tmp_path):
     """In the same folder, later checkpoints are renamed and the log is cut; elsewhere, a new log starts."""
     config = copy(f"run.output_dir={tmp_path / 'other'}")

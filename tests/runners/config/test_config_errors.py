@@ -2,6 +2,7 @@
 
 import pytest
 
+from runners.config.conditions import Condition
 from runners.config.loading import SECTIONS, ConfigError, load_config
 from runners.config.reading import preset_names
 
@@ -55,6 +56,11 @@ def faults(load):
         ('answer.form = "boxd"', 'file.py:function, found "boxd"; did you mean boxed?'),
         ('answer.form = "nowhere.py:read"', 'no such file: "nowhere.py"'),
         ('env.tools = ["tools.py"]', 'no such file: "tools.py"'),
+        ("num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
+        ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
+        ("loss.preset = 'dpao'", "did you mean dapo?"),
+        ('env.shedule = "arrival"', "did you mean env.schedule?"),
+        ("model.path = 'models\\qwen'", "is a Windows path"),
         ("reward.weights = [1.0, 2]", "expected a list of 5, one for each of reward.functions, found"),
         ('reward.functions = ["int_reward"]', "did you mean int_reward_func?"),
         ('reward.functions = ["a-b:c"]', "expected a built-in reward, package.module:function or path/to"),
@@ -74,7 +80,10 @@ def faults(load):
         ('stop.when = ["klx > 1"]', 'found "klx > 1"; did you mean kl?'),
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
         ("data.image = 'p'\nenv.factory = 'a:A'", 'expected "" with data.image = "p", found "a:A"'),
-        ('rollout.quantization = "mxfp4"\nrollout.group_size = 64', "expected 0 with mxfp4, whose group"),
+        (
+            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
+            "expected 0 with mxfp4, whose group size is",
+        ),
         (f'loss = {{{PACKED}}}\nmodel.tune = "lora"', 'expected "none" with model.tune = "lora", where the'),
         (f"loss = {{{PACKED}, ref_sync_every = 8}}", "expected 1.0, or loss.ref_sync_every = 0, with loss."),
         ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
@@ -191,3 +200,18 @@ def test_check_refuses_a_loss_without_meaning(load, text, start):
             config.check()
         (line,) = caught.value.problems
         assert line.startswith(f"{source}: {start}")
+
+
+def test_a_name_that_utf_8_cannot_represent_is_refused(tmp_path):
+    """The resolved config, which contains the names of a table, is written as text."""
+    (tmp_path / "c.json").write_text(
+        '{"model": {"path": "embedded"}, "data": {"chat_template_kwargs": {"\\ud800": true}}}'
+    )
+    with pytest.raises(ConfigError, match="text that UTF-8 can represent"):
+        load_config(str(tmp_path / "c.json"))
+
+
+def test_a_condition_may_have_a_number_with_underscores():
+    """As in TOML."""
+    condition = Condition.parse("completions/mean_length > 1_000")
+    assert condition is not None and condition.limit == 1000

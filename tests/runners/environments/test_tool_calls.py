@@ -73,6 +73,16 @@ def test_no_more_calls_than_a_bound():
     assert len(reader().read(text)[1]) == MAX_CALLS
 
 
+def test_the_bound_counts_calls():
+    """Blocks after the last call that counts stay in the text, and empty blocks do not count."""
+    one = '<tool_call>{"name": "f"}</tool_call>'
+    many = "[" + ", ".join(['{"name": "f"}'] * MAX_CALLS) + "]"
+    text, calls = reader().read(f"<tool_call>{many}</tool_call> rest {one}")
+    assert (text, len(calls)) == (f"rest {one}", MAX_CALLS)
+    text, calls = reader().read("<tool_call>[]</tool_call>" * MAX_CALLS + one)
+    assert (text, len(calls)) == ("", 1)
+
+
 @pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j"])
 def test_what_json_cannot_hold_is_no_argument(value):
     """A parser reads these Python literals, but a log cannot store them."""

@@ -274,6 +274,7 @@ def test_two_models_with_different_prompt_formats_require_a_config(folder, run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("embedded --out link", "link: no such folder"),
         ("embedded --k 0", "expected positive integers"),
         ("embedded --k 1,9999999999", "expected positive integers"),
         ("embedded --k 8 --num 4", "--k 8: expected at least 8 samples per problem"),
@@ -282,5 +283,6 @@ def test_two_models_with_different_prompt_formats_require_a_config(folder, run):
 )
 def test_invalid_options_exit_with_code_2(folder, arguments, message):
     """Invalid options are reported before anything is generated."""
+    (folder / "link").symlink_to("gone/x.jsonl")
     result = grpo("eval", *arguments.split(), code=2)
     assert result.stdout == "" and message in result.stderr

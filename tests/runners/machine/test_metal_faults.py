@@ -1,4 +1,4 @@
-"""After a fault of Metal's watchdog, the user is told what to do, even if Python cannot catch it."""
+"""A watchdog error on Metal leads to a message with advice, even if Python cannot catch the error."""
 
 import subprocess
 import sys

@@ -157,6 +157,8 @@ def test_some_adapters_have_no_form_in_peft():
         to_peft(stated, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": array(2, 2, 2)})
     with pytest.raises(UserError, match="DoRA of an embedding"):
         to_peft(stated, {f"{EMBEDDING}.lora_a": array(6, 2), f"{EMBEDDING}.m": array(6)})
+    with pytest.raises(UserError, match="a name that ends with lora_a, lora_b"):
+        to_peft(stated, {"model.layers.0.self_attn.q_proj.extra": array(2, 2)})
 
 
 def written(folder, tie, tensors, **stated):

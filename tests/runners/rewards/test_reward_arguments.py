@@ -21,6 +21,7 @@ def seen(completions, prompts, completion_ids, answer, column_answer, unit, rare
     others["log_metric"]("mine/size", len(completions))
     given = {name: value for name, value in others.items() if not name.startswith("log_")}
     given |= {"completions": completions, "prompts": prompts, "ids": completion_ids, "answer": answer}
+    given["names"] = sorted(others)
     given |= {"column_answer": column_answer, "unit": unit, "rare": rare, "step": trainer_state.global_step}
     with (Path(__file__).parent / "seen.jsonl").open("a") as file:
         file.write(json.dumps(given, default=str) + "\\n")
@@ -69,6 +70,17 @@ def test_a_reward_receives_the_documented_arguments(tmp_path, timeout):
         assert call["solution"] == [f"long #### {n}" for n in numbers]
         assert all(each[0]["content"].startswith("<r>") for each in call["completions"])
         assert all(len(ids) <= 8 for ids in call["ids"])
+        named = {"completions", "prompts", "completion_ids", "answer", "trainer_state"}
+        columns = {f"column_{name}" for name in ARGUMENTS if name not in ("self", "answer")}
+        others = {
+            *REWARD_ARGUMENTS,
+            *columns,
+            "column_column_self",
+            "column_self",
+            "question",
+            "solution",
+        } - named
+        assert {*call["names"]} == others - {"environments", "printed"}
     assert training["step"] == 0
     assert len({*training["answer"][:4]}) == 1  # the completions of a prompt follow one another
     assert run.updates[0]["mine/size"] == 8 and run.updates[0]["rewards/after/mean"] == 1.0

@@ -147,6 +147,14 @@ def test_names_that_forge_tests_are_reported(program):
     assert looks_forged(program) and not looks_forged(ADD)
 
 
+def test_a_test_is_parsed_once_for_all_programs():
+    """A group's completions share their tests, and parsing a large test takes milliseconds."""
+    before = code_tests._read_test.cache_info().misses
+    for number in range(3):
+        judge_program(f"def f(n): return n - {number}", ["assert f(1129) == 1129"])
+    assert code_tests._read_test.cache_info().misses == before + 1
+
+
 def test_all_tests_of_a_program_have_one_deadline():
     """The deadline includes waiting and computing, for inputs and for statements."""
     endless = (("import time; time.sleep(60)", Limits(seconds=1.5)), ("while True: pass", Limits()))

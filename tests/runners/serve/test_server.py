@@ -43,7 +43,7 @@ def request(body=b"", *, length=None, path=CHAT, headers=()):
 
 def is_free(client):
     """Whether the engine and the service are idle again soon."""
-    return soon(lambda: client.service.idle and not client.service.engine.jobs)
+    return soon(lambda: client.service.idle and not client.service.engine.jobs, 10.0)
 
 
 HOSTS = [

@@ -224,6 +224,13 @@ def test_a_client_may_take_its_time(tmp_path):
         assert caller.step(learning_rate=0.0)["metrics"]["grad_norm:mean"] > 0
 
 
+def test_a_timer_keeps_no_model_for_which_no_request_waits(caller):
+    """It has fired soon after the last request, long before `limits.gap`."""
+    caller.forward([ROW])
+    slot = caller.server._slots[caller.model]
+    assert soon(lambda: slot.timer.when() < time.monotonic(), 10.0)
+
+
 def test_two_clients_do_not_touch_each_other(caller, tmp_path):
     """Each client has its own adapters over the same base model."""
     mine = weights(caller)
@@ -247,7 +254,7 @@ def test_a_session_that_vanishes_is_freed(tmp_path):
             "asample", **sample(way, sampling_params={"max_tokens": 500, "stop": []}, num_samples=64)
         )
         assert promise.status_code == 200
-        assert soon(lambda: not (server._sessions or server._slots or server._futures))
+        assert soon(lambda: not (server._sessions or server._slots or server._futures), 20.0)
         assert soon(lambda: server._trainer.idle and server._room == limits.room)
         assert caller.post("retrieve_future", request_id=promise.json()["request_id"]).status_code == 410
         assert caller.post("session_heartbeat", session_id=caller.model.partition(":")[0]).status_code == 410

@@ -196,6 +196,7 @@ REFUSED = [
     (TEXT, {"prompt": [99_999_999]}, "prompt", "token ids below"),
     (TEXT, {"prompt": "x", "echo": True}, "echo", "not supported"),
     (TEXT, {"prompt": "x", "logprobs": 3}, "logprobs", "0 or 1"),
+    (GENERATE, {}, "token_ids", "token ids, found an empty one"),
     (GENERATE, {"token_ids": "x"}, "token_ids", "list of integers"),
     (GENERATE, {"token_ids": [5], "sampling_params": 3}, "sampling_params", "an object"),
     (GENERATE, {"token_ids": [5], "features": {"a": 1}}, "features", "not supported"),

@@ -26,7 +26,7 @@ sizes = {
     "max_tokens": 12,
     "max_trajectory_tokens": 2048,
 }
-steps = {"max_trajectory_tokens": 2048, "learning_rate": 1e-3, "save_every": 0, "max_steps": STEPS}
+steps = {"learning_rate": 1e-3, "save_every": 0, "max_steps": STEPS}
 config = train.build_config(train.CLIConfig(task=task, **names, **sizes, **steps))
 asyncio.run(rl_train.main(config))
 rows = [json.loads(text) for text in Path(LOGS, "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ def test_same_model(name):
     ours.update(theirs.parameters())
     substitutes.patch_layers(ours)
     tokens = mx.random.randint(0, VOCAB, (3, 9), key=mx.random.key(0))
-    assert worst_difference(ours(tokens), theirs(tokens)) < 1e-4
+    assert mx.abs(ours(tokens) - theirs(tokens)).max() < 1e-4
 
     def gradient(model):
         return nn.value_and_grad(model, lambda tokens: model(tokens).square().mean())(tokens)[1]
